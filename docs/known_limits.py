@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/known_limits.md: what is refused at start, from the rows that refuse it.
+"""Write docs/known_limits.md: what is refused at start, from the rows that refuse it; and what only
+shows while a run goes on, from rows of its own.
 
 python docs/known_limits.py
 """
@@ -26,9 +27,51 @@ INTRODUCTION = """\
 
 What is refused at start, by an error that says the same: each row is what a user asks for, why it
 does not go with replaced experts, and what to do. This page is made of the rows that refuse
-(`python docs/known_limits.py`), and a test compares the two. What composes with what otherwise is
-in [composition.md](composition.md).
+(`python docs/known_limits.py`), and a test compares the two. Nobody can ask at start for what the
+last section has. What composes with what otherwise is in [composition.md](composition.md).
 """
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What ends in an error while a run goes on.
+
+    Attributes:
+        what: as a user does it.
+        reason: why it does not go.
+        remedy: what to do.
+    """
+
+    what: str
+    reason: str
+    remedy: str
+
+
+WHILE_IT_TRAINS = (
+    Limit(
+        "two backward passes through one forward pass of a replaced layer, under any host: with "
+        "retain_graph=True, or torch.autograd.grad(..., retain_graph=True) before backward",
+        "the first frees what the layer saved, and exchanges rows that a second would exchange "
+        "again; the error names the layer",
+        "run one backward a forward: add the losses up before it, or run the forward again",
+    ),
+    Limit(
+        "a replaced layer that the last micro-batch of a step passes by (layer drop), where "
+        "experts are copied and gradients accumulated; under Megatron-core and in DeepSpeed's "
+        "pipelines, which count a layer's passes, also one that another passes by",
+        "gradients of copies wait for the last micro-batch, and go home as that comes back through "
+        "the layer; the error comes at the optimizer's step and names it",
+        "let every micro-batch use every MoE layer, train without copies (ep, or copies_per_rank "
+        "0), or take an optimizer step for each micro-batch",
+    ),
+    Limit(
+        "engine.compile(compiled_autograd_enabled=True) of DeepSpeed",
+        "Dynamo goes into the backward of the replaced layers then, which exchanges rows between "
+        "ranks, and fails there with an error of its own",
+        "use engine.compile() without it, which compiles forward and backward of all that lies "
+        "between",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +84,7 @@ class Section:
     """
 
     title: str
-    rows: Sequence[Refusal]
+    rows: Sequence[Refusal | Limit]
 
     def __str__(self) -> str:
         lines = [f"## {self.title}", "", "| asked for | why not | what to do |", "|---|---|---|"]
@@ -65,6 +108,7 @@ SECTIONS = (
     ),
     Section("In plain PyTorch", plain.REFUSALS),
     Section("Optimizers", optimizer_kinds.OPTIMIZERS),
+    Section("While it trains", WHILE_IT_TRAINS),
 )
 
 

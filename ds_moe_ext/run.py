@@ -17,6 +17,10 @@ def main() -> None:
     """Run the script in ``sys.argv[1]`` as ``__main__``."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m ds_moe_ext.run SCRIPT [ARGUMENT ...]")
+    if not Path(sys.argv[1]).exists():  # python says so in a line too, runpy in twenty
+        raise SystemExit(
+            f"python -m ds_moe_ext.run: there is no script {sys.argv[1]!r}; give the path of one"
+        )
     _autoload.install()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python does with a script

@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.files.configs import file_of
+from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
@@ -64,6 +64,11 @@ class ReportSettings:
     monitor: bool = True
 
     def __post_init__(self) -> None:
+        if self.path == "":
+            raise ValueError(
+                f"{BLOCK}.report.path is '', which names no folder; name one ('.' is where the job "
+                "starts), or write null for no files"
+            )
         at_least(f"{BLOCK}.report.trace_step", self.trace_step, 0)
         at_least(f"{BLOCK}.report.max_steps", self.max_steps, 2)
         at_least(f"{BLOCK}.report.write_every_s", self.write_every_s, 0)
@@ -196,7 +201,7 @@ def read_file(path: str | Path, told: str) -> Any:
     except ValueError as error:
         raise ValueError(
             f"{told}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} block, "
-            "as those in configs/strategies are"
+            f"as those in configs/strategies are ({nearest(str(path), names_of('strategies'))})"
         ) from error
 
 

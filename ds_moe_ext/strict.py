@@ -165,7 +165,8 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """The end of an error about an unknown word."""
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+    told = map(repr, known) if any("," in name for name in known) else known
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(told) or 'none'}"
 
 
 def one_of(key: str, value: object, known: Collection[str]) -> None:

@@ -281,7 +281,11 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
     ("block", "said"),
     [
         ({"auto": {"candidates": ["ep", "fssd"]}}, r"candidates has 'fssd'.*did you mean 'fssdp'"),
-        ({"auto": {"candidates": []}}, r"candidates is empty; name some of ep, fssdp"),
+        ({"auto": {"candidates": []}}, r"candidates is empty; name some of 'ep', 'fssdp'"),
+        (
+            {"auto": {"candidates": ["mine"]}},
+            r"has 'mine', which is unknown; known: 'ep', 'esp', 'e",
+        ),
         ({"auto": {"interval": 0}}, r"interval is 0; it must be at least 1"),
         ({"auto": {"margin": 1.0}}, r"margin is 1.0; it must be at least 0 and below 1"),
         ({"esp": {"schedule": "tutel"}}, r"esp.schedule is 'tutel', but ds_moe_ext.auto lets all"),

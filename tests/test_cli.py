@@ -296,6 +296,8 @@ def test_doctor_lists_no_layers(here: Callable[..., Done]) -> None:
         ("no/such/folder", "neither a file or folder nor 'package.module:function'"),
         ("no_such_module:build", "cannot be imported: No module named 'no_such_module'"),
         ("json:no_such_function", "cannot be imported"),
+        ("torch.nn:Linear", "cannot be called without arguments (missing a required argument"),
+        ("math:pi", "is no function but 3.14"),
     ],
 )
 def test_doctor_says_what_is_no_model(model: str, says: str, here: Callable[..., Done]) -> None:

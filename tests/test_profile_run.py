@@ -28,7 +28,7 @@ from ds_moe_ext.commands.cluster_profile import (
     profile,
     tell,
 )
-from ds_moe_ext.commands.profile_ranks import sizes_of
+from ds_moe_ext.commands.profile_ranks import device_of, sizes_of
 from ds_moe_ext.hardware import (
     Collectives,
     Device,
@@ -255,3 +255,19 @@ def test_sizes_lie_above_what_buffers_hide(is_quick: bool) -> None:
     for numbers in (sizes.bytes_per_peer_N, sizes.num_experts_N, sizes.product_N):
         assert list(numbers) == sorted(set(numbers))
         assert len(numbers) >= 3
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "local_rank", "says"),
+    [
+        (0, 0, "--device is 'cuda', but torch finds no CUDA device here; give --device cpu"),
+        (2, 2, r"local rank 2 \(LOCAL_RANK\), but this node has 2 CUDA device\(s\), one a rank"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(
+    num_devices: int, local_rank: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    with pytest.raises(ValueError, match=says):
+        device_of(Launched(local_rank, 3, local_rank), "cuda")

@@ -247,6 +247,16 @@ def test_the_first_scores_that_are_no_numbers() -> None:
         RunRecord.from_json(hostile)
 
 
+def test_one_point_has_one_loss() -> None:
+    record = with_ranks()
+    ranks = record.ranks
+    assert ranks is not None
+    loss_G = np.where(np.arange(len(ranks.pace.loss_G)) == 0, ranks.pace.loss_G, np.nan)
+    pace = dataclasses.replace(ranks.pace, loss_G=loss_G)
+    one = dataclasses.replace(record, ranks=dataclasses.replace(ranks, pace=pace))
+    assert "loss 9.5 in step 9, counted from 0; " in ranks_line(one)
+
+
 def test_the_line_at_the_end() -> None:
     assert ranks_line(with_ranks()) == (
         "a step took 2 s, 48 tokens a second (median up to step 19, measured); loss 9.5 in step 9 "

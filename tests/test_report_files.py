@@ -14,7 +14,7 @@ import pytest
 from ds_moe_ext.attachment.outputs import or_warn
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.report_files import ReportFiles, write_whole
+from ds_moe_ext.report.report_files import ReportFiles, keep_earlier, write_whole
 from tests.test_report import worked
 
 
@@ -51,6 +51,24 @@ def test_files_are_written_every_so_many_seconds(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["strategy"] == "ep"
     assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+
+
+def test_what_an_earlier_run_left_is_kept(tmp_path: Path) -> None:
+    assert keep_earlier(tmp_path / "none yet") == ""
+    for number in (1, 2):
+        (tmp_path / "report.json").write_text(str(number))
+        (tmp_path / "report.html").write_text(str(number))
+        assert keep_earlier(tmp_path) == (
+            f"the report of an earlier run in {str(tmp_path)!r} is kept as report.{number}.json "
+            f"and report.{number}.html"
+        )
+    (tmp_path / "report.html").write_text("3")
+    assert keep_earlier(tmp_path).endswith("is kept as report.3.html")
+    kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert kept == {
+        **{f"report.{number}.json": str(number) for number in (1, 2)},
+        **{f"report.{number}.html": str(number) for number in (1, 2, 3)},
+    }
 
 
 def test_what_takes_long_is_written_rarely(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import ds_moe_ext.strategies.esp
 from ds_moe_ext.moe.codecs import BFloat16
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
-from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
+from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_file, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategy import Overlay, Strategy
 from tests.strategies_for_tests import Chunked
@@ -344,6 +344,7 @@ def unknown() -> Iterator[Bad]:
     yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
     # An error stands where it is, also beside a good strategy and in a disabled block.
     yield Bad(block(enabled=True, repport={}), "ds_moe_ext", "'repport'", "did you mean 'report'?")
+    yield Bad(block(report={"path": ""}), "ds_moe_ext.report.path", "is ''", "no folder; name")
     yield Bad(block(enabled=False, trace={"pth": 1}), "trace", "'pth'", "did you mean 'path'?")
 
 
@@ -516,6 +517,14 @@ def test_the_hint_to_write_null_stands_only_where_null_is_allowed() -> None:
         if not FITS[rule]("auto"):
             message = refusal_of(at(path, "auto"))
             assert ("write null" in message) == FITS[rule](None), message
+
+
+@pytest.mark.parametrize(("name", "hint"), [("nope", r"\(known: .*fssdp"), ("fssd", "mean 'fssdp")])
+def test_a_name_that_is_none_of_ours_is_told_with_them(name: str, hint: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"given, which cannot be read .* configs/strategies .*{hint}"
+    ):
+        read_file(name, "given")
 
 
 def test_what_a_users_strategy_says_is_passed_through() -> None:

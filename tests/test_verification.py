@@ -154,6 +154,9 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
     [
         ((), "verify was given no command"),
         (("--steps", "0", "--", "true"), "--steps is 0; give 1 or more"),
+        (("--tolerance", "-1", "--", "true"), "--tolerance is -1.0; give a relative difference"),
+        (("--tolerance", "nan", "--", "true"), "--tolerance is nan; give a relative difference"),
+        (("--out", "/proc/x", "--", "true"), "--out is '/proc/x', where nothing can be written ("),
         (
             ("--", sys.executable, "-S", "-c", "import nothing_of_this_name"),
             "exit code 1 when off, that is as your host runs it without ds_moe_ext",

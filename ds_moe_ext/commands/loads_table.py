@@ -14,7 +14,7 @@ from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.figures import figures_of
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.loads.sizes import Sizes
-from ds_moe_ext.loads.sources import NAMES, read_loads, write_loads
+from ds_moe_ext.loads.sources import NAMES, check_ending, read_loads, write_loads
 
 SIZES = {
     "ranks": "that send, and are home to experts",
@@ -45,6 +45,8 @@ def add_loads(commands: Any) -> None:
 
 def show(given: argparse.Namespace) -> int:
     """Print what loads are like; write them where ``--out`` says."""
+    if given.out is not None:
+        check_ending(given.out)
     sizes = {name: vars(given)[name] for name in SIZES}
     loads = read_loads(given.loads, **sizes, seed=given.seed)
     console = wide_console()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
+import reprlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +60,7 @@ def _built(model: str) -> nn.Module:
             build = pkgutil.resolve_name(model)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"--model is {model!r}, which cannot be imported: {error}") from error
+        _check_takes_nothing(model, build)
         built = build()
     elif path.exists():
         built = _of_file(path)
@@ -69,6 +72,28 @@ def _built(model: str) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise ValueError(f"--model is {model!r}, which gives no module but {built!r}")
     return built
+
+
+def _check_takes_nothing(model: str, build: Any) -> None:
+    """Whether it can be called as it is called here.
+
+    Raises:
+        ValueError: it is no function, or needs arguments.
+    """
+    if not callable(build):
+        raise ValueError(
+            f"--model is {model!r}, which is no function but {reprlib.repr(build)}; name one that "
+            "takes no arguments and gives the model"
+        )
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"--model is {model!r}, which cannot be called without arguments ({error}); name a "
+            "function of your own that calls it with them"
+        ) from error
+    except ValueError:
+        pass  # of a function in C, which does not say what it takes
 
 
 def _of_file(path: Path) -> Any:

@@ -72,11 +72,28 @@ def measure_here(
 
 
 def device_of(launched: Launched, kind: str | None) -> torch.device:
-    """This rank's device, made current."""
-    device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        device = torch.device("cuda", launched.local_rank)
-        torch.cuda.set_device(device)
+    """This rank's device, made current.
+
+    Raises:
+        ValueError: CUDA is not there, or has no device for this rank.
+    """
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(kind or ("cuda" if num_devices else "cpu"))
+    if device.type != "cuda":
+        return device
+    if not num_devices:
+        raise ValueError(
+            "--device is 'cuda', but torch finds no CUDA device here; give --device cpu, or start "
+            "where there is one"
+        )
+    if not 0 <= launched.local_rank < num_devices:
+        raise ValueError(
+            f"this is local rank {launched.local_rank} (LOCAL_RANK), but this node has "
+            f"{num_devices} CUDA device(s), one a rank; start as many ranks a node, or give "
+            "--device cpu"
+        )
+    device = torch.device("cuda", launched.local_rank)
+    torch.cuda.set_device(device)
     return device
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext._autoload import VERIFY
+from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.verification.comparison import Compared, Comparison, compare
 from ds_moe_ext.verification.rank_record import RankRecord
 from ds_moe_ext.verification.trial import Precision, Trial
@@ -62,6 +64,17 @@ def verify(given: argparse.Namespace) -> int:
         )
     if given.steps < 1:
         raise ValueError(f"--steps is {given.steps}; give 1 or more")
+    if given.tolerance is not None and not 0 <= given.tolerance < math.inf:
+        raise ValueError(
+            f"--tolerance is {given.tolerance}; give a relative difference, at least 0 and finite"
+        )
+    if given.out is not None and (
+        reason := why_unwritable(given.out / "off" / LOG, makes_folders=True)
+    ):
+        raise ValueError(
+            f"--out is {str(given.out)!r}, where nothing can be written ({reason}); name another "
+            "folder, or leave it out"
+        )
     folder = (given.out or Path(tempfile.mkdtemp(prefix="ds_moe_ext_verify_"))).resolve()
     precision = Precision(given.dtype)
     console = Console(stderr=given.json)

@@ -22,6 +22,7 @@ from ds_moe_ext.convert.model import AnyModel
 from ds_moe_ext.convert.source import Pieces, Source
 from ds_moe_ext.convert.tables import Table, cells
 from ds_moe_ext.convert.target import Maker
+from ds_moe_ext.files.writable import why_unwritable
 
 
 class Form(Enum):
@@ -65,6 +66,8 @@ def convert(asked: Asked, console: Console) -> AnyModel:
     form = form_of(asked.source, asked.given)
     if form is asked.goal:
         raise ValueError(f"{asked.source} is of form {form.value} already")
+    if asked.target.exists() and not asked.target.is_dir():
+        raise ValueError(f"{asked.target} is no folder; name a new one")
     if asked.target.exists() and any(asked.target.iterdir()):
         raise ValueError(f"{asked.target} is not empty; name a new folder")
     with ExitStack() as files, Progress(console=console, transient=True) as progress:
@@ -78,9 +81,23 @@ def convert(asked: Asked, console: Console) -> AnyModel:
         task = progress.add_task(f"{form.value} to {asked.goal.value}", total=total)
         pieces = Pieces(opened.source, model)
         maker = Maker(model, pieces, asked.dtype, lambda: progress.advance(task))
+        _try(asked.target)
         _WAYS[asked.goal].write(asked.target, maker, document)
     _tell(console, asked, opened)
     return model
+
+
+def _try(target: Path) -> None:
+    """Make the folder that is to be written, and see whether it takes files.
+
+    Raises:
+        ValueError: it cannot be made, or takes none.
+    """
+    if reason := why_unwritable(target / "file", makes_folders=True):
+        raise ValueError(
+            f"TARGET is {str(target)!r}, where nothing can be written ({reason}); name another "
+            "folder, new or empty"
+        )
 
 
 @dataclass(frozen=True)

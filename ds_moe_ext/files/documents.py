@@ -50,12 +50,17 @@ def parsed(text: bytes | str, parse_constant: Callable[[str], Any] | None = None
     """
     try:
         decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-        return json.loads(decoded, parse_constant=parse_constant, object_pairs_hook=_object)
+        return json.loads(decoded, parse_constant=parse_constant, object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise ValueError("its objects lie in each other too deeply: recursion") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    """An object of JSON.
+
+    Raises:
+        ValueError: a key stands twice in it.
+    """
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:

@@ -83,14 +83,23 @@ def read_loads(
     return redivided(loads, ranks=ranks, tokens=tokens, layers=layers, steps=steps)
 
 
+def check_ending(path: Path) -> None:
+    """Whether loads can be written to a file of this name.
+
+    Raises:
+        ValueError: it has another ending.
+    """
+    if path.suffix not in WRITERS:
+        raise ValueError(f"{path} ends on {path.suffix!r}; let it end on {' or '.join(WRITERS)}")
+
+
 def write_loads(path: Path, loads: Loads) -> None:
     """Write a table (``.npz``), or a routing trace as Megatron does (``.jsonl``).
 
     Raises:
         ValueError: another ending, or choices that a trace needs are not known.
     """
-    if path.suffix not in WRITERS:
-        raise ValueError(f"{path} ends on {path.suffix!r}; let it end on {' or '.join(WRITERS)}")
+    check_ending(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     WRITERS[path.suffix](path, loads)
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's two files, written while a run goes on: whole or not at all, and rarely enough."""
+"""The report's two files, written while a run goes on: whole or not at all, and rarely enough.
+
+Those that an earlier run left in the folder are kept under other names.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +20,8 @@ SHARE = 5e-4
 """Of a run's time that writing one of the two files may take: the next waits two thousand times as
 long as the last took, as lists of millions of numbers take seconds."""
 
+NAMES = ("report.json", "report.html")
+
 
 def write_whole(path: Path, text: str) -> None:
     """Put a text in the place of a file: who reads it, or finds it behind a crash, has the old one
@@ -27,6 +33,29 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def keep_earlier(folder: Path) -> str:
+    """Rename the files of an earlier run, so that those of this one do not take their place: a run
+    that is resumed has the same folder.
+
+    Returns:
+        What to tell of it; empty where there are none.
+
+    Raises:
+        OSError: they cannot be renamed.
+    """
+    found = [path for name in NAMES if (path := folder / name).exists()]
+    if not found:
+        return ""
+    for number in itertools.count(1):
+        kept = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in found]
+        if not any((folder / f"report.{number}{Path(name).suffix}").exists() for name in NAMES):
+            break
+    for path, other in zip(found, kept):
+        path.rename(other)
+    names = " and ".join(path.name for path in kept)
+    return f"the report of an earlier run in {str(folder)!r} is kept as {names}"
 
 
 @dataclass(eq=False)
@@ -61,8 +90,8 @@ class ReportFiles:
 
     def __post_init__(self) -> None:
         self._files = (
-            ReportFile("report.json", RunRecord.to_json),
-            ReportFile("report.html", page_of),
+            ReportFile(NAMES[0], RunRecord.to_json),
+            ReportFile(NAMES[1], page_of),
         )
         for file in self._files:
             file.due_s = self.clock() + (self.every_s or 0)

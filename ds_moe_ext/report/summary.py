@@ -285,7 +285,8 @@ def ranks_line(record: RunRecord) -> str:
             f"{ranks.pace.loss_G[at]:.4g} in step {ranks.pace.steps_G[at]:,}"
             for at in (known[0], known[-1])
         )
-        told.append(f"loss {first} -> {last}, counted from 0")
+        both = first if known[0] == known[-1] else f"{first} -> {last}"
+        told.append(f"loss {both}, counted from 0")
     exposed_s, waited_s, sent_s = (
         seconds_text(float(each_R.mean()))
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)

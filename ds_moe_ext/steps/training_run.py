@@ -25,7 +25,7 @@ from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
 from ds_moe_ext.report.recorder import Recorder
-from ds_moe_ext.report.report_files import ReportFiles
+from ds_moe_ext.report.report_files import NAMES, ReportFiles, keep_earlier
 from ds_moe_ext.report.summary import bad_scores_line, outcomes_by_layer, ranks_line, scores_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text
@@ -140,6 +140,8 @@ class Run:
         monitor, files = Monitor(report.enabled and report.monitor), None
         if rank == 0 and report.enabled and report.path is not None:
             files = ReportFiles(Path(report.path), report.write_every_s)
+            with or_warn(f"the report of an earlier run in {report.path!r}"):
+                planning.tell(keep_earlier(files.folder))
         run = cls(
             blueprint, tuple(layers), planning, mover, recorder, rank, monitor, files, block_hooks
         )
@@ -194,7 +196,7 @@ def leave_report(
         record = recorder.record()
         if path is not None and record.steps_I:
             ReportFiles(Path(path)).write(record)
-            say(f"wrote {path}/report.html and {path}/report.json at SIGTERM")
+            say(f"{_wrote(path)} at SIGTERM")
 
     def end() -> None:
         try:
@@ -227,7 +229,12 @@ def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) ->
     if path is not None:
         with or_warn(f"the report in {path!r}"):
             ReportFiles(Path(path)).write(record)
-            console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
+            console.print(f"ds_moe_ext: {_wrote(path)}", soft_wrap=True, highlight=False)
+
+
+def _wrote(folder: str) -> str:
+    """What to tell of the report's files."""
+    return f"wrote {' and '.join(str(Path(folder) / name) for name in reversed(NAMES))}"
 
 
 def teller(settings: Settings, rank: int) -> Callable[[str], None]:

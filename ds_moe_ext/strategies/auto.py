@@ -102,7 +102,8 @@ class Auto(Choosing):
                     f"{KEY}.candidates has {name!r}, which is unknown; {nearest(name, NAMES)}"
                 )
         if self.candidates == []:
-            raise ValueError(f"{KEY}.candidates is empty; name some of {', '.join(NAMES)}, or null")
+            names = ", ".join(map(repr, NAMES))  # some have commas
+            raise ValueError(f"{KEY}.candidates is empty; name some of {names}, or null")
 
     def among(self, blocks: Mapping[str, Strategy]) -> Auto:
         ep, esp = blocks.get(BASE), blocks.get(PIPELINE)

@@ -153,6 +153,17 @@ def test_which_form(tmp_path: Path) -> None:
         converted(tmp_path / "hf", tmp_path / "hf", Form.MEGATRON, given=Form.HUGGINGFACE)
 
 
+@pytest.mark.parametrize("goal", [Form.MEGATRON, Form.DEEPSPEED])
+def test_a_target_that_cannot_be_written_is_named(goal: Form, tmp_path: Path) -> None:
+    models.saved("mixtral", tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is no folder; name a new one"):
+        converted(tmp_path / "hf", tmp_path / "file", goal)
+    says = "TARGET is '/proc/nope/x', where nothing can be written .*; name another folder"
+    with pytest.raises(ValueError, match=says):
+        converted(tmp_path / "hf", Path("/proc/nope/x"), goal)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -318,6 +319,39 @@ def test_files_of_a_checkpoint() -> None:
 
 
 # Refusals.
+
+
+def tried_without_us(rank: int, world_size: int, job: Job, folder: str) -> dict[str, str]:
+    """What becomes of loading it by an engine whose block is off, asked for in several ways."""
+    engine = jobs.engine_of(replace(job, block=False), world_size)
+    before = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
+    told = {}
+    for name, arguments in {
+        "strict": {},
+        "not strict": {"load_module_strict": False},
+        "no states": {"load_module_strict": False, "load_optimizer_states": False},
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            engine.load_checkpoint(folder, **arguments)
+        told[name] = str(caught.value)
+    for name, weight in engine.module.state_dict().items():
+        assert torch.equal(weight, before[name])
+    if (job.family, job.stage) == ("mixtral", 1):  # one's own function sees what is there
+        seen = mock.Mock()
+        engine.load_checkpoint(folder, load_module_only=True, custom_load_fn=seen)
+        assert not [name for name in seen.call_args.kwargs["src"] if ".experts." in name]
+    # DeepSpeed's own save over it leaves our file there, and is no checkpoint of ours.
+    engine.save_checkpoint(folder, tag=next(Path(folder).glob("global_step*")).name)
+    assert engine.load_checkpoint(folder)[0] is not None
+    return told
+
+
+@pytest.mark.parametrize("job", [Job("mixtral", 1), Job("gpt_moe", 0), Job("mixtral", 3)])
+def test_without_us_it_is_refused_by_name(job: Job, tmp_path: Path) -> None:
+    """DeepSpeed alone would leave the experts as they were drawn."""
+    shutil.copytree(saved(1, job).folder, tmp_path / "ours")
+    (told,) = pool_of(1).run(tried_without_us, job, str(tmp_path / "ours"))
+    assert_all_say(told.values(), "written with ds_moe_ext .*enabled to true, or .*ds-moe-ext conv")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -103,6 +103,12 @@ def test_run_module_without_a_script_says_how(tmp_path: Path) -> None:
     assert "usage: python -m ds_moe_ext.run SCRIPT" in printed
 
 
+def test_run_module_says_that_there_is_no_script(tmp_path: Path) -> None:
+    (printed,) = run_script(tmp_path / "no.py", python=("-m", "ds_moe_ext.run"), good=False)
+    assert f"there is no script '{tmp_path}/no.py'; give the path of one" in printed
+    assert "Traceback" not in printed
+
+
 @pytest.mark.slow
 def test_accelerate_goes_without_deepspeed(tmp_path: Path) -> None:
     """Ours is installed, DeepSpeed is not."""

@@ -111,6 +111,29 @@ def test_files_that_cannot_be_written_later_end_no_training(tmp_path: Path) -> N
     assert report.startswith(f"ds_moe_ext: the report in '{tmp_path}/out' could not be written")
 
 
+def resumed(rank: int, world_size: int, folder: Path) -> str:
+    """What the second of two runs shows that leave a report in one folder."""
+    from ds_moe_ext.steps.training_run import finish, recorder_of
+
+    shown = StringIO()
+    for each in (StringIO(), shown):
+        with redirect_stdout(each):
+            engine = engine_of(world_size, report={"path": str(folder)})
+            engine.backward(loss_of(engine, micro_batch(0, rank)))
+            engine.step()
+            recorder = recorder_of(engine)
+            assert recorder is not None
+            finish(recorder, f"{folder}/")
+    return shown.getvalue()
+
+
+def test_a_run_that_goes_on_keeps_the_earlier_report(tmp_path: Path) -> None:
+    told = pool_of(1).run(resumed, tmp_path)[0]
+    assert f"the report of an earlier run in {str(tmp_path)!r} is kept as report.1.json" in told
+    assert f"wrote {tmp_path}/report.html and {tmp_path}/report.json\n" in told
+    assert {f"report{number}.json" for number in ("", ".1")} <= set(os.listdir(tmp_path))
+
+
 class Owner:
     """What a run lives with."""
 

@@ -21,6 +21,7 @@ from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_o
 from ds_moe_ext.commands.price.market import priced_market
 from ds_moe_ext.commands.price.table import PARTS
 from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
+from ds_moe_ext.files import commented
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads, write_loads
 from ds_moe_ext.pricing.model_shape import of_config
@@ -310,9 +311,38 @@ def test_a_cluster_that_nothing_can_be_priced_on(
 
 
 @pytest.mark.parametrize(
+    "held",
+    [
+        b'// as DeepSpeed reads it\n{"train_batch_size": 8, // of all ranks\n # more\n}',
+        b'\xef\xbb\xbf{"train_batch_size": 8}',
+        '{"train_batch_size": 8}'.encode("utf-16"),
+    ],
+    ids=["comments", "a BOM", "UTF-16"],
+)
+def test_forms_of_a_job_s_json(held: bytes, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_bytes(held)
+    assert read_job(tmp_path / "job.json").samples == 8
+
+
+def test_without_hjson_comments_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(commented, "find_spec", lambda _: None)
+    (tmp_path / "job.json").write_text("{} // nothing")
+    with pytest.raises(ValueError, match="comments are read where hjson is installed"):
+        read_job(tmp_path / "job.json")
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (("comma.json", *ASKED), r"'comma.json' cannot be read \(.*line 1.*name a DeepSpeed JSON"),
+        (("empty.json", *ASKED), r"'empty.json' has neither JSON nor flags; name a DeepSpeed JSON"),
+        (("list.json", *ASKED), r"'list.json' is a list of JSON, no object; name a DeepSpeed JSON"),
+        (
+            ("job.json", *ASKED, "--nodes", "0"),
+            r"--nodes has 0; give each .* number of nodes, 1",
+        ),
         (("none.json", *ASKED), r"'none.json' cannot be read .* name a DeepSpeed JSON"),
         (("job.json", *ASKED[2:]), r"does not say the model's sizes; name its config.json"),
         (("job.json", "--model", "mixtrl_tiny", *ASKED[2:]), r"did you mean 'mixtral_tiny'"),
@@ -349,7 +379,9 @@ def test_what_is_wrong_is_named(
     arguments: tuple[str, ...],
     error: str,
 ) -> None:
-    (files / "comma.json").write_text('{"bf16": {},}')
+    (files / "comma.json").write_text('{"bf16": {,}')
+    (files / "empty.json").write_text("\n")
+    (files / "list.json").write_text("[]")
     pipeline = {"pipeline-model-parallel-size": 4}
     halves = {"pipeline-model-parallel-size": 2, "bf16": True}
     for name, flags in (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.commands.price.parallel import expert_sizes, parallel_of, whole
+from ds_moe_ext.files.commented import is_json, parsed_as_hjson
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, read_document
 from ds_moe_ext.hardware import Hardware, read_hardware
@@ -48,14 +50,21 @@ def read_job(path: Path) -> AskedJob:
         ValueError: it cannot be read, or what is wrong in it.
     """
     try:
-        text = bytes_of(path).decode("utf-8")
-        document = read_document(path) if text.lstrip().startswith("{") else None
+        held = bytes_of(path)
+        text = held.decode(json.detect_encoding(held))
+        document = parsed_as_hjson(text) if is_json(text) else None
     except ValueError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error}); name a DeepSpeed JSON, or a file of "
-            "Megatron's flags"
-        ) from error
-    return _of_megatron(text, path) if document is None else _of_deepspeed(document)
+        raise ValueError(f"{str(path)!r} cannot be read ({error}); {_REMEDY}") from error
+    if not text.strip():
+        raise ValueError(f"{str(path)!r} has neither JSON nor flags; {_REMEDY}")
+    if document is None:
+        return _of_megatron(text, path)
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{str(path)!r} is a list of JSON, no object; {_REMEDY}")
+    return _of_deepspeed(document)
+
+
+_REMEDY = "name a DeepSpeed JSON, or a file of Megatron's flags"
 
 
 def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
@@ -196,6 +205,10 @@ def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list
         raise ValueError(
             f"--nodes has {len(num_nodes)} numbers, but --hardware {len(read)} clusters; give each "
             "cluster its number"
+        )
+    if fewest := [nodes for nodes in num_nodes if nodes < 1]:
+        raise ValueError(
+            f"--nodes has {fewest[0]}; give each cluster a whole number of nodes, 1 or more"
         )
     return [replace(hardware, num_nodes=nodes) for hardware, nodes in zip(read, num_nodes)]
 

@@ -58,6 +58,7 @@ from ds_moe_ext.hosts.deepspeed.pipeline import num_stages
 from ds_moe_ext.hosts.deepspeed.role_engine import own_groups
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.deepspeed.unread_checkpoint import refuse_ours
 from ds_moe_ext.steps.expert_moves import Expert
 from ds_moe_ext.steps.training_run import Run, run_of
 
@@ -128,6 +129,7 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
     """
     run = run_of(engine)
     if run is None:
+        refuse_ours(engine, arguments)
         return load_rest(**arguments)
     decoupled_saves.end(engine)
     asked = Asked.of(engine, arguments)
