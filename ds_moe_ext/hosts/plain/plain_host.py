@@ -114,9 +114,11 @@ class Experts:
         self.num_homes = grid.world_size // grid.size
         if self.num_homes > 1:
             self._homes = group_among(grid.along("edp"))
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._divided, parameter, grid.world_size))
+        for parameter in filter(torch.is_floating_point, self.parameters):
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch hooks no other, and keeps hooks where it is not
+            parameter.register_hook(partial(self._divided, parameter, grid.world_size))
+            parameter.requires_grad_(is_trained)  # the user may train it later
 
     def _divided(self, parameter: nn.Parameter, num_ranks: int, gradient: Tensor) -> Tensor:
         if self.optimizer is None:

@@ -24,7 +24,7 @@ from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import run_on
 from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
 from ds_moe_ext.steps.optimizer_kinds import Stepping, check_kind, split_by
-from ds_moe_ext.steps.training_run import Record, run_of
+from ds_moe_ext.steps.training_run import Record, Run, run_of
 
 
 def attach(
@@ -112,6 +112,7 @@ class Attachment:
     _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)
     _is_asleep: bool = field(default=False, init=False)
+    _checked: set[nn.Parameter] = field(default_factory=set, init=False)
 
     @property
     def ds_moe_ext(self) -> Record:
@@ -143,13 +144,7 @@ class Attachment:
         if run is None:
             self._optimizer = optimizer
             return
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        trained = [p for p in self.experts.parameters if p.requires_grad]
-        if missing := sum(parameter not in stepped for parameter in trained):
-            raise ValueError(
-                f"{missing} of the {len(trained)} expert weights of this rank are not in the "
-                f"optimizer; make it from model.parameters() behind {NAME}, which replaces them"
-            )
+        self._check_steps_experts(run, optimizer)
         moves = not stays_in_slots(run.blueprint)
         stepping = Stepping(
             optimizer,
@@ -160,10 +155,28 @@ class Attachment:
             has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)
-        check_alike(run.blueprint, run.layers, optimizer)
         self._optimizer = self.experts.optimizer = optimizer
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _check_steps_experts(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what an optimizer has, again where other experts are trained than before.
+
+        Raises:
+            ValueError: it lacks some of them, or steps them in unlike ways.
+        """
+        trained = {p for p in self.experts.parameters if p.requires_grad}
+        if self._optimizer is not None and trained == self._checked:
+            return
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if missing := len(trained - stepped):
+            raise ValueError(
+                f"{missing} of the {len(trained)} expert weights of this rank that are trained are "
+                f"not in the optimizer; make it from model.parameters() behind {NAME}, which "
+                "replaces them, or give it by add_param_group those that were frozen then"
+            )
+        check_alike(run.blueprint, run.layers, optimizer)
+        self._checked = trained
 
     def saw_loss(self, loss: Tensor) -> None:
         """Show the loss of a micro-batch in the report. It is read later, at most every tenth step.
@@ -187,9 +200,14 @@ class Attachment:
 
         Returns:
             Both as they shall be; None leaves them as they are.
+
+        Raises:
+            ValueError: experts are trained by now that it does not step.
         """
-        if self._is_asleep:
+        run = run_of(self.model)
+        if self._is_asleep or run is None:
             return None
+        self._check_steps_experts(run, optimizer)
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is None:
             self.experts.average()
