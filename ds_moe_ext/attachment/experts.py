@@ -32,6 +32,7 @@ from ds_moe_ext.attachment.host_layer import (
     shape_of,
 )
 from ds_moe_ext.attachment.stored_weights import InOne, Stored
+from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -191,6 +192,7 @@ def found_experts(
 
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
+    check_not_tied(model, name, module, description.stored, description.num_experts)
     first = [stored.first(module) for stored in description.stored]
     trained = [stored.of(module, 0).requires_grad for stored in description.stored]
     return Found(
