@@ -94,9 +94,22 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
         def describe(experts):
             return ExpertsDescription(
                 experts.num_experts, ("up", "down"), FeedForwardExperts(silu_gated))
+
+    Raises:
+        ValueError: it is given no class of modules, or no function to tell of them.
     """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(
+            f"register_experts was given {cls!r}, which is no class of modules; give the class of "
+            "your experts module, and put the call above a function that describes one"
+        )
 
     def add(describe: Describe) -> Describe:
+        if not callable(describe):
+            raise ValueError(
+                f"register_experts({cls.__name__}) was put on {describe!r}, which cannot be "
+                "called; put it above a function from such a module to an ExpertsDescription"
+            )
         _DESCRIBE[cls] = describe
         return describe
 

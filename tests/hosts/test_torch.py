@@ -299,10 +299,16 @@ def told(rank: int, world_size: int) -> dict[str, str]:
     tried("wrapped", lambda: attach(DistributedDataParallel(jobs.model_of(jobs.Job("toy")))))
     tried("key", lambda: attach(model, stratgy="ep"))
     tried("file", lambda: ds_moe_ext.attach(model, "missing.json"))
+    unusual: Any = ds_moe_ext.attach  # as users call it who read no types
+    for given in (0, -3, "2", True):
+        number = functools.partial(unusual, model, block, micro_batches=given)
+        tried(f"micro_batches={given!r}", number)
+    tried("no model", lambda: unusual("x", "fssdp"))
     tried("unlike", lambda: attach(model, strategy=("ep", "fssdp")[rank]))
     tried("off", lambda: attach(model, enabled=rank == 0))
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     moe = attach(model, expert_parallel_size=1)
+    tried("no optimizer", lambda: moe.watch(None))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     tried("unwatched", model(ids, ids).loss.backward)
     tried("early", lambda: moe.watch(early))
@@ -320,6 +326,9 @@ def test_what_cannot_be_done_is_told() -> None:
         "wrapped": "call ds_moe_ext.attach first",
         "key": "did you mean 'strategy'",
         "file": "was given 'missing.json', which cannot be read as JSON",
+        **{f"micro_batches={n!r}": f"micro_batches={n!r}; give" for n in (0, -3, "2", True)},
+        "no model": "was given 'x' for a model; give a torch.nn.Module",
+        "no optimizer": "given None, which is no torch.optim.Optimizer; give",
         "unlike": 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1',
         "off": "give all ranks one configuration",
         "unwatched": "call watch(optimizer)",

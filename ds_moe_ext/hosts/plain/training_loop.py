@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,11 +62,7 @@ def attach(
             f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
             "know the ranks; call that first, and start with torchrun, also for one rank"
         )
-    if not (monitor is None or callable(monitor)):
-        raise ValueError(
-            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
-            "list of (name, value, step), or leave it out"
-        )
+    _check_arguments(model, micro_batches, monitor)
     with starting(Start(NAME, is_wanted=True)) as start:
         block = block_of(config)
         settings, strategy = read_settings({BLOCK: block})
@@ -77,6 +74,31 @@ def attach(
             host = PlainHost(model, block, micro_batches, experts)
             run_on(host, model, settings, strategy)
     return Attachment(model, experts, monitor)
+
+
+def _check_arguments(model: Any, micro_batches: Any, monitor: Any) -> None:
+    """Raises ValueError where one is not what ``attach`` takes."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{NAME} was given {_in_a_line(model)} for a model; give a torch.nn.Module, and the "
+            "block second"
+        )
+    is_whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not is_whole or micro_batches < 1:
+        raise ValueError(
+            f"{NAME} was given micro_batches={micro_batches!r}; give the number of backward passes "
+            "of an optimizer step, 1 or more, or leave it out where it is 1"
+        )
+    if not (monitor is None or callable(monitor)):
+        raise ValueError(
+            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
+            "list of (name, value, step), or leave it out"
+        )
+
+
+def _in_a_line(value: object) -> str:
+    """Some characters of it: a model, for one, has many lines."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def block_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,6 +160,11 @@ class Attachment:
         Raises:
             ValueError: it does not step the experts, or not as it would without us.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"watch was given {_in_a_line(optimizer)}, which is no torch.optim.Optimizer; give "
+                "the optimizer itself that steps the model's weights, without what wraps it"
+            )
         run = run_of(self.model)
         if self._optimizer is not None:
             raise ValueError("an optimizer is watched already; step all weights with one")
