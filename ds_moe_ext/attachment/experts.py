@@ -31,6 +31,7 @@ from ds_moe_ext.attachment.host_layer import (
     set_module,
     shape_of,
 )
+from ds_moe_ext.attachment.lost_hooks import warn_of_hooks
 from ds_moe_ext.attachment.stored_weights import InOne, Stored
 from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
@@ -193,6 +194,7 @@ def found_experts(
     is, if not the module's class."""
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        warn_of_hooks(name, module, description.inside)
         routed = routed_of(on_shard(description.function, shard))
         hosted = HostedExperts(module, description, held, shard, routed)
         set_module(model, name, hosted)
