@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ds_moe_ext.attachment.duplicates import no_duplicate
 from ds_moe_ext.attachment.dynamo import eager, named_modules
 from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.host_layer import (
@@ -283,6 +284,13 @@ class HostedExperts(nn.Module):
         self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
         self.forward = eager(self.forward)  # type: ignore[method-assign]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise no_duplicate(self.routed.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By which Python pickles, and copies."""
+        raise no_duplicate(self.routed.name)
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""
