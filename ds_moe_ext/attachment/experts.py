@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ds_moe_ext.attachment.duplicates import no_duplicate
 from ds_moe_ext.attachment.dynamo import eager, named_modules
 from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.host_layer import (
@@ -31,7 +32,9 @@ from ds_moe_ext.attachment.host_layer import (
     set_module,
     shape_of,
 )
+from ds_moe_ext.attachment.lost_hooks import warn_of_hooks
 from ds_moe_ext.attachment.stored_weights import InOne, Stored
+from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -93,9 +96,22 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
         def describe(experts):
             return ExpertsDescription(
                 experts.num_experts, ("up", "down"), FeedForwardExperts(silu_gated))
+
+    Raises:
+        ValueError: it is given no class of modules, or no function to tell of them.
     """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(
+            f"register_experts was given {cls!r}, which is no class of modules; give the class of "
+            "your experts module, and put the call above a function that describes one"
+        )
 
     def add(describe: Describe) -> Describe:
+        if not callable(describe):
+            raise ValueError(
+                f"register_experts({cls.__name__}) was put on {describe!r}, which cannot be "
+                "called; put it above a function from such a module to an ExpertsDescription"
+            )
         _DESCRIBE[cls] = describe
         return describe
 
@@ -179,6 +195,7 @@ def found_experts(
     is, if not the module's class."""
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        warn_of_hooks(name, module, description.inside)
         routed = routed_of(on_shard(description.function, shard))
         hosted = HostedExperts(module, description, held, shard, routed)
         set_module(model, name, hosted)
@@ -191,6 +208,7 @@ def found_experts(
 
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
+    check_not_tied(model, name, module, description.stored, description.num_experts)
     first = [stored.first(module) for stored in description.stored]
     num = description.num_experts
     trained = [
@@ -270,6 +288,13 @@ class HostedExperts(nn.Module):
         self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
         self.forward = eager(self.forward)  # type: ignore[method-assign]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise no_duplicate(self.routed.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By which Python pickles, and copies."""
+        raise no_duplicate(self.routed.name)
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext import InOne
+from ds_moe_ext import InOne, register_experts
 from ds_moe_ext.testing import relative_error
 from tests.hosts.replaced import replace_experts
 from tests.ranks import pool_of
@@ -141,3 +141,14 @@ def test_what_a_shape_does_not_tell_has_to_be_told() -> None:
         InOne("up", is_flat=True)
     with pytest.raises(ValueError, match="give num_experts"):
         InOne("down", num_unused=1)
+
+
+def test_what_is_no_class_of_experts_is_told() -> None:
+    anything: Any = register_experts
+    for given in (3, _Called(), int):
+        with pytest.raises(ValueError, match=r"was given .*, which is no class of modules; give"):
+            anything(given)
+    with pytest.raises(
+        ValueError, match=r"register_experts\(_Called\) was put on 3, .* put it above"
+    ):
+        anything(_Called)(3)

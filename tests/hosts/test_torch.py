@@ -299,10 +299,16 @@ def told(rank: int, world_size: int) -> dict[str, str]:
     tried("wrapped", lambda: attach(DistributedDataParallel(jobs.model_of(jobs.Job("toy")))))
     tried("key", lambda: attach(model, stratgy="ep"))
     tried("file", lambda: ds_moe_ext.attach(model, "missing.json"))
+    unusual: Any = ds_moe_ext.attach  # as users call it who read no types
+    for given in (0, -3, "2", True):
+        number = functools.partial(unusual, model, block, micro_batches=given)
+        tried(f"micro_batches={given!r}", number)
+    tried("no model", lambda: unusual("x", "fssdp"))
     tried("unlike", lambda: attach(model, strategy=("ep", "fssdp")[rank]))
     tried("off", lambda: attach(model, enabled=rank == 0))
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     moe = attach(model, expert_parallel_size=1)
+    tried("no optimizer", lambda: moe.watch(None))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     tried("unwatched", model(ids, ids).loss.backward)
     tried("early", lambda: moe.watch(early))
@@ -320,6 +326,9 @@ def test_what_cannot_be_done_is_told() -> None:
         "wrapped": "call ds_moe_ext.attach first",
         "key": "did you mean 'strategy'",
         "file": "was given 'missing.json', which cannot be read as JSON",
+        **{f"micro_batches={n!r}": f"micro_batches={n!r}; give" for n in (0, -3, "2", True)},
+        "no model": "was given 'x' for a model; give a torch.nn.Module",
+        "no optimizer": "given None, which is no torch.optim.Optimizer; give",
         "unlike": 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1',
         "off": "give all ranks one configuration",
         "unwatched": "call watch(optimizer)",
@@ -331,6 +340,34 @@ def test_what_cannot_be_done_is_told() -> None:
     assert says.keys() - second.keys() <= {"off"}  # it waits for nobody, and may be gone by then
     for found in (first, second):
         assert all(says[name] in text for name, text in found.items()), found
+
+
+def left_out(rank: int, world_size: int, to_none: bool) -> float:
+    """How far weights are from those of a loop that has never seen a batch whose step was left out
+    behind clipping, where two ranks are home to each expert."""
+    block = {"enabled": True, "report": {"enabled": False}, "expert_parallel_size": 1}
+    found = []
+    with jobs.float64_everywhere():
+        for leaves_out in (False, True):
+            torch.manual_seed(0)
+            model = jobs.model_of(jobs.Job("toy", dtype="float64")).double()
+            moe = ds_moe_ext.attach(model, block)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            moe.watch(optimizer)
+            for number in range(0 if leaves_out else 1, 2):
+                ids = jobs.micro_batch(number, rank)
+                model(ids, ids).loss.backward()
+                moe.clip_grad_norm_(0.5)
+                if number == 0:
+                    optimizer.zero_grad(set_to_none=to_none)
+            optimizer.step()
+            found.append([p.detach() for p in moe.experts.parameters])
+    return max(relative_error(ours, theirs) for theirs, ours in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_may_be_left_out_behind_clipping(to_none: bool) -> None:
+    assert max(pool_of(2).run(left_out, to_none)) <= 1e-12
 
 
 def test_what_was_seen(tmp_path: Path) -> None:

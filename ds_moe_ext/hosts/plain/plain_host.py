@@ -114,17 +114,19 @@ class Experts:
         self.num_homes = grid.world_size // grid.size
         if self.num_homes > 1:
             self._homes = group_among(grid.along("edp"))
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._divided, parameter, grid.world_size))
+        for parameter in filter(torch.is_floating_point, self.parameters):
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch hooks no other, and keeps hooks where it is not
+            parameter.register_hook(partial(self._divided, grid.world_size))
+            parameter.requires_grad_(is_trained)  # the user may train it later
 
-    def _divided(self, parameter: nn.Parameter, num_ranks: int, gradient: Tensor) -> Tensor:
+    def _divided(self, num_ranks: int, gradient: Tensor) -> Tensor:
         if self.optimizer is None:
             raise RuntimeError(
                 f"a backward pass came before {BLOCK} knew of an optimizer, whose steps it must "
                 f"hear of; call watch(optimizer) of what {NAME} gave first"
             )
-        if self.is_averaged and parameter.grad is not None and self.num_homes > 1:
+        if self.is_averaged and self.num_homes > 1 and self._has_gradients():
             raise RuntimeError(
                 "a backward pass came behind clip_grad_norm_, when homes of experts had summed "
                 "their gradients; clip behind the last one of a step, and zero_grad behind a step "
@@ -132,6 +134,11 @@ class Experts:
             )
         self.is_averaged = False
         return gradient / num_ranks
+
+    def _has_gradients(self) -> bool:
+        """Whether there are some that a user has not dropped, as by ``zero_grad`` with either value
+        of ``set_to_none``. It waits for the device."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def average(self) -> None:
         """Sum gradients over the homes of each expert, once a step. Collective."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import run_on
 from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
 from ds_moe_ext.steps.optimizer_kinds import Stepping, check_kind, split_by
-from ds_moe_ext.steps.training_run import Record, run_of
+from ds_moe_ext.steps.training_run import Record, Run, run_of
 
 
 def attach(
@@ -61,11 +62,7 @@ def attach(
             f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
             "know the ranks; call that first, and start with torchrun, also for one rank"
         )
-    if not (monitor is None or callable(monitor)):
-        raise ValueError(
-            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
-            "list of (name, value, step), or leave it out"
-        )
+    _check_arguments(model, micro_batches, monitor)
     with starting(Start(NAME, is_wanted=True)) as start:
         block = block_of(config)
         settings, strategy = read_settings({BLOCK: block})
@@ -77,6 +74,31 @@ def attach(
             host = PlainHost(model, block, micro_batches, experts)
             run_on(host, model, settings, strategy)
     return Attachment(model, experts, monitor)
+
+
+def _check_arguments(model: Any, micro_batches: Any, monitor: Any) -> None:
+    """Raises ValueError where one is not what ``attach`` takes."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{NAME} was given {_in_a_line(model)} for a model; give a torch.nn.Module, and the "
+            "block second"
+        )
+    is_whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not is_whole or micro_batches < 1:
+        raise ValueError(
+            f"{NAME} was given micro_batches={micro_batches!r}; give the number of backward passes "
+            "of an optimizer step, 1 or more, or leave it out where it is 1"
+        )
+    if not (monitor is None or callable(monitor)):
+        raise ValueError(
+            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
+            "list of (name, value, step), or leave it out"
+        )
+
+
+def _in_a_line(value: object) -> str:
+    """Some characters of it: a model, for one, has many lines."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def block_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,6 +134,7 @@ class Attachment:
     _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)
     _is_asleep: bool = field(default=False, init=False)
+    _checked: set[nn.Parameter] = field(default_factory=set, init=False)
 
     @property
     def ds_moe_ext(self) -> Record:
@@ -137,19 +160,18 @@ class Attachment:
         Raises:
             ValueError: it does not step the experts, or not as it would without us.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"watch was given {_in_a_line(optimizer)}, which is no torch.optim.Optimizer; give "
+                "the optimizer itself that steps the model's weights, without what wraps it"
+            )
         run = run_of(self.model)
         if self._optimizer is not None:
             raise ValueError("an optimizer is watched already; step all weights with one")
         if run is None:
             self._optimizer = optimizer
             return
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        trained = [p for p in self.experts.parameters if p.requires_grad]
-        if missing := sum(parameter not in stepped for parameter in trained):
-            raise ValueError(
-                f"{missing} of the {len(trained)} expert weights of this rank are not in the "
-                f"optimizer; make it from model.parameters() behind {NAME}, which replaces them"
-            )
+        self._check_steps_experts(run, optimizer)
         moves = not stays_in_slots(run.blueprint)
         stepping = Stepping(
             optimizer,
@@ -160,10 +182,28 @@ class Attachment:
             has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)
-        check_alike(run.blueprint, run.layers, optimizer)
         self._optimizer = self.experts.optimizer = optimizer
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _check_steps_experts(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what an optimizer has, again where other experts are trained than before.
+
+        Raises:
+            ValueError: it lacks some of them, or steps them in unlike ways.
+        """
+        trained = {p for p in self.experts.parameters if p.requires_grad}
+        if self._optimizer is not None and trained == self._checked:
+            return
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if missing := len(trained - stepped):
+            raise ValueError(
+                f"{missing} of the {len(trained)} expert weights of this rank that are trained are "
+                f"not in the optimizer; make it from model.parameters() behind {NAME}, which "
+                "replaces them, or give it by add_param_group those that were frozen then"
+            )
+        check_alike(run.blueprint, run.layers, optimizer)
+        self._checked = trained
 
     def saw_loss(self, loss: Tensor) -> None:
         """Show the loss of a micro-batch in the report. It is read later, at most every tenth step.
@@ -187,9 +227,14 @@ class Attachment:
 
         Returns:
             Both as they shall be; None leaves them as they are.
+
+        Raises:
+            ValueError: experts are trained by now that it does not step.
         """
-        if self._is_asleep:
+        run = run_of(self.model)
+        if self._is_asleep or run is None:
             return None
+        self._check_steps_experts(run, optimizer)
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is None:
             self.experts.average()
