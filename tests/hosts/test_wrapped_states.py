@@ -112,3 +112,15 @@ def test_a_state_without_an_expert_is_refused() -> None:
         for told in (in_model, in_optimizer):
             assert "the state to load has no blocks.0.experts.up_EFD." in told
         assert "blocks.0.experts.up_EFD.0 of an expert has no entry" in saving
+
+
+def exported(rank: int, world_size: int, wrapper: str) -> dict[str, Tensor]:
+    return ds_moe_ext.full_state_dict(started(wrapper).model)
+
+
+def test_checkpointed_blocks_are_exported_by_the_names_of_the_stock_model() -> None:
+    for wrapped, plain in zip(
+        *(pool_of(2).run(exported, each) for each in ("checkpoint", "nothing"))
+    ):
+        assert wrapped.keys() == plain.keys()
+        assert all(torch.equal(wrapped[name], plain[name]) for name in plain)

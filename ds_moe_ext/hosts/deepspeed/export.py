@@ -22,6 +22,9 @@ from ds_moe_ext.moe.cell import whole_weights
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.steps.training_run import run_of
 
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Where torch's ``checkpoint_wrapper`` keeps the module that it wraps; not in names of a state."""
+
 
 @contextmanager
 def whole_state(engine: Any) -> Iterator[None]:
@@ -48,7 +51,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: ``engine.module``.
     """
     state, experts = shards.state_of(model), dict[str, Tensor]()
-    for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
+    for path, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
+        name = ".".join(part for part in path.split(".") if part != CHECKPOINTED)
         if isinstance(module, HostedExperts):
             for own, _ in module.named_parameters():
                 del state[f"{name}.{own}"]
