@@ -37,6 +37,7 @@ from ds_moe_ext.hosts.deepspeed import (
     zero_init,
 )
 from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
+from ds_moe_ext.hosts.deepspeed.linked_states import link_states
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -443,7 +444,9 @@ def after_step(engine: Any) -> None:
     """Record the optimizer step that has just been taken."""
     run = run_of(engine)
     if run is not None:
-        engine_record.record_of(engine).take_averaged()  # which the optimizer has used
+        record = engine_record.record_of(engine)
+        record.take_averaged()  # which the optimizer has used
+        link_states(engine.optimizer, record)
         with zero_3.at_hand(engine, run):
             run.after_step(engine.global_steps - 1)
         _show(engine, run)

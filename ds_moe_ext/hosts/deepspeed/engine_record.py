@@ -25,6 +25,7 @@ class EngineRecord(Record):
         means: of the gradients that ZeRO is about to sum, flat, while it takes one back.
         averaged: addresses of gradients that slices averaged at ZeRO 0.
         drops: times that its optimizer of ZeRO dropped what it had accumulated.
+        has_linked: its weights know where their states are.
         averaged_experts: gradients of experts that the engine averaged in the present step at
             ZeRO 0, in lists, with the factor by which another average leaves them as they are.
         schedules: of a pipeline, what its engine is about to do.
@@ -40,6 +41,7 @@ class EngineRecord(Record):
     averaged_experts: list[tuple[list[Tensor], float]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     drops: int = 0
+    has_linked: bool = False
     schedules: Schedules = field(default_factory=Schedules)
 
     def drop_slices(self) -> None:
