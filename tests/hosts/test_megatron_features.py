@@ -218,9 +218,26 @@ def freeze_first_layers(chunk: nn.Module) -> None:
         parameter.requires_grad_("layers.0.mlp.experts." not in name)
 
 
+def freeze_first_experts(chunk: nn.Module) -> None:
+    """The first expert of each rank is not trained, its others are."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(".local_experts.0." not in name)
+
+
+def freeze_first_ranks_experts(chunk: nn.Module) -> None:
+    """Those of one rank are not trained, those of the other are."""
+    if torch.distributed.get_rank() == 0:
+        freeze_experts(chunk)
+
+
 @pytest.mark.parametrize(
     ("prepare", "strategy"),
     [
+        (freeze_first_experts, "fssdp"),
+        (freeze_first_ranks_experts, "fssdp"),
+        pytest.param(freeze_first_ranks_experts, "ep", marks=pytest.mark.slow),
+        pytest.param(freeze_first_experts, "varied", marks=pytest.mark.slow),
+        pytest.param(freeze_first_ranks_experts, "varied", marks=pytest.mark.slow),
         pytest.param(mask_some, "varied", marks=pytest.mark.slow),
         (freeze_experts, "varied"),
         pytest.param(mask_some, "ep", marks=pytest.mark.slow),

@@ -11,12 +11,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from ds_moe_ext.attachment import agreement, replacement
-from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.host_layer import ExpertShape, Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
@@ -41,6 +42,9 @@ from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.watch import ALIKE, WATCH
 
 OPTIMIZER = "get_megatron_optimizer"
+
+Told = Sequence[ExpertShape]
+"""What an expert of each layer of a rank is like."""
 
 SCHEDULES = Schedules()
 """What Megatron's schedule does; of this process, as its parallel state is."""
@@ -113,7 +117,23 @@ class MegatronHost:
         return of_stage(settings, seats.stage) if seats.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
-        return list(moe_layers.find(self.model, replacement.wanted(settings)))
+        """Collective over the ranks that share experts, of which each has others."""
+        with start_of(OPTIMIZER).together():
+            found = list(moe_layers.find(self.model, replacement.wanted(settings)))
+        if not found:
+            return []
+        group = self.sharing(self.model.get_submodule(found[0].name))
+        told = gather_objects([each.expert for each in found], group)
+        return moe_layers.trained_on_any(found, self.told_by_experts(told))
+
+    def sharing(self, layer: Any) -> dist.ProcessGroup:
+        """The ranks that share a layer's experts."""
+        group: dist.ProcessGroup = layer.ep_group
+        return group
+
+    def told_by_experts(self, told: Sequence[Told]) -> Sequence[Told]:
+        """Of what these ranks said, in their order, what those with experts said."""
+        return told
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         return Seats(self._seats.own, self._seats.beside, agreement.layers_of(found))

@@ -6,7 +6,8 @@ Shape letters: S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Wanted
+from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, RoutedOf, Wanted
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron.active_settings import worlds
 from ds_moe_ext.hosts.megatron.choices import Choices
@@ -121,6 +122,27 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
         if isinstance(module, MoELayer) and wanted(name):
             chunk = int(name.split(".")[0]) if isinstance(model, nn.ModuleList) else 0
             yield _found(name, module, chunk)
+
+
+def trained_on_any(found: Sequence[Found], told: Sequence[Sequence[ExpertShape]]) -> list[Found]:
+    """The same layers, whose weights are said to be trained where any rank trains one: all experts
+    of some ranks may be frozen.
+
+    Args:
+        found: on this rank.
+        told: what an expert of each is like, on the ranks that have experts.
+    """
+    if any(len(experts) != len(found) for experts in told):
+        return list(found)  # which is compared with those of the others
+    return [
+        replace(each, expert=_trained_on_any(each.expert, experts))
+        for each, *experts in zip(found, *told)
+    ]
+
+
+def _trained_on_any(own: ExpertShape, told: Sequence[ExpertShape]) -> ExpertShape:
+    trained = [any(weight[3] for weight in weights) for weights in zip(*told)]
+    return tuple((*weight[:3], is_trained) for weight, is_trained in zip(own, trained))
 
 
 def _found(name: str, layer: Any, chunk: int) -> Found:

@@ -9,7 +9,6 @@ keeps of the model (``role_models``), by striped steps (``forward_backward``), o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
     MegatronHost,
+    Told,
     check_optimizer,
     check_wrapped,
     watch_steps,
@@ -88,16 +88,13 @@ class RolesHost(MegatronHost):
         """All has been refused by the arguments."""
         return settings, strategy
 
-    def find(self, settings: Settings) -> list[Found]:
-        """Collective over a ZP group: its expert ranks know which weights of experts are trained.
-        Attention ranks have left them before anybody could freeze some."""
-        with start_of(OPTIMIZER).together():
-            found = super().find(settings)
-        told = gather_objects([layer.expert for layer in found], self._control)
-        experts = told[self._worlds.roles.expert_cells[0]]
-        if not self._worlds.is_attention or len(experts) != len(found):
-            return found  # which is compared with those of the others
-        return [replace(layer, expert=expert) for layer, expert in zip(found, experts)]
+    def sharing(self, layer: Any) -> dist.ProcessGroup:
+        """Those of a ZP group."""
+        return self._control
+
+    def told_by_experts(self, told: Sequence[Told]) -> Sequence[Told]:
+        """Attention ranks have left experts before anybody could freeze some."""
+        return [told[cell] for cell in self._worlds.roles.expert_cells]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         return Seats(self._seats.own, (), agreement.layers_of(found))
