@@ -94,7 +94,7 @@ def _of_parts(original: Any) -> Any:
     def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         run, is_sharded = run_of(self), self.zero_optimization_partition_weights()
         if run is not None and optimizer is not None:
-            parameter_groups.check_alike(optimizer, run, is_sharded=is_sharded)
+            parameter_groups.check_ranks_alike(optimizer, run, is_sharded=is_sharded)
         if run is not None and is_sharded:
             with parameter_groups.not_parted(self):
                 made = original(self, optimizer, *args, **kwargs)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
 from ds_moe_ext.attachment.experts import find_registered
-from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.attachment.host_layer import Found, any_name
 from ds_moe_ext.attachment.stored_weights import OneEach
+from ds_moe_ext.attachment.tied_weights import check_not_tied
 from tests.hosts import jobs
 
 
@@ -32,6 +33,12 @@ class OneModuleEach(nn.Module):
 def _describe(_: OneModuleEach) -> ExpertsDescription:
     names = OneEach(tuple(f"experts.{number}.weight" for number in range(2)))
     return ExpertsDescription(2, ("weight",), FeedForwardExperts(torch.relu), (names,))
+
+
+def found(model: nn.Module) -> list[Found]:
+    layers = list(find_registered(model, any_name))
+    check_not_tied(model, layers)
+    return layers
 
 
 def toy() -> Any:
@@ -73,13 +80,13 @@ def between_experts() -> Any:
 )
 def test_tied_weights_are_refused(tie: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match="share the whole experts module") as told:
-        list(find_registered(tie(), any_name))
+        found(tie())
     assert says in str(told.value)
 
 
 def test_a_module_at_several_places_is_found_once() -> None:
     model = toy()
     model.blocks[2].experts = model.blocks[0].experts
-    assert len(list(find_registered(model, any_name))) == 2
+    assert len(found(model)) == 2
     model.blocks[1] = model.blocks[0]
-    assert len(list(find_registered(model, any_name))) == 1
+    assert len(found(model)) == 1

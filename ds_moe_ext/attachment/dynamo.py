@@ -59,7 +59,12 @@ class Compilable:
 
 def plain(name: str) -> str:
     """A dotted name as it is in the model that is not compiled."""
-    return ".".join(part for part in name.split(".") if part != WRAPPED)
+    return without(WRAPPED, name)
+
+
+def without(wrapper: str, name: str) -> str:
+    """A dotted name without the parts that are a wrapper's."""
+    return ".".join(part for part in name.split(".") if part != wrapper)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -34,7 +34,6 @@ from ds_moe_ext.attachment.host_layer import (
 )
 from ds_moe_ext.attachment.lost_hooks import warn_of_hooks
 from ds_moe_ext.attachment.stored_weights import InOne, Stored
-from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -208,7 +207,6 @@ def found_experts(
 
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
-    check_not_tied(model, name, module, description.stored, description.num_experts)
     first = [stored.first(module) for stored in description.stored]
     num = description.num_experts
     trained = [

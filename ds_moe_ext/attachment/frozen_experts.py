@@ -15,7 +15,7 @@ from ds_moe_ext.strategy import Strategy
 
 
 def agree_on_frozen(
-    layers: Sequence[tuple[str, Hosted]],
+    layers: Sequence[Hosted],
     group: dist.ProcessGroup,
     settings: Settings,
     strategy: Strategy,
@@ -23,7 +23,7 @@ def agree_on_frozen(
     """Let gradients of copies travel wherever a layer has an expert that is trained. Collective.
 
     Args:
-        layers: name and what runs it, of those that can have copies.
+        layers: that can have copies.
         group: all ranks that run them.
         settings: the block.
         strategy: the chosen strategy.
@@ -32,14 +32,15 @@ def agree_on_frozen(
         ValueError: on all ranks; experts are to move, and some only are trained. What is frozen is
             a place, which the host's optimizer steps or does not.
     """
-    own = [_ways_to_learn(hosted) for _, hosted in layers]
+    own = [_ways_to_learn(hosted) for hosted in layers]
     told = gather_objects(own, group)
-    for (name, hosted), *ways in zip(layers, *told):
+    for hosted, *ways in zip(layers, *told):
         if len(set().union(*ways)) < 2:
             continue
         if strategy.rhythm().shard_every:
             raise ValueError(
-                f"{BLOCK}: strategy {settings.placing} moves experts to new homes, but of {name} "
+                f"{BLOCK}: strategy {settings.placing} moves experts to new homes, but of "
+                f"{hosted.routed.name} "
                 "some experts are frozen and some are trained, and a home that is frozen cannot "
                 "train the expert that comes; freeze all experts of a layer alike, or let experts "
                 f"stay: {strategy.keys.homes} null or 0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -29,16 +30,21 @@ def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
         )
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """A module's own hooks of passes, from where torch keeps them."""
+    kept = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for hooks in kept for hook in hooks.values()]
+
+
 def _hooked(module: nn.Module, name: str) -> Iterator[str]:
     """Names of modules with weights and of weights that have hooks of passes."""
     for inner, each in module.named_modules(prefix=name):
-        hooks = (
-            each._forward_pre_hooks,
-            each._forward_hooks,
-            each._backward_pre_hooks,
-            each._backward_hooks,
-        )
-        if any(hooks) and next(each.parameters(), None) is not None:
+        if hooks_of(each) and next(each.parameters(), None) is not None:
             yield inner
         for weight, parameter in each.named_parameters(recurse=False):
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -21,6 +21,7 @@ from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
+from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.comm import connect, gather_objects, take_first
 from ds_moe_ext.cost.exchange import BY_NODES, Way
@@ -208,7 +209,7 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
     """The layers that the settings ask for, of a model that must have some.
 
     Raises:
-        ValueError: there is nothing to replace.
+        ValueError: there is nothing to replace, or weights are tied.
     """
     found = [layer for finder in finders for layer in finder(model, wanted(settings))]
     if not found:
@@ -221,6 +222,7 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
             + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
         )
+    check_not_tied(model, found)
     return found
 
 
@@ -304,10 +306,9 @@ def build(
         _connect(layout, strategy.uses(), device)
     with start.together():
         built = _adopted(blueprint, layout, around, device) if has_layers else []
-    copied = [layer for layer, _ in built if layer.routed.copies is not None]
+    copied = [layer.hosted for layer, _ in built if layer.routed.copies is not None]
     if copied:
-        named = [(layer.name, layer.hosted) for layer in copied]
-        agree_on_frozen(named, layout.group(GRID, INTER), blueprint.settings, strategy)
+        agree_on_frozen(copied, layout.group(GRID, INTER), blueprint.settings, strategy)
     return built
 
 

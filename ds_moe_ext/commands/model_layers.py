@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.attachment.unknown_experts import unknown_experts
 from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.files.configs import file_of, names_of
@@ -41,6 +42,7 @@ def layers_table(model: str) -> Table:
     for heading in ("layer", "kind", "experts", "parameters"):
         table.add_column(heading)
     found_all = [found for finder in FINDERS for found in finder(built, any_name)]
+    check_not_tied(built, found_all)
     for found in found_all:
         module = built.get_submodule(found.name)
         count = sum(p.numel() for p in module.parameters())

@@ -20,7 +20,7 @@ from ds_moe_ext.moe.copies.accumulation import KeptInGrad, KeptMeanwhile
 from ds_moe_ext.steps.passes import Schedules
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.testing import relative_error
-from tests.hosts import jobs, pipelines
+from tests.hosts import jobs, pipelines, toy
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.pipelines import Pipeline
 from tests.hosts.varied import IN_SLOTS, VARIED
@@ -262,8 +262,15 @@ def test_two_backward_passes_of_a_micro_batch(job: Job) -> None:
     assert _differ(pool_of(2).run(in_two_passes, replace(job, stage=0))[0], wanted) < 1e-5
 
 
-def in_a_loop(rank: int, world_size: int, strategy: str, drop: Any) -> dict[str, Tensor]:
-    """The weights behind a loop of a user's own, of four passes a step."""
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def in_a_loop(
+    rank: int, world_size: int, strategy: str, drop: Any, before: Any = _nothing
+) -> dict[str, Tensor]:
+    """The weights behind a loop of a user's own, of four passes a step; what is done before each of
+    them, and what is dropped amid a step."""
     job = replace(COPYING, strategy=strategy, keys=COPYING.keys if ":" in strategy else ())
     model = jobs.model_of(job).double()
     moe = ds_moe_ext.attach(model, jobs.document_of(job, world_size)["ds_moe_ext"], micro_batches=4)
@@ -273,6 +280,7 @@ def in_a_loop(rank: int, world_size: int, strategy: str, drop: Any) -> dict[str,
         for number in range(4):
             with moe.no_sync() if number < 3 else nullcontext():
                 ids = micro_batch(step, 4 * rank + number)
+                before(model, ids)
                 model(input_ids=ids, labels=ids).loss.backward()
             if number == 1:
                 drop(model, optimizer)
@@ -320,31 +328,17 @@ def test_weights_that_change_are_refused() -> None:
     assert all("were changed between two passes of a step" in text for text in told)
 
 
-def looked_at(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
-    """The weights, where before each pass a user asks for gradients of embeddings alone."""
-    job = replace(COPYING, strategy=strategy, keys=COPYING.keys if ":" in strategy else ())
-    model: Any = jobs.model_of(job).double()
-    moe = ds_moe_ext.attach(model, jobs.document_of(job, world_size)["ds_moe_ext"], micro_batches=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    moe.watch(optimizer)
-    for step in range(job.steps):
-        for number in range(4):
-            with moe.no_sync() if number < 3 else nullcontext():
-                for seed in (50, 0):
-                    ids = micro_batch(step, 4 * rank + number + seed)
-                    loss = model(input_ids=ids, labels=ids).loss
-                    if seed:
-                        torch.autograd.grad(loss, model.embedding.weight)
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return _weights(model)
+def _look(model: Any, ids: Tensor) -> None:
+    """Ask for gradients of embeddings alone."""
+    loss = model(input_ids=(ids + 1) % toy.VOCABULARY, labels=ids).loss
+    torch.autograd.grad(loss, model.embedding.weight)
 
 
 def test_passes_that_want_no_gradients_of_experts() -> None:
     """As adversarial training and saliency have them: what copies would get is nobody's."""
     with jobs.float64_everywhere():
-        got, wanted = (pool_of(2).run(looked_at, name)[0] for name in (VARIED, "ep"))
+        ranks = (pool_of(2).run(in_a_loop, name, _nothing, _look) for name in (VARIED, "ep"))
+        got, wanted = (rank[0] for rank in ranks)
     assert _differ(got, wanted) < 1e-12
 
 

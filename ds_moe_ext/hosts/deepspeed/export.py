@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_moe_ext.attachment.dynamo import without
 from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_objects
@@ -52,7 +53,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state, experts = shards.state_of(model), dict[str, Tensor]()
     for path, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
-        name = ".".join(part for part in path.split(".") if part != CHECKPOINTED)
+        name = without(CHECKPOINTED, path)
         if isinstance(module, HostedExperts):
             for own, _ in module.named_parameters():
                 del state[f"{name}.{own}"]

@@ -98,7 +98,7 @@ def not_parted(engine: Any) -> Iterator[None]:
         engine.has_moe_layers = has_moe_layers
 
 
-def check_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded: bool) -> None:
+def check_ranks_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded: bool) -> None:
     """What flattens groups goes through those of experts with other ranks, and ZeRO 3 through all
     weights. Collective.
 

@@ -4,16 +4,14 @@ its flags or its hooks may let one think."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.lost_hooks import hooks_of
 from ds_moe_ext.hosts.megatron.activations import forgets_clamp
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where torch keeps those of a module."""
 
 NOT_OF_USERS = ("megatron", "transformer_engine", "ds_moe_ext")
 """Packages whose hooks do what our program does as well."""
@@ -47,12 +45,8 @@ def _hooked(model: nn.Module, layer: str) -> Iterator[str]:
     """Modules within the experts of a layer that have hooks of a user's."""
     experts = f"{layer}.experts"
     for name, module in model.get_submodule(experts).named_modules(prefix=experts):
-        if name != experts and any(map(_is_of_user, _hooks_of(module))):
+        if name != experts and any(map(_is_of_user, hooks_of(module))):
             yield name
-
-
-def _hooks_of(module: Any) -> Iterable[Any]:
-    return (hook for kind in HOOKS for hook in getattr(module, kind, {}).values())
 
 
 def _is_of_user(hook: Any) -> bool:
