@@ -8,7 +8,7 @@ experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,15 @@ class LevelShare:
     def planned(cls, levels: RowLevels, rows_CE: np.ndarray, *, sweeps: int) -> LevelShare:
         """For the rows that are predicted, int64 ``[C, E]``."""
         return cls(levels, levels.divided(rows_CE, None, sweeps=PLANNED_SWEEPS), sweeps)
+
+    def alone(self, home: Placement, rows_CE: np.ndarray) -> LevelShare:
+        """Of the same rows where nothing is copied."""
+        return LevelShare.planned(replace(self.levels, target=home), rows_CE, sweeps=self.sweeps)
+
+    @property
+    def planned_s(self) -> float:
+        """Seconds of the layer by the plan, as ``cost/prices.py`` counts them."""
+        return self.plan.price * self.levels.prices.unit_s
 
     def prepare(self, cell: int) -> None:
         self.levels.target.prepare(cell)

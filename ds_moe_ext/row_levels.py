@@ -235,6 +235,55 @@ class RowLevels:
         found = Division(rows_N[:num_pairs], part_N[:num_pairs], *told[3:].tolist())
         return number, found
 
+    def repaired(
+        self,
+        division: Division,
+        rows_CE: np.ndarray,
+        owner_E: np.ndarray,
+        *,
+        copy_price: int,
+        num_slots: int,
+        sweeps: int,
+    ) -> tuple[np.ndarray, Division] | None:
+        """Further copies under which the layer takes less time, their own included, and the
+        division then; None where none pay. ``repair`` of the C code says how they are found.
+
+        Args:
+            division: of these rows over the copies that stand.
+            rows_CE: as ``divided`` takes them.
+            owner_E: the cell at which each expert is at home, int64.
+            copy_price: of an expert that the busiest link carries, both ways, in whole units.
+            num_slots: further copies that a cell has room for.
+            sweeps: as ``divided`` takes them.
+
+        Returns:
+            Who holds what, bool ``[E, C]``, and the division.
+        """
+        tables, rows_CE, owner_E = self._tables, _whole(rows_CE), _whole(owner_E)
+        num_cells = self.target.num_cells
+        slots = ctypes.c_int64(num_slots)
+        memory = np.empty(
+            _whole_number(code().room_for_repair)(ctypes.byref(tables), slots), dtype=np.int64
+        )
+        holds_EC = np.ascontiguousarray(self.target.holds_EC)
+        found_EC = np.empty_like(holds_EC)
+        rows_P, parts_P = np.empty((2, tables.P + num_slots * num_cells), dtype=np.int64)
+        told = replace(division, price=0).told(0)
+        taken = _whole_number(code().repair)(
+            ctypes.byref(tables),
+            *map(_at, (holds_EC, owner_E, rows_CE, division.rows_N)),
+            *map(ctypes.c_int64, (division.price, copy_price)),
+            slots,
+            *map(_at, (memory, told[3:])),
+            ctypes.c_int64(sweeps),
+            *map(_at, (found_EC, rows_P, parts_P, told[6:])),
+        )
+        if taken < 0:
+            return None
+        num_holders_E = found_EC.sum(axis=1)
+        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
+        return found_EC, Division(rows_P[:num_pairs], parts_P[:num_pairs], *told[3:].tolist())
+
     def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         """Rows of each expert that each cell computes, int64 ``[E, C]``."""
         computed_EC, rows_CE = np.empty(self.target.holds_EC.shape, dtype=np.int64), _whole(rows_CE)

@@ -103,6 +103,13 @@ class Pool:
         each_s = self.links.copies_s_C(transfers, self.travelling_bytes).tolist()
         return math.fsum(each_s) / len(each_s)
 
+    def added_s(self, plan: Plan, target: Placement, node_C: np.ndarray) -> float:
+        """Seconds of the copies that a pass adds to its plan's, there and as gradients back, which
+        nothing hides. Pure."""
+        experts = busiest_link(plan.home, plan.target, target, node_C) if self.expert_bytes else 0
+        each_s = self.copy_latency_s + self.copied_s if experts else 0.0
+        return plan.added_trips * experts * each_s
+
 
 class Choice(NamedTuple):
     """Which of several strategies plans.
@@ -352,6 +359,11 @@ class Plan:
     def has_copies(self) -> bool:
         """Whether an expert may compute elsewhere than at home."""
         return self.target is not self.home or self.revise is not None
+
+    @property
+    def added_trips(self) -> int:
+        """Of a copy that is added once rows are known: there, home, and there again if freed."""
+        return 3 if self.rematerialize else 2
 
     @property
     def is_joined(self) -> bool:

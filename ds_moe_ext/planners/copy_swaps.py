@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other copies in place of those that a planner chose by load, where a priced share then takes less
-time. Ours; docs/priced_share.md. Pure. Shape letters: E experts, C cells, V nodes.
+"""Other copies beside or in place of those that a planner chose by load, where a priced share then
+takes less time. Ours; docs/priced_share.md. Pure. Shape letters: E experts, C cells, V nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,53 @@ TRIALS = 24
 MISSES = 8  # in a row, at most
 CELLS = 16
 """On more cells trials are fewer, by the square: each takes longer, and one copy changes less."""
+
+
+def cover_nodes(
+    home: Placement,
+    target: Placement,
+    rows_CE: np.ndarray,
+    node_C: np.ndarray,
+    *,
+    most_copies: int,
+    most_experts: int,
+) -> Placement:
+    """Fill a target's free room with one copy of an expert for each node that sends it rows and has
+    none: the nodes' links are what many copies of few hot experts do not relieve.
+
+    Most rows first, each on the cell of its node that has fewest rows and room for a copy.
+
+    Args:
+        home: where the experts live.
+        target: copies that a planner chose, with room left.
+        rows_CE: that are predicted, int64 ``[C, E]``.
+        node_C: node of each cell; any numbers.
+        most_copies: that a cell holds at most (m).
+        most_experts: that are copied at most (t); first those that the target copies, then those
+            of which most rows cross.
+    """
+    node_C = np.unique(node_C, return_inverse=True)[1]
+    is_on_VC = node_C == np.arange(int(node_C.max()) + 1)[:, None]
+    is_there_VE = (is_on_VC @ target.holds_EC.T.astype(np.int64)) > 0
+    rows_VE = np.where(is_there_VE, 0, is_on_VC @ rows_CE)
+    copies_EC = target.holds_EC & ~home.holds_EC
+    is_copied_E, crossing_E = copies_EC.any(axis=1), rows_VE.sum(axis=0)
+    wanted_E = np.lexsort((-crossing_E, ~is_copied_E))
+    rows_VE[:, wanted_E[most_experts:]] = 0
+    room_C = most_copies - copies_EC.sum(axis=0)
+    busy_C = np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells)
+    for place in np.argsort(-rows_VE, axis=None, kind="stable")[: np.count_nonzero(rows_VE)]:
+        node, expert = divmod(int(place), home.num_experts)
+        free = np.flatnonzero(is_on_VC[node] & (room_C > 0))
+        if free.size:
+            cell = free[busy_C[free].argmin()]
+            copies_EC[expert, cell] = True
+            room_C[cell] -= 1
+            busy_C[cell] += rows_VE[node, expert]
+            busy_C[home.owner_E[expert]] -= rows_VE[node, expert]
+            if not room_C.any():
+                break
+    return home.with_copies(copies_EC)
 
 
 def swap_copies(

@@ -7,14 +7,14 @@ count what it leaves. Ours; docs/priced_share.md. Shape letters: E experts, C ce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext.cost.prices import Prices, busiest_link
-from ds_moe_ext.level_share import PLANNED_SWEEPS, DividedRows, LevelShare
+from ds_moe_ext.level_share import DividedRows, LevelShare
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.calibrate import wider
 from ds_moe_ext.row_levels import Division, RowLevels
 
 TOLERANCE = 0.01
@@ -22,10 +22,15 @@ TOLERANCE = 0.01
 before copies are added to it; and longer or less long than planned, before it is planned anew."""
 
 
-def is_even(levels: RowLevels, division: Division) -> bool:
-    """Whether a layer takes hardly longer than if all rows were local and even."""
+def even_price(levels: RowLevels, division: Division) -> float:
+    """Of a layer that takes hardly longer than if all rows were local and even."""
     even = division.mean * int(levels.prices.row_C.min())
-    return division.price <= (1 + TOLERANCE) * even + levels.prices.worth
+    return (1 + TOLERANCE) * even + levels.prices.worth
+
+
+def is_even(levels: RowLevels, division: Division) -> bool:
+    """Whether a layer takes hardly longer than that."""
+    return division.price <= even_price(levels, division)
 
 
 def is_as_planned(share: LevelShare, rows_CE: np.ndarray) -> bool:
@@ -43,6 +48,7 @@ def fewest(
     rows_CE: np.ndarray,
     *,
     sweeps: int,
+    most_s: float = math.inf,
 ) -> LevelShare:
     """The share of the narrowest target under which the layer takes hardly longer than under the
     widest. Targets are asked for, and tried, until one is too narrow.
@@ -52,51 +58,54 @@ def fewest(
         levels_of: what divides rows under a target.
         rows_CE: that are predicted, int64 ``[C, E]``.
         sweeps: of the share.
+        most_s: seconds that a narrower target may take at most.
     """
     shares = (LevelShare.planned(levels_of(each), rows_CE, sweeps=sweeps) for each in targets)
     found = next(shares)
-    most = (1 + TOLERANCE) * found.plan.price
+    most_s = min((1 + TOLERANCE) * found.planned_s, most_s)
     for narrower in shares:
-        if narrower.plan.price > most:
+        if narrower.planned_s > most_s:
             break
         found = narrower
     return found
 
 
-def calibrate(
-    home: Placement,
-    share: LevelShare,
-    rows_CE: np.ndarray,
-    *,
-    copies_left: int,
-    prices: Prices,
-    levels_of: Callable[[Placement], RowLevels],
-) -> DividedRows:
-    """Rows divided over the copies that stand; and over further ones, which are sent at once, where
-    dividing alone leaves a layer that takes too long, and sending them costs less than they save.
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """Adds copies once rows are known, where the forecast failed; docs/priced_share.md.
 
-    As ``planners/calibrate.py``, HECATE's, adds them: Algorithm 1 on the rows as they are.
-
-    Args:
+    Attributes:
         home: where the experts live.
         share: of the copies that stand.
-        rows_CE: rows that each sender routes to each expert, int64.
-        copies_left: further copies that a cell has memory for.
-        prices: of the cluster.
         levels_of: what divides rows under a target.
+        copy_price: of an expert that the busiest link carries, its weights there and its gradients
+            back, in the whole units of the prices. Nothing hides them.
+        num_slots: further copies that a cell has room for.
     """
-    levels, target = share.levels, share.levels.target
-    rows_CE = np.ascontiguousarray(rows_CE, dtype=np.int64)
-    divided = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
-    found = DividedRows(levels, rows_CE, divided.rows_N)
-    if is_even(levels, divided):
-        return found
-    least_s = divided.price * levels.prices.unit_s
-    for each in wider(target, rows_CE, copies_left, levels.node_C):
-        own = levels_of(each)
-        copies_s = prices.copy_s * busiest_link(home, target, each, levels.node_C)
-        divided = own.divided(rows_CE, None, sweeps=PLANNED_SWEEPS)
-        taken_s = divided.price * own.prices.unit_s + copies_s
-        if taken_s < least_s:
-            least_s, found = taken_s, DividedRows(own, rows_CE, divided.rows_N)
-    return found
+
+    home: Placement
+    share: LevelShare
+    levels_of: Callable[[Placement], RowLevels]
+    copy_price: int
+    num_slots: int
+
+    def __call__(self, rows_CE: np.ndarray) -> DividedRows:
+        """Rows, int64 ``[C, E]``, over the copies that stand, where these take hardly longer than
+        if all rows were local and even; else over further ones, too, where they pay."""
+        share, rows_CE = self.share, np.ascontiguousarray(rows_CE, dtype=np.int64)
+        levels = share.levels
+        division = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
+        if division.price <= even_price(levels, division) + self.copy_price:
+            return DividedRows(levels, rows_CE, division.rows_N)
+        found = levels.repaired(
+            division,
+            rows_CE,
+            self.home.owner_E,
+            copy_price=self.copy_price,
+            num_slots=self.num_slots,
+            sweeps=share.sweeps,
+        )
+        if found is not None:
+            holds_EC, division = found
+            levels = self.levels_of(self.home.with_copies(holds_EC))
+        return DividedRows(levels, rows_CE, division.rows_N)

@@ -72,6 +72,7 @@ class Flow:
             start, float64.
         is_far_C: whether that is for its node's card, else for its own link.
         all_stay: no row leaves its cell, whatever is routed, and none are exchanged.
+        added_s: of copies that are sent once rows are known, there and back.
     """
 
     target: Placement
@@ -79,19 +80,21 @@ class Flow:
     exchange_s_C: np.ndarray
     is_far_C: np.ndarray
     all_stay: bool = False
+    added_s: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
         """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
         destination = plan.destination if plan.revise is None else plan.revise(rows_CE)
         (target, rule), all_stay = destination, destination.all_stay
+        added_s = 0.0 if target is plan.target else pool.added_s(plan, target, node_C)
         sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]
         computed_C = sent_CC.sum(axis=0)
         row_bytes, prices = pool.prices.row_bytes, pool.prices
         if pool.links is not None:  # the last to come makes all wait
             busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
             all_C = np.ones(len(node_C), dtype=bool)
-            return cls(target, computed_C, busiest_s * all_C, all_C, all_stay)
+            return cls(target, computed_C, busiest_s * all_C, all_C, all_stay, added_s)
         leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
         near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
         crossing_VV = between_nodes(sent_CC, node_C)
@@ -101,7 +104,7 @@ class Flow:
         far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
         is_far_C = far_s_C > near_s_C
         slowest_s_C = np.maximum(near_s_C, far_s_C)
-        return cls(target, computed_C, slowest_s_C, is_far_C, all_stay)
+        return cls(target, computed_C, slowest_s_C, is_far_C, all_stay, added_s)
 
 
 class Timing(NamedTuple):
@@ -203,6 +206,7 @@ def layer_seconds(
     none = [0.0] * len(place_K)
     start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
     counts = Timing(start_s if len(node_C) > 1 else 0.0, none)
+    ordered = counts._replace(start_s=counts.start_s + flow.added_s)
     exchange = Timing(0.0 if flow.all_stay else counts.start_s, flow.exchange_s_C[place_K].tolist())
     experts = [
         Timing(
@@ -219,14 +223,12 @@ def layer_seconds(
         Timing(line.alpha_s, (line.beta_s * bytes_K).tolist())
         for line in (costs.cell_gather, costs.cell_scatter)
     )
-    copied, reduced = (
-        _copied(plan, flow.target, pool, node_C, is_back=is_back) for is_back in (False, True)
-    )
+    copied, reduced = (_copied(plan, pool, node_C, is_back=is_back) for is_back in (False, True))
     slices = (*plan.reductions.within_moe, *plan.reductions.dense)
     is_back = True
     return LayerSeconds(
         by_rows={
-            (ORDER.name, not is_back): counts,
+            (ORDER.name, not is_back): ordered,
             (DISPATCH.name, not is_back): exchange,
             (DISPATCH.name, is_back): exchange.times(sent_back),
             (COMBINE.name, not is_back): exchange,
@@ -266,11 +268,9 @@ def _places(expert_s_C: np.ndarray, exchange_s_C: np.ndarray, classes: int) -> n
     return kept
 
 
-def _copied(
-    plan: Plan, target: Placement, pool: Pool, node_C: np.ndarray, *, is_back: bool
-) -> tuple[float, ...]:
-    """Seconds of each piece of the copies."""
+def _copied(plan: Plan, pool: Pool, node_C: np.ndarray, *, is_back: bool) -> tuple[float, ...]:
+    """Seconds of each piece of the copies that were planned."""
     if plan.carried is None:
-        return (pool.copies_s(plan.home, target, node_C), 0.0)
+        return (pool.copies_s(plan.home, plan.target, node_C), 0.0)
     pieces = plan.pieces_of(plan.carried.reductions if is_back else plan.carried.gathers)
     return tuple(pool.copies_s(plan.home, piece, node_C) for piece in pieces)

@@ -33,7 +33,18 @@ from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.priced_copies import TOLERANCE, is_as_planned
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.hidden_copies import Gathers, gathers_of
-from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time, swapped
+from ds_moe_ext.strategies.shares import (
+    PAPER,
+    PRICED,
+    REPAIR,
+    STEADY,
+    check_share,
+    idle_repair,
+    repaired,
+    saves,
+    shared_by_time,
+    swapped,
+)
 from ds_moe_ext.strategy import (
     Destination,
     Job,
@@ -47,10 +58,10 @@ from ds_moe_ext.strategy import (
 from ds_moe_ext.strict import at_least, in_json, one_of
 
 WHERE = "ds_moe_ext.fssdp"
-NEAREST = "nearest"  # a share, by its JSON name
+NEAREST = "nearest"  # the paper's share, by a name of its own
 RESHARD_INTERVAL = 100  # steps, where nobody says
 ENOUGH = 1.01  # times the least seconds of any division, at which dividing rows is not worth it
-GAIN, PAPER = "gain", "paper"  # ways to choose new homes, by their JSON names
+GAIN = "gain"  # a way to choose new homes, by its JSON name
 
 
 @register("fssdp")
@@ -66,7 +77,8 @@ class FullySharded(Strategy):
             the last five, whichever would have predicted the latest step better.
         plan_interval: steps between plans; null: one as soon as loads have moved since the last, by
             more than they differ between two steps, and every 10.
-        calibrate: add copies when the rows are known, if they pay at once.
+        calibrate: add copies when the rows are known, if they pay at once, as many as a rank has
+            room for; by Algorithm 1 under the paper's share, as ``repair`` does under others.
         rematerialize: free the copies after forward and gather them again for backward.
         reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
             home in the world, else never.
@@ -77,9 +89,13 @@ class FullySharded(Strategy):
             the rank's own experts and their gradients take, one of each layer at least.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
-        share: how copies divide rows: "nearest", the paper's rule; "planned", in parts under which
-            the layer takes least time on the rows that are predicted; "priced", on the rows as they
-            are (docs/priced_share.md).
+        share: how copies divide rows: "priced", so that the layer takes least time, by the rows as
+            they are, and copies are chosen by that, too (docs/priced_share.md); "planned", in the
+            parts that are best for the rows that are predicted; "paper", or "nearest", HECATE's
+            rule: the nearest copies, in even parts.
+        repair: copies of a layer that a rank gets at most once the rows of a pass are known, beside
+            those of the forecast, where these are not enough and that pays; null: 1 where rows are
+            priced.
     """
 
     overlap_degree: int | None = None
@@ -93,15 +109,26 @@ class FullySharded(Strategy):
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
     sum_copies_in_float32: bool = False
-    share: str = NEAREST
+    share: str = PRICED
+    repair: int | None = None
 
     def __post_init__(self) -> None:
         check_share(f"{WHERE}.share", self.share, NEAREST)
         one_of(f"{WHERE}.resharding", self.resharding, (GAIN, PAPER))
-        for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
+        keys = ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes", "repair")
+        for key in keys:
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
         at_least(f"{WHERE}.plan_interval", self.plan_interval, 1)
+
+    @property
+    def _is_papers(self) -> bool:
+        return self.share in (PAPER, NEAREST)
+
+    @property
+    def _repair(self) -> int:
+        """Copies of a rank that are left to be added once rows are known."""
+        return (REPAIR if self.repair is None else self.repair) if self.share == PRICED else 0
 
     @property
     def has_uneven_homes(self) -> bool:
@@ -131,7 +158,7 @@ class FullySharded(Strategy):
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        if self.share == NEAREST:
+        if self._is_papers:
             return self._by_paper(job, self._wanted(job))
         stay = self._staying(job)
         others = [layer for layer in range(len(job.homes)) if layer not in stay]
@@ -140,7 +167,7 @@ class FullySharded(Strategy):
     def _wanted(self, job: Job, halvings: int = 0) -> tuple[Placement, ...]:
         """Algorithm 1, with at most so many copies of each layer in a cell; or half as many, and so
         on. The present target where that is alike: what was worked out of it serves again."""
-        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_planned(job)
         wanted = materialize(
             job.homes,
             job.routed.totals,
@@ -204,44 +231,66 @@ class FullySharded(Strategy):
     def _priced(self, job: Job) -> tuple[Plan, ...]:
         """Plans whose copies divide rows by time; those of the paper where no division would take
         less."""
-        wanted, papers = self._wanted(job), {}
-        if not self.calibrate:  # which has its own way to add copies under either share
-            plans = self._by_paper(job, wanted)
-            nearest_s_L = self._seconds(job, plans, nearest_flow)
-            is_enough_L = nearest_s_L <= ENOUGH * self._seconds(job, plans, least_flow)
-            papers = {layer: plans[layer] for layer in np.flatnonzero(is_enough_L).tolist()}
-        others = [layer for layer in range(len(job.homes)) if layer not in papers]
-        divided = self._divided(job.of(others), [wanted[layer] for layer in others])
-        return _merged(papers, others, divided)
+        wanted = self._wanted(job)
+        papers = self._by_paper(job, wanted)
+        nearest_s_L = self._seconds(job, papers, nearest_flow)
+        is_enough_L = nearest_s_L <= ENOUGH * self._seconds(job, papers, least_flow)
+        if self.calibrate or job.drift >= STEADY:  # copies may be missing once rows are known
+            is_enough_L[:] = False
+        enough = {layer: papers[layer] for layer in np.flatnonzero(is_enough_L).tolist()}
+        others = [layer for layer in range(len(job.homes)) if layer not in enough]
+        divided = self._divided(
+            job.of(others), [wanted[layer] for layer in others], [papers[layer] for layer in others]
+        )
+        return _merged(enough, others, divided)
 
-    def _divided(self, job: Job, wanted: Sequence[Placement]) -> Iterator[Plan]:
-        """Plans whose copies divide rows by time, which says itself how many copies that takes."""
+    def _divided(
+        self, job: Job, wanted: Sequence[Placement], papers: Sequence[Plan]
+    ) -> Iterator[Plan]:
+        """Plans whose copies divide rows by time, which says itself how many copies that takes;
+        the paper's where it takes less, and none where copies save next to nothing."""
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        planned_L = self._copies_planned(job)
+        papers_s_L = np.nan_to_num(self._seconds(job, papers, nearest_flow), nan=np.inf)
 
         @cache
         def targets(halvings: int) -> Sequence[Placement]:
             return self._wanted(job, halvings) if halvings else wanted
 
-        most = int(np.minimum(fits_L, degree_L).max(initial=0))
+        most = int(np.minimum(planned_L, degree_L).max(initial=0))
         halved = range(most.bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
         for layer, (home, rows_CE) in enumerate(zip(job.homes, job.rows)):
+            pool = pools[layer]
             each = (targets(halvings)[layer] for halvings in halved)
-            share = shared_by_time(each, rows_CE, job.node_C, pools[layer], self.share)
-            share = swapped(home, share, rows_CE, pools[layer], int(degree_L[layer]))
+            most_s = papers_s_L[layer]
+            share = shared_by_time(each, rows_CE, job.node_C, pool, self.share, most_s=most_s)
+            share = swapped(
+                home,
+                share,
+                rows_CE,
+                pool,
+                halved=targets(1)[layer],
+                most_copies=int(planned_L[layer]),
+                most_experts=int(degree_L[layer]),
+            )
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
-            plan = Plan.at_home(home)
-            if copies_EC.any():
+            if not (copies_EC.any() and saves(share, home, rows_CE)):
+                plan, share = Plan.at_home(home), share.alone(home, rows_CE)
+            elif most_s < share.planned_s:
+                plan = papers[layer]
+            else:
                 plan = Plan(home, share.levels.target, share)
-            if self.calibrate:
-                copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
-                plan = calibrated(plan, share, pools[layer], copies_left)
-            yield replace(
+            plan = replace(
                 plan,
                 predicted_CE=rows_CE,
                 by_paper=partial(NearestCopy, node_C=job.node_C),
                 rematerialize=self.rematerialize,
             )
+            held = copies_EC.sum(axis=0).max() if self.calibrate else planned_L[layer]
+            if self.calibrate or plan.share is share:
+                plan = repaired(plan, share, pool, int(fits_L[layer] - held))
+            yield plan
 
     def _seconds(self, job: Job, plans: Sequence[Plan], flow: Callable[..., RowFlow]) -> np.ndarray:
         """That the rows of each layer take under its plan's target, ``[L]``; nan before costs have
@@ -278,10 +327,10 @@ class FullySharded(Strategy):
         return CopyRules(
             job.routed.of_layers(layers),
             self._overlap_degrees(job)[layers],
-            self._copies_that_fit(job)[layers],
+            self._copies_planned(job)[layers],
             pool.prices,
             # Planned shares divide rows so well that homes matter to experts without copies alone.
-            nearest_flow if self.share == NEAREST else least_flow,
+            nearest_flow if self._is_papers else least_flow,
         )
 
     def _move_costs(self, pool: Pool) -> MoveCosts:
@@ -307,10 +356,11 @@ class FullySharded(Strategy):
             )
         if self.overlap_degree is not None:
             said.append(self._idle_sharding(job))
+        said += idle_repair(WHERE, self.share, self.repair)
         return tuple(filter(None, said))
 
     def describe(self, job: Job) -> str:
-        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_planned(job)
         window_L = np.array(job.window_s) * 1e3
         each_s = [gathers.seconds(int(degree_L[layer])) for layer, gathers in self._gathers(job)]
         told = (
@@ -318,6 +368,9 @@ class FullySharded(Strategy):
             f"{_span(np.array(each_s) * 1e3, 'ms')}, behind {_span(window_L, 'ms')} of attention; "
             f"a rank holds up to {_span(fits_L)} copies of a layer (copies_per_rank)"
         )
+        added_L = self._copies_that_fit(job) - fits_L
+        if self._repair and added_L.any():
+            told += f", and {_span(added_L)} more where a forecast fails (repair)"
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
 
@@ -343,7 +396,7 @@ class FullySharded(Strategy):
 
     def _never_copied(self, job: Job) -> Iterator[str]:
         """Layers of which nothing is copied, as t or m came out 0, and what to set."""
-        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_planned(job)
         if self.overlap_degree is None and not degree_L.all():
             yield (
                 f"nothing is copied of {_some(degree_L == 0)}, for no expert can be sent within so "
@@ -402,17 +455,26 @@ class FullySharded(Strategy):
 
     def _gathers(self, job: Job) -> Iterator[tuple[int, Gathers]]:
         """Of each layer whose experts' costs have been measured."""
-        fits_L, nodes = self._copies_that_fit(job), tuple(job.node_C.tolist())
+        fits_L, nodes = self._copies_planned(job), tuple(job.node_C.tolist())
         for pool in job.measured_pools:
             for layer in pool.layers:
                 num_experts, fits = job.homes[layer].num_experts, int(fits_L[layer])
                 yield layer, gathers_of(pool, num_experts, fits, nodes)
 
+    def _copies_planned(self, job: Job) -> np.ndarray:
+        """``m`` of each layer, int64 ``[L]``: what fits, but for what is left to be added once rows
+        are known, of which there is at most as much."""
+        fits_L = self._copies_that_fit(job)
+        if self.copies_per_rank is not None:
+            return np.full_like(fits_L, self.copies_per_rank)
+        planned_L: np.ndarray = fits_L - np.minimum(self._repair, fits_L // 2)
+        return planned_L
+
     def _copies_that_fit(self, job: Job) -> np.ndarray:
-        """``m`` of each layer, int64 ``[L]``."""
+        """Copies that a cell has room for in each layer, int64 ``[L]``."""
         num_layers = len(job.homes)
         if self.copies_per_rank is not None:
-            return np.full(num_layers, self.copies_per_rank)
+            return np.full(num_layers, self.copies_per_rank + self._repair)
         layers_held, layers_reduced = self._layers_in_memory(job)
         fits_L = np.zeros(num_layers, dtype=np.int64)
         for pool in job.measured_pools:

@@ -9,6 +9,7 @@ while rows travel (Algorithms 1 and 2 of the paper). Shape letters: C cells, E e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,7 +34,18 @@ from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.shares import STEADY, check_share, shared_by_time
+from ds_moe_ext.strategies.shares import (
+    PAPER,
+    PRICED,
+    REPAIR,
+    STEADY,
+    check_share,
+    idle_repair,
+    repaired,
+    rule_seconds,
+    saves,
+    shared_by_time,
+)
 from ds_moe_ext.strategy import (
     Carried,
     Forecast,
@@ -47,8 +59,9 @@ from ds_moe_ext.strategy import (
 )
 from ds_moe_ext.strict import at_least, one_of
 
-LOCAL = "local"  # a share, by its JSON name
-LINKS, PAPER = PRICES = ("links", "paper")  # models of costs, by their JSON names
+LOCAL = "local"  # the paper's share, by a name of its own
+LINKS = "links"  # a model of costs, by its JSON name
+PRICES = (LINKS, PAPER)
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices, int], BlockPlan]
 
@@ -82,9 +95,9 @@ class ProProphet(Strategy):
 
     Attributes:
         frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 10
-            without the scheduler; with it, which hides the planning, until another is faster by the
-            model (under the paper's share, which the model knows), looked for as soon as loads have
-            moved since the last search, by more than they differ between two steps, and every 10.
+            without the scheduler; with it, which hides the planning, until another is found, which
+            under the paper's share is faster by the model, looked for as soon as loads have moved
+            since the last search, by more than they differ between two steps, and every 10.
         num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
             it; null: those without any.
         balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
@@ -102,9 +115,12 @@ class ProProphet(Strategy):
             they travel and come home as they are.
         prices: by which plans are made and steps foretold: "links", by who sends what over which
             link, with what starts cost; "paper", equations (1), (4) and (5) to the letter.
-        share: how copies divide rows: "local", the paper's rule, local copy else home; "planned",
-            in parts under which the layer takes least time on the rows that are predicted;
-            "priced", on the rows as they are (docs/priced_share.md).
+        share: how copies divide rows: "priced", so that the layer takes least time, by the rows as
+            they are (docs/priced_share.md); "planned", in the parts that are best for the rows that
+            are predicted; "paper", or "local", the paper's rule: local copy, else home.
+        repair: copies of a layer that a rank gets at most once the rows of a pass are known, beside
+            those of the forecast, where these are not enough and that pays; null: 1 where rows are
+            priced.
     """
 
     frequency: int | None = None
@@ -116,11 +132,13 @@ class ProProphet(Strategy):
     rematerialize: bool | None = None
     sum_copies_in_float32: bool = False
     prices: str = LINKS
-    share: str = LOCAL
+    share: str = PRICED
+    repair: int | None = None
 
     def __post_init__(self) -> None:
         check_share("ds_moe_ext.prophet.share", self.share, LOCAL)
         at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
+        at_least("ds_moe_ext.prophet.repair", self.repair, 0)
         at_least("ds_moe_ext.prophet.num_excluded", self.num_excluded, 0)
         if not 0 <= self.balance < np.inf:
             raise ValueError(
@@ -128,6 +146,19 @@ class ProProphet(Strategy):
             )
         for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
             one_of(f"ds_moe_ext.prophet.{key}", vars(self)[key], known)
+
+    @property
+    def is_papers(self) -> bool:
+        """Whether copies divide rows by the paper's rule."""
+        return self.share in (PAPER, LOCAL)
+
+    @property
+    def _repair(self) -> int:
+        """Copies of a rank that are left to be added once rows are known."""
+        return (REPAIR if self.repair is None else self.repair) if self.share == PRICED else 0
+
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        return tuple(idle_repair("ds_moe_ext.prophet", self.share, self.repair))
 
     @property
     def sums_copies_in_float32(self) -> bool:
@@ -167,6 +198,8 @@ class ProProphet(Strategy):
     def _search(self, job: Job, pool: Pool, layer: int, *, frees: bool) -> _Search:
         """For plans of a layer whose costs have been measured."""
         prices = self._prices(job, pool, layer)
+        fits = self._copies_that_fit(job, pool, frees=frees)
+        repair = min(self._repair, fits // 2)
         return _Search(
             self,
             job.homes[layer],
@@ -174,7 +207,8 @@ class ProProphet(Strategy):
             replace(prices, gathers_again=frees),
             job.node_C,
             pool,
-            self._copies_that_fit(job, pool, frees=frees),
+            fits - repair,
+            repair,
         )
 
     def describe(self, job: Job) -> str:
@@ -224,8 +258,8 @@ class ProProphet(Strategy):
 
     @property
     def plans_stay(self) -> bool:
-        """Whether a plan stays, if a search finds nothing that is faster by the model."""
-        return self.scheduler and self.frequency is None and self.share == LOCAL
+        """Whether a plan stays while loads do not move."""
+        return self.scheduler and self.frequency is None
 
     def _copies_that_fit(self, job: Job, pool: Pool, *, frees: bool) -> int:
         """Copies of a layer that a rank has memory for, gradients with them."""
@@ -267,7 +301,8 @@ class _Search:
         prices: of its block.
         node_C: node of each cell.
         pool: with what its rows cost.
-        fits: copies that a cell has memory for.
+        fits: copies that a cell has memory for, by a forecast.
+        repair: and further ones, once rows are known.
     """
 
     strategy: ProProphet
@@ -277,6 +312,7 @@ class _Search:
     node_C: np.ndarray
     pool: Pool
     fits: int
+    repair: int
 
     def __call__(
         self,
@@ -295,10 +331,10 @@ class _Search:
         found = self._found(rows_CE, self._most)
         if present is not None and self._is_as_fast(present, found, rows_CE):
             return self._followed(present, rows_CE, age=0)
-        is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
         share = None
-        if strategy.share != LOCAL and is_steady:
-            found, share = self._narrowed(found, rows_CE)
+        if found.selected and not strategy.is_papers:
+            is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
+            found, share = self._divided(found, rows_CE, narrows=is_steady)
         if not found.selected:
             return self._followed(Plan.at_home(home), rows_CE, age=0)
         plan = Plan(
@@ -334,23 +370,40 @@ class _Search:
     def _is_as_fast(self, present: Plan, found: BlockPlan, rows_CE: np.ndarray) -> bool:
         """Whether the present copies stay, by the model: a search ends where cells are balanced,
         which may be before the layer is as fast as with more copies."""
-        is_alike = present.rematerialize == self.prices.gathers_again
-        if not self.strategy.plans_stay or present.target is self.home or not is_alike:
+        strategy, is_alike = self.strategy, present.rematerialize == self.prices.gathers_again
+        if present.target is self.home or not (is_alike and strategy.plans_stay):
+            return False
+        if not strategy.is_papers:  # the model knows the paper's share alone
             return False
         staying = placement_seconds(self.home, present.target, rows_CE, prices=self.prices)
         return staying.step_s <= found.seconds.step_s
 
-    def _narrowed(self, found: BlockPlan, rows_CE: np.ndarray) -> tuple[BlockPlan, LevelShare]:
-        """With no more copies than it takes, if these divide rows by time; and how they do."""
-        plans = [found]
-        while plans[-1].selected:
-            num_copied = len(plans[-1].selected) // 2
-            plans.append(found.first(num_copied))
-        share = self._share([plan.target for plan in plans], rows_CE)
-        return next(plan for plan in plans if plan.target is share.levels.target), share
+    def _divided(
+        self, found: BlockPlan, rows_CE: np.ndarray, *, narrows: bool
+    ) -> tuple[BlockPlan, LevelShare]:
+        """A plan whose copies divide rows by time, and how they do: as it was found, or without any
+        where they save next to nothing.
 
-    def _share(self, targets: Sequence[Placement], rows_CE: np.ndarray) -> LevelShare:
-        return shared_by_time(targets, rows_CE, self.node_C, self.pool, self.strategy.share)
+        Args:
+            found: by the paper's rule.
+            rows_CE: of the step before.
+            narrows: with no more copies than it takes.
+        """
+        plans = [found]
+        while narrows and plans[-1].selected:
+            plans.append(found.first(len(plans[-1].selected) // 2))
+        papers = LocalElseHome(self.home, found.target)
+        papers_s = rule_seconds(papers, rows_CE, self.node_C, self.pool)
+        share = self._share([plan.target for plan in plans], rows_CE, papers_s)
+        narrowed = next(plan for plan in plans if plan.target is share.levels.target)
+        is_worth = saves(share, self.home, rows_CE, copies_s=narrowed.seconds.copies_s)
+        return (narrowed if is_worth else found.first(0)), share
+
+    def _share(
+        self, targets: Sequence[Placement], rows_CE: np.ndarray, most_s: float = math.inf
+    ) -> LevelShare:
+        name = self.strategy.share
+        return shared_by_time(targets, rows_CE, self.node_C, self.pool, name, most_s=most_s)
 
     def _carried(self, found: BlockPlan) -> Carried:
         rule, num_experts = SPLITS[self.strategy.split], len(found.selected)
@@ -390,12 +443,15 @@ class _Search:
         found_E = rows_CE.sum(axis=0) if found_E is None else found_E
         successor = partial(self._next, plan, found_E, rows_CE, age)
         followed = replace(plan, successor=successor, predicted_CE=rows_CE)
-        if self.strategy.share == LOCAL:
+        if self.strategy.is_papers:
             return followed
         followed = replace(followed, by_paper=partial(LocalElseHome, self.home))
         if plan.target is plan.home:
             return followed
-        return replace(followed, share=share or self._share((plan.target,), rows_CE))
+        share = share or self._share((plan.target,), rows_CE)
+        if rule_seconds(plan.share, rows_CE, self.node_C, self.pool) < share.planned_s:
+            return followed
+        return repaired(replace(followed, share=share), share, self.pool, self.repair)
 
     def _next(
         self,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +13,16 @@ import numpy as np
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_swaps import swap_copies
-from ds_moe_ext.planners.priced_copies import calibrate, fewest
+from ds_moe_ext.planners.copy_swaps import cover_nodes, swap_copies
+from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest, is_even
 from ds_moe_ext.row_levels import RowLevels, WholePrices, code
+from ds_moe_ext.share import Rule
 from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import one_of
 
-SWEEPS_OF = {"planned": 0, "priced": SWEEPS}  # by the names of shares
+PRICED, PLANNED, PAPER = "priced", "planned", "paper"  # shares, by their JSON names
+SWEEPS_OF = {PLANNED: 0, PRICED: SWEEPS}
+REPAIR = 1  # copies of a rank, where nobody says
 STEADY = 0.05
 """Drift below which copies are left out that the predicted rows can do without: where loads move
 faster, those come in for rows that nobody predicted."""
@@ -33,29 +37,55 @@ def check_share(key: str, value: str, papers: str) -> None:
     Args:
         key: as a person writes it.
         value: what is there.
-        papers: the name of the paper's own.
+        papers: the paper's rule by a name of its own, beside ``PAPER``.
     """
-    one_of(key, value, (papers, *SWEEPS_OF))
-    if value == papers:
+    one_of(key, value, (*SWEEPS_OF, PAPER, papers))
+    if value not in SWEEPS_OF:
         return
     try:
         code()
     except RuntimeError as error:
-        raise ValueError(f"{key} is {value!r}, but {error}; or take {papers!r}") from error
+        raise ValueError(f"{key} is {value!r}, but {error}; or take {PAPER!r}") from error
+
+
+def idle_repair(where: str, share: str, repair: int | None) -> Iterator[str]:
+    """That ``repair`` was asked for where no rows are priced, for a person."""
+    if repair and share != PRICED:
+        yield (
+            f"{where}.repair is {repair}, but copies are added once rows are known only where "
+            f'these are priced; set {where}.share to "{PRICED}", or leave repair out'
+        )
+
+
+def _row_prices(pool: Pool, num_cells: int) -> RowPrices:
+    """Of a pool's layers; cells may be unlike."""
+    prices = RowPrices.of(pool.prices, num_cells)
+    return replace(prices, row_s_C=np.array(pool.row_s_C)) if pool.row_s_C else prices
 
 
 def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
     """What divides rows of a pool's layers under a target, by what they cost."""
-    each = RowPrices.of(pool.prices, len(node_C))
-    row_s_C = np.array(pool.row_s_C) if pool.row_s_C else each.row_s_C
+    each = _row_prices(pool, len(node_C))
     whole = WholePrices.of(
-        row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
+        each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
     )
     return partial(RowLevels, node_C=node_C, prices=whole)
 
 
+def rule_seconds(rule: Rule, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> float:
+    """Seconds of a layer whose rows, int64 ``[C, E]``, go by a rule."""
+    sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
+    return _row_prices(pool, len(node_C)).seconds(sent_CC, node_C)
+
+
 def shared_by_time(
-    targets: Iterable[Placement], rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool, name: str
+    targets: Iterable[Placement],
+    rows_CE: np.ndarray,
+    node_C: np.ndarray,
+    pool: Pool,
+    name: str,
+    *,
+    most_s: float = math.inf,
 ) -> LevelShare:
     """The share under which a layer takes least time, and which target it is of: the one with
     fewest copies that is hardly slower than the widest.
@@ -66,41 +96,83 @@ def shared_by_time(
         node_C: node of each cell.
         pool: with what rows cost.
         name: "planned" or "priced".
+        most_s: seconds that a target with fewer copies may take at most.
     """
-    return fewest(targets, levels_by(pool, node_C), rows_CE, sweeps=SWEEPS_OF[name])
+    levels_of = levels_by(pool, node_C)
+    return fewest(targets, levels_of, rows_CE, sweeps=SWEEPS_OF[name], most_s=most_s)
 
 
 def swapped(
-    home: Placement, share: LevelShare, rows_CE: np.ndarray, pool: Pool, most_experts: int
-) -> LevelShare:
-    """The share of other copies, no more in any cell and of so many experts at most, where that is
-    better on the rows that are predicted."""
-    levels_of = levels_by(pool, share.levels.node_C)
-    return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
-
-
-def calibrated(plan: Plan, share: LevelShare, pool: Pool, copies_left: int) -> Plan:
-    """The plan, to which copies are added once rows are known, where a cell has room for more."""
-    if copies_left <= 0:
-        return plan
-    revise = partial(_calibrated, plan.home, share, pool=pool, copies_left=copies_left)
-    return replace(plan, revise=revise)
-
-
-def _calibrated(
     home: Placement,
     share: LevelShare,
     rows_CE: np.ndarray,
-    *,
     pool: Pool,
-    copies_left: int,
-) -> Destination:
-    divided = calibrate(
-        home,
-        share,
-        rows_CE,
-        copies_left=copies_left,
-        prices=pool.prices,
-        levels_of=levels_by(pool, share.levels.node_C),
+    *,
+    halved: Placement,
+    most_copies: int,
+    most_experts: int,
+) -> LevelShare:
+    """The share of other copies, where that is better on the rows that are predicted.
+
+    Args:
+        home: where the experts live.
+        share: of copies that a planner chose.
+        rows_CE: that are predicted, int64 ``[C, E]``.
+        pool: with what rows cost.
+        halved: the planner's target with half as many copies in a cell; the other half may cover
+            nodes.
+        most_copies: in a cell (m).
+        most_experts: that are copied (t).
+    """
+    node_C = share.levels.node_C
+    levels_of = levels_by(pool, node_C)
+    most = {"most_copies": most_copies, "most_experts": most_experts}
+    if share.levels.prices.cross and not is_even(share.levels, share.plan):
+        covering = cover_nodes(home, halved, rows_CE, node_C, **most)
+        covers = LevelShare.planned(levels_of(covering), rows_CE, sweeps=share.sweeps)
+        if covers.plan.price < (1 - TOLERANCE) * share.plan.price:
+            share = covers
+    return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
+
+
+def saves(
+    share: LevelShare, home: Placement, rows_CE: np.ndarray, *, copies_s: float = 0.0
+) -> bool:
+    """Whether copies save more than next to nothing on the rows that are predicted.
+
+    Args:
+        share: of the copies.
+        home: where the experts live.
+        rows_CE: that are predicted.
+        copies_s: seconds of them that nothing hides.
+    """
+    alone_s = share.alone(home, rows_CE).planned_s
+    return alone_s > (1 + TOLERANCE) * share.planned_s + copies_s
+
+
+def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
+    """The plan, to which copies are added once rows are known, where the forecast failed and that
+    pays. Only where it has been measured what copies cost.
+
+    Args:
+        plan: of copies by a forecast.
+        share: how these divide rows.
+        pool: with what rows and copies cost.
+        num_slots: copies that a cell gets at most.
+    """
+    if num_slots <= 0 or not pool.expert_bytes:
+        return plan
+    levels, copy_s = share.levels, plan.added_trips * (pool.copy_latency_s + pool.copied_s)
+    repair = Repair(
+        home=plan.home,
+        share=share,
+        levels_of=levels_by(pool, levels.node_C),
+        copy_price=round(copy_s / levels.prices.unit_s),
+        num_slots=num_slots,
     )
+    return replace(plan, revise=partial(_destination, repair))
+
+
+def _destination(repair: Repair, rows_CE: np.ndarray) -> Destination:
+    divided = repair(rows_CE)
     return Destination(divided.target, divided)
