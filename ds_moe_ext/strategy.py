@@ -355,6 +355,10 @@ class Plan:
         """Where rows go, unless that is revised."""
         return Destination(self.target, self.share)
 
+    def destination_of(self, rows_CE: np.ndarray) -> Destination:
+        """Where these rows go, int64 ``[C, E]``, now that they are known. Pure."""
+        return self.destination if self.revise is None else self.revise(rows_CE)
+
     @property
     def has_copies(self) -> bool:
         """Whether an expert may compute elsewhere than at home."""
@@ -679,9 +683,10 @@ class Strategy(ABC):
         Pure; by what links carry and who sends what to whom, also where plans are made by less.
         """
         pool = next(pool for pool in job.pools if layer in pool.layers)
-        if pool.links is None or plan.revise is not None or plan.way is not Way.DIRECT:
+        if pool.links is None or plan.way is not Way.DIRECT:
             return None
-        sent_CC = plan.share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
+        target, rule = plan.destination_of(rows_CE)
+        sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
         bytes_CC = pool.prices.row_bytes * sent_CC
         row_s_C = np.array(pool.row_s_C or pool.prices.row_s)
         frees = plan.rematerialize and job.follows(layer + 1)
@@ -697,7 +702,7 @@ class Strategy(ABC):
                 for degree in (() if plan.destination.all_stay else degrees)
             ),
             expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
-            gather_s=gather_s,
+            gather_s=gather_s + pool.added_s(plan, target, job.node_C),
             reduce_s=reduce_s,
         )
 

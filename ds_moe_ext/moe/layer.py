@@ -80,7 +80,7 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.schedule.wires import ROW_SCORES, LayerTasks, block
-from ds_moe_ext.strategy import Plan, Site, Strategy, layer_tasks
+from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -619,6 +619,7 @@ class RoutedExperts:
             capacity_factor=None,
             gate_may_drop=True,
             on_rows=self.rows.add if counts else _uncounted,
+            revise=self.site.plan.revise,
             kind=lambda: kind,
             has_sides=True,
         )
@@ -646,7 +647,7 @@ class RoutedExperts:
             capacity_factor=self._options.capacity_factor,
             gate_may_drop=self._options.gate_may_drop,
             on_rows=self._came_to_order if self._moves_rows_itself else self.rows,
-            revise=plan.revise,
+            revise=None if plan.revise is None else self._revised,
             kind=self._kind,
             padding=self._padding(),
             counts_visits=self.site.sends_once,
@@ -654,6 +655,13 @@ class RoutedExperts:
             lag=self.lag,
             packs=self._packs_ahead,
         )
+
+    def _revised(self, rows_CE: np.ndarray) -> Destination:
+        """Where the rows of a pass go, now that they are known."""
+        destination = self.site.plan.destination_of(rows_CE)
+        if destination.target is self.site.plan.target or self.copies is None:
+            return destination
+        return self.copies.serving(destination) if self.rows.is_training else destination
 
     def _came_to_order(self, *rows: Any) -> None:
         """Where the strategy sends rows by stages of its own, which do not say when."""

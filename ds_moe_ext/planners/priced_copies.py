@@ -16,6 +16,7 @@ import numpy as np
 from ds_moe_ext.level_share import DividedRows, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.row_levels import Division, RowLevels
+from ds_moe_ext.share import Rule
 
 TOLERANCE = 0.01
 """By so much a layer may take longer with fewer copies; and than if all rows were local and even,
@@ -89,23 +90,25 @@ class Repair:
     copy_price: int
     num_slots: int
 
-    def __call__(self, rows_CE: np.ndarray) -> DividedRows:
-        """Rows, int64 ``[C, E]``, over the copies that stand, where these take hardly longer than
-        if all rows were local and even; else over further ones, too, where they pay."""
+    def __call__(self, rows_CE: np.ndarray) -> tuple[Placement, Rule]:
+        """Who holds what, and how rows are divided, int64 ``[C, E]``: over the copies that stand,
+        where the layer takes hardly longer than if all rows were local and even; else over further
+        ones, too, where they pay. Pure."""
         share, rows_CE = self.share, np.ascontiguousarray(rows_CE, dtype=np.int64)
         levels = share.levels
         division = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
-        if division.price <= even_price(levels, division) + self.copy_price:
-            return DividedRows(levels, rows_CE, division.rows_N)
-        found = levels.repaired(
-            division,
-            rows_CE,
-            self.home.owner_E,
-            copy_price=self.copy_price,
-            num_slots=self.num_slots,
-            sweeps=share.sweeps,
-        )
-        if found is not None:
-            holds_EC, division = found
-            levels = self.levels_of(self.home.with_copies(holds_EC))
-        return DividedRows(levels, rows_CE, division.rows_N)
+        found = None
+        if division.price > even_price(levels, division) + self.copy_price:
+            found = levels.repaired(
+                division,
+                rows_CE,
+                self.home.owner_E,
+                copy_price=self.copy_price,
+                num_slots=self.num_slots,
+                sweeps=share.sweeps,
+            )
+        if found is None:
+            return levels.target, DividedRows(levels, rows_CE, division.rows_N)
+        holds_EC, division = found
+        levels = self.levels_of(self.home.with_copies(holds_EC))
+        return levels.target, LevelShare(levels, division, share.sweeps)

@@ -85,7 +85,7 @@ class Flow:
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
         """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
-        destination = plan.destination if plan.revise is None else plan.revise(rows_CE)
+        destination = plan.destination_of(rows_CE)
         (target, rule), all_stay = destination, destination.all_stay
         added_s = 0.0 if target is plan.target else pool.added_s(plan, target, node_C)
         sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]

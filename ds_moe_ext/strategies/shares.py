@@ -174,5 +174,4 @@ def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
 
 
 def _destination(repair: Repair, rows_CE: np.ndarray) -> Destination:
-    divided = repair(rows_CE)
-    return Destination(divided.target, divided)
+    return Destination(*repair(rows_CE))

@@ -87,13 +87,15 @@ class Flight:
         self.launch_rest()
         copies = self.copies
         if target is not self.target:
+            is_there = False
             if not copies.plan.rematerialize:
-                self._added = Slab()  # the next micro-batch may ask for others
-            part = copies.place.part(self.target, target)
-            held = {**self._slab.held}
-            copies.join(self._slab.gathers)  # which may be passed on
-            room = self._added.make_room(part.received, copies.like)
-            self._launch(part, self._added, room, held)
+                self._added, is_there = copies.added(target)
+            if not is_there:
+                part = copies.place.part(self.target, target)
+                held = {**self._slab.held}
+                copies.join(self._slab.gathers)  # which may be passed on
+                room = self._added.make_room(part.received, copies.like)
+                self._launch(part, self._added, room, held)
             self.target = target
         self._wait()
         if self._computes_stacks:
@@ -144,17 +146,17 @@ class Flight:
         """
         copies = self.copies
         own, of_copies = self._apart(grads)
-        if copies.is_last_pass() or copies.plan.rematerialize:
-            waiting = copies.accumulate(of_copies, is_last=True)
-            for piece in copies.trips.pieces_home(self.target):
+        is_last = copies.is_last_pass() or copies.plan.rematerialize
+        waiting = copies.accumulate(of_copies, is_last=is_last)
+        if is_last:
+            widest = copies.widest(self.target)
+            if widest is not self.target:  # of a pass whose backward may never have come
+                nothing = whole([None] * len(copies.like), copies.like)
+                here = set(copies.trips.experts_here(widest)).difference(copies.trips.slots)
+                waiting = {**dict.fromkeys(here, nothing), **waiting}
+            for piece in copies.trips.pieces_home(widest):
                 some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
                 self._to_send.append((piece, some))
-        else:
-            planned = {expert: of_copies.pop(expert) for expert in copies.trips.copied}
-            copies.accumulate(planned, is_last=False)
-            if self.target is not copies.plan.target:
-                part = copies.trips.part_beyond_plan(self.target)
-                self._to_send.append((Piece(part, of_copies), of_copies))
         if copies.plan.rematerialize:
             self._slab.release()
         return *own, copies.nothing

@@ -148,11 +148,6 @@ class Trips:
             return self.whole
         return self.place.part(self.plan.home, target)
 
-    def part_beyond_plan(self, target: Placement) -> Part:
-        """For the copies that the plan does not have."""
-        home, planned = self.plan.home, self.plan.target
-        return self.place.part(home, home.with_copies(target.holds_EC & ~planned.holds_EC))
-
     def pieces_home(self, target: Placement) -> Sequence[Piece]:
         """In which gradients of the copies go home."""
         if target is self.plan.target:
