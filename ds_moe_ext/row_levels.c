@@ -23,7 +23,7 @@ typedef int64_t i64;
 #define DEAREST ((i64)1 << 28)     /* toll, in parts of a row */
 #define FURTHEST ((i64)1 << 40)    /* of levels */
 #define MANY 512                   /* pairs */
-#define HALVINGS 14                /* of the levels that a repair looks for */
+#define HALVINGS 10                /* of the levels that a repair looks for */
 
 typedef struct {
     i64 C, E, V, P;
@@ -740,206 +740,228 @@ void receive(
     }
 }
 
-/* Repair: copies that are added once rows are known, where the forecast failed. */
-
-/* A search for a level: which rows leave cells that are above it, and for which cells. */
-typedef struct {
-    i64 *load_C, *room_C;       /* rows of each cell; and what it may take until the level */
-    i64 *used_C;                /* copies that it got */
-    i64 *order_C;               /* cells, most rows first */
-    i64 *first_C1, *expert_H;   /* experts that each computes, most rows first, H of all cells */
-    i64 *rows_H;
-    i64 *links;                 /* scratch for copies_on_busiest_link */
-    unsigned char *added_EC;
-    i64 *quota_EC;              /* rows of each cell at the end */
-} Quotas;
-
-static i64 size_of_quotas(const Layer *layer) {
-    i64 pairs = layer->first_E1[layer->E];
-    return 8 * layer->C + 2 + 2 * pairs + 2 * layer->V + layer->E * layer->C;
-}
-
-/* Experts that the busiest cell or node sends or receives; as ``cost/prices.py`` counts them: an
- * expert leaves its owner, or the owner's node, once, and enters each node that lacked it once. */
-static i64 copies_on_busiest_link(
-    const Layer *layer, const unsigned char *holds_EC, const unsigned char *added_EC,
-    const i64 *owner_E, const i64 *used_C, i64 *memory) {
-    i64 C = layer->C, V = layer->V, busiest = 0;
-    i64 *sent_C = laid(&memory, C), *in_V = laid(&memory, V), *out_V = laid(&memory, V);
-    memset(sent_C, 0, (C + 2 * V) * sizeof(i64));
-    for (i64 e = 0; e < layer->E; e++) {
-        const unsigned char *held_C = holds_EC + e * C, *new_C = added_EC + e * C;
-        i64 is_sent = 0, is_out = 0;
-        if (!memchr(new_C, 1, C)) continue;
-        for (i64 c = 0; c < C; c++) {
-            i64 v = layer->node_C[c], is_first = new_C[c];
-            is_sent |= new_C[c];
-            for (i64 k = 0; is_first && k < C; k++)
-                if (layer->node_C[k] == v && (held_C[k] || (k < c && new_C[k]))) is_first = 0;
-            in_V[v] += is_first;
-            is_out |= is_first;
-        }
-        sent_C[owner_E[e]] += is_sent;
-        out_V[layer->node_C[owner_E[e]]] += is_out;
-    }
-    for (i64 c = 0; c < C; c++) busiest = most(busiest, most(sent_C[c], used_C[c]));
-    for (i64 v = 0; V > 1 && v < V; v++) busiest = most(busiest, most(in_V[v], out_V[v]));
+/* Rows of each cell, load_C; the time of the busiest, by the prices. */
+i64 busiest_cell(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *load_C) {
+    i64 E = layer->E, busiest = 0;
+    memset(load_C, 0, layer->C * sizeof(i64));
+    for (i64 c = 0; c < layer->C; c++)
+        for (i64 e = 0; e < E; e++)
+            if (layer->holder_E[e] >= 0) load_C[layer->holder_E[e]] += rows_CE[c * E + e];
+    for (i64 n = 0; n < layer->N; n++) load_C[layer->cell_N[n]] += rows_N[n];
+    for (i64 c = 0; c < layer->C; c++) busiest = most(busiest, load_C[c] * layer->price_C[c]);
     return busiest;
 }
 
-/* Whether all cells come down to a level, by handing rows to cells below it: cells with most rows
- * first, of each its experts with most rows first, to the cell with most room that has a slot left
- * and does not hold the expert. */
-static int comes_down(
-    const Layer *layer, const unsigned char *holds_EC, const i64 *computed_EC, i64 level,
-    i64 num_slots, Quotas *found) {
-    i64 C = layer->C;
-    memset(found->added_EC, 0, layer->E * C);
-    memset(found->used_C, 0, C * sizeof(i64));
-    memcpy(found->quota_EC, computed_EC, layer->E * C * sizeof(i64));
-    for (i64 c = 0; c < C; c++)
-        found->room_C[c] = ((level * layer->speed_C[c]) >> PARTS_BITS) - found->load_C[c];
-    for (i64 k = 0; k < C; k++) {
-        i64 from = found->order_C[k];
-        i64 over = -found->room_C[from];
-        for (i64 h = found->first_C1[from]; over > 0 && h < found->first_C1[from + 1]; h++) {
-            i64 e = found->expert_H[h], left = found->rows_H[h];
+/* Repair: copies that are added once rows are known, where a forecast failed. A grant is a copy of an
+ * expert in another cell, for some of the rows that a cell computes of it. */
+typedef struct {
+    i64 expert, from, to, rows;
+} Grant;
+
+/* A search for a level that all cells can come down to. */
+typedef struct {
+    const unsigned char *holds_EC;
+    const i64 *owner_E;
+    i64 num_slots;
+    i64 *load_C, *room_C, *used_C;          /* rows; what may come until the level; copies */
+    i64 *open_C, *order_C;                  /* cells that take rows; all, the highest first */
+    i64 *first_C1, *expert_H, *rows_H;      /* what each computes, most rows first */
+    i64 *sent_C, *in_V, *out_V, *stamp_E;   /* of copies; and of experts that are counted */
+    unsigned char *added_EC;
+    Grant *grants;
+    i64 num_grants;
+} Quotas;
+
+/* Cells with most rows first, of each its experts with most rows first, hand rows to the cell with
+ * most room that has a slot left and does not hold the expert; whether that is enough. */
+static int comes_down(const Layer *layer, Quotas *quotas, i64 level) {
+    i64 C = layer->C, over = 0, num_open = 0;
+    for (i64 k = 0; k < quotas->num_grants; k++)
+        quotas->added_EC[quotas->grants[k].expert * C + quotas->grants[k].to] = 0;
+    quotas->num_grants = 0;
+    for (i64 c = 0; c < C; c++) {
+        quotas->room_C[c] = ((level * layer->speed_C[c]) >> PARTS_BITS) - quotas->load_C[c];
+        quotas->used_C[c] = 0;
+        if (quotas->room_C[c] > 0) quotas->open_C[num_open++] = c;
+    }
+    for (i64 k = 0; k < C && over <= 0; k++) {
+        i64 from = quotas->order_C[k];
+        over = -quotas->room_C[from];
+        for (i64 h = quotas->first_C1[from]; over > 0 && h < quotas->first_C1[from + 1]; h++) {
+            i64 e = quotas->expert_H[h], left = quotas->rows_H[h];
             while (over > 0 && left > 0) {
-                i64 to = -1, room = 0;
-                for (i64 c = 0; c < C; c++)
-                    if (found->room_C[c] > room && found->used_C[c] < num_slots &&
-                        !holds_EC[e * C + c] && !found->added_EC[e * C + c]) {
-                        to = c;
-                        room = found->room_C[c];
+                i64 at = -1, room = 0;
+                for (i64 j = 0; j < num_open; j++) {
+                    i64 c = quotas->open_C[j];
+                    if (quotas->room_C[c] > room && !quotas->holds_EC[e * C + c] &&
+                        !quotas->added_EC[e * C + c]) {
+                        at = j;
+                        room = quotas->room_C[c];
                     }
-                if (to < 0) break;
-                i64 given = least(least(over, left), room);
-                found->added_EC[e * C + to] = 1;
-                found->used_C[to]++;
-                found->room_C[to] -= given;
-                found->quota_EC[e * C + to] += given;
-                found->quota_EC[e * C + from] -= given;
-                over -= given;
-                left -= given;
+                }
+                if (at < 0) break;
+                i64 to = quotas->open_C[at];
+                Grant grant = {e, from, to, least(least(over, left), room)};
+                quotas->grants[quotas->num_grants++] = grant;
+                quotas->added_EC[e * C + to] = 1;
+                quotas->room_C[to] -= grant.rows;
+                if (++quotas->used_C[to] == quotas->num_slots || !quotas->room_C[to]) {
+                    num_open--; /* the others stay in the order of cells */
+                    for (i64 j = at; j < num_open; j++) quotas->open_C[j] = quotas->open_C[j + 1];
+                }
+                over -= grant.rows;
+                left -= grant.rows;
             }
         }
-        if (over > 0) return 0;
     }
-    return 1;
+    return over <= 0;
+}
+
+/* Experts that the busiest cell or node sends or receives, as cost/prices.py counts them: one leaves
+ * its owner, and its owner's node, once, and enters each node that lacked it once. */
+static i64 copies_on_busiest_link(const Layer *layer, Quotas *quotas) {
+    enum { SENT = 1, OUT = 2 };
+    i64 C = layer->C, V = layer->V, busiest = 0;
+    memset(quotas->sent_C, 0, C * sizeof(i64));
+    memset(quotas->in_V, 0, V * sizeof(i64));
+    memset(quotas->out_V, 0, V * sizeof(i64));
+    for (i64 k = 0; k < quotas->num_grants; k++) quotas->stamp_E[quotas->grants[k].expert] = 0;
+    for (i64 k = 0; k < quotas->num_grants; k++) {
+        i64 e = quotas->grants[k].expert, to = quotas->grants[k].to, v = layer->node_C[to];
+        i64 owner = quotas->owner_E[e], is_first = 1;
+        const unsigned char *held_C = quotas->holds_EC + e * C, *added_C = quotas->added_EC + e * C;
+        for (i64 c = 0; c < C && is_first; c++)
+            if (layer->node_C[c] == v && (held_C[c] || (c < to && added_C[c]))) is_first = 0;
+        if (!(quotas->stamp_E[e] & SENT)) quotas->sent_C[owner]++;
+        quotas->stamp_E[e] |= SENT;
+        if (!is_first) continue;
+        quotas->in_V[v]++;
+        if (!(quotas->stamp_E[e] & OUT)) quotas->out_V[layer->node_C[owner]]++;
+        quotas->stamp_E[e] |= OUT;
+    }
+    for (i64 c = 0; c < C; c++) busiest = most(busiest, most(quotas->sent_C[c], quotas->used_C[c]));
+    for (i64 v = 0; v < V; v++) busiest = most(busiest, most(quotas->in_V[v], quotas->out_V[v]));
+    return busiest;
+}
+
+/* What each cell computes, most rows first; and cells, those of the highest level first. */
+static void sorted(const Layer *layer, const i64 *computed_EC, Quotas *quotas) {
+    i64 C = layer->C, h = 0;
+    memset(quotas->used_C, 0, C * sizeof(i64)); /* experts of each cell, for now */
+    for (i64 e = 0; e < layer->E; e++)
+        for (i64 c = 0; c < C; c++) quotas->used_C[c] += computed_EC[e * C + c] > 0;
+    for (i64 c = 0; c < C; c++) {
+        quotas->first_C1[c] = h;
+        h += quotas->used_C[c];
+        quotas->used_C[c] = quotas->first_C1[c];
+    }
+    for (i64 e = 0; e < layer->E; e++)
+        for (i64 c = 0; c < C; c++) {
+            i64 rows = computed_EC[e * C + c], first = quotas->first_C1[c], at;
+            if (!rows) continue;
+            for (at = quotas->used_C[c]++; at > first && quotas->rows_H[at - 1] < rows; at--) {
+                quotas->rows_H[at] = quotas->rows_H[at - 1];
+                quotas->expert_H[at] = quotas->expert_H[at - 1];
+            }
+            quotas->rows_H[at] = rows;
+            quotas->expert_H[at] = e;
+        }
+    for (i64 c = 0; c < C; c++) {
+        i64 level = level_of(layer, c, quotas->load_C[c]), k = c;
+        for (; k > 0; k--) {
+            i64 before = quotas->order_C[k - 1];
+            if (level_of(layer, before, quotas->load_C[before]) >= level) break;
+            quotas->order_C[k] = before;
+        }
+        quotas->order_C[k] = c;
+    }
+    quotas->first_C1[C] = h;
 }
 
 /* Room for repair, in numbers. */
 i64 room_for_repair(const Layer *layer, i64 num_slots) {
+    i64 C = layer->C, E = layer->E, pairs = layer->first_E1[E];
     Layer any = *layer;
-    any.P = layer->first_E1[layer->E] + num_slots * layer->C;
-    return size_of_quotas(layer) + 2 * layer->E * layer->C + any.P + room_for_any(&any);
+    any.P = pairs + num_slots * C;
+    return 7 * C + 1 + 2 * layer->V + E + 2 * pairs + 8 * num_slots * C + E * C + any.P +
+           room_for_any(&any);
 }
 
 /* The fewest further copies that bring the busiest cells down, where that saves more than sending
  * them costs: they travel there, and as gradients back, and nothing hides them. Levels between the
  * mean and the busiest cell's are halved, and each that can be reached is priced; rows are divided
- * anew over the best, from what the search gave each cell.
+ * anew over the copies of the best, from what these were meant for.
  *
  * holds_EC, owner_E: 1 where a cell holds an expert; who keeps its weights.
- * rows_N: of each holder, as divide found them, and now_s, the time by that division.
+ * rows_N, now_s, step_3: the division that stands, its time, its steps.
  * copy_price: of an expert on the busiest link, both ways.
- * num_slots: that each cell has room for.
+ * num_slots: copies that each cell has room for.
  * memory: as much room as room_for_repair says.
- * step_3: of that division.
- * found_EC: 1 where a cell holds an expert with the copies; rows_P, parts_P, found_2: how rows are
- * divided then, as divide writes them; room for num_slots * C pairs more.
+ * found_EC: 1 where a cell holds an expert, copies with it. rows_P, parts_P, found_2: how rows are
+ * divided then, as divide writes it; room for num_slots * C pairs more than there are.
  *
- * The time with copies and what these cost; -1 where none pay.
+ * The time with the copies, and what these cost; -1 where none pay.
  */
 i64 repair(
     const Layer *layer, const unsigned char *holds_EC, const i64 *owner_E, const i64 *rows_CE,
     const i64 *rows_N, i64 now_s, i64 copy_price, i64 num_slots, i64 *memory, i64 *step_3,
     i64 num_sweeps, unsigned char *found_EC, i64 *rows_P, i64 *parts_P, i64 *found_2) {
-    i64 C = layer->C, E = layer->E, pairs = layer->first_E1[E], highest = 0, all = 0, speed = 0;
-    i64 *computed_EC = laid(&memory, E * C), *best_EC = laid(&memory, E * C);
-    Quotas found;
-    found.load_C = laid(&memory, C);
-    found.room_C = laid(&memory, C);
-    found.used_C = laid(&memory, C);
-    found.order_C = laid(&memory, C);
-    found.first_C1 = laid(&memory, C + 1);
-    found.expert_H = laid(&memory, pairs);
-    found.rows_H = laid(&memory, pairs);
-    found.links = laid(&memory, C + 2 * layer->V);
-    found.quota_EC = laid(&memory, E * C);
-    found.added_EC = found_EC; /* until the end */
+    i64 C = layer->C, E = layer->E, pairs = layer->first_E1[E], all = 0, speed = 0;
+    i64 *computed_EC = laid(&memory, E * C);
+    Grant *best = (Grant *)laid(&memory, 4 * num_slots * C);
+    Quotas quotas = {
+        holds_EC, owner_E, num_slots, laid(&memory, C), laid(&memory, C), laid(&memory, C),
+        laid(&memory, C), laid(&memory, C), laid(&memory, C + 1), laid(&memory, pairs),
+        laid(&memory, pairs), laid(&memory, C), laid(&memory, layer->V), laid(&memory, layer->V), laid(&memory, E),
+        found_EC, (Grant *)laid(&memory, 4 * num_slots * C), 0};
+    i64 num_best = 0, best_s = now_s, copies_s = 0;
+    i64 rest_s = now_s - busiest_cell(layer, rows_CE, rows_N, quotas.load_C);
     compute(layer, rows_CE, rows_N, computed_EC);
-    for (i64 c = 0, h = 0; c < C; c++) {
-        i64 first = h;
-        found.first_C1[c] = first;
-        found.load_C[c] = 0;
-        for (i64 e = 0; e < E; e++) {
-            i64 rows = computed_EC[e * C + c], at = h;
-            if (!holds_EC[e * C + c] || !rows) continue;
-            for (; at > first && found.rows_H[at - 1] < rows; at--) {
-                found.rows_H[at] = found.rows_H[at - 1];
-                found.expert_H[at] = found.expert_H[at - 1];
-            }
-            found.rows_H[at] = rows;
-            found.expert_H[at] = e;
-            found.load_C[c] += rows;
-            h++;
-        }
-        found.first_C1[c + 1] = h;
-        i64 at = c;
-        for (; at > 0 && level_of(layer, found.order_C[at - 1], found.load_C[found.order_C[at - 1]]) <
-                             level_of(layer, c, found.load_C[c]);
-             at--)
-            found.order_C[at] = found.order_C[at - 1];
-        found.order_C[at] = c;
-        all += found.load_C[c];
+    sorted(layer, computed_EC, &quotas);
+    memset(found_EC, 0, E * C);
+    for (i64 c = 0; c < C; c++) {
+        all += quotas.load_C[c];
         speed += layer->speed_C[c];
-        highest = most(highest, found.load_C[c] * layer->price_C[c]);
     }
-    i64 rest_s = now_s - highest, best_s = now_s;
     i64 below = most((all << PARTS_BITS) / speed, 1);
-    i64 above = level_of(layer, found.order_C[0], found.load_C[found.order_C[0]]);
+    i64 above = level_of(layer, quotas.order_C[0], quotas.load_C[quotas.order_C[0]]);
     for (int halving = 0; halving < HALVINGS && below < above; halving++) {
-        i64 level = below + ((above - below) >> 1);
-        if (!comes_down(layer, holds_EC, computed_EC, level, num_slots, &found)) {
+        i64 level = below + ((above - below) >> 1), cell_s = 0;
+        if (!comes_down(layer, &quotas, level)) {
             below = level + 1;
             continue;
         }
         above = level;
-        i64 cell_s = 0;
         for (i64 c = 0; c < C; c++) {
-            i64 room = most(found.room_C[c], 0);
-            i64 load = ((level * layer->speed_C[c]) >> PARTS_BITS) - room;
+            i64 load = ((level * layer->speed_C[c]) >> PARTS_BITS) - most(quotas.room_C[c], 0);
             cell_s = most(cell_s, load * layer->price_C[c]);
         }
-        i64 copies = copies_on_busiest_link(
-            layer, holds_EC, found.added_EC, owner_E, found.used_C, found.links);
-        if (cell_s + rest_s + copies * copy_price < best_s) {
-            best_s = cell_s + rest_s + copies * copy_price;
-            memcpy(best_EC, found.quota_EC, E * C * sizeof(i64));
-        }
+        i64 sent_s = copy_price * copies_on_busiest_link(layer, &quotas);
+        if (cell_s + rest_s + sent_s >= best_s) continue;
+        best_s = cell_s + rest_s + sent_s;
+        copies_s = sent_s;
+        num_best = quotas.num_grants;
+        memcpy(best, quotas.grants, num_best * sizeof(Grant));
     }
-    if (best_s == now_s) return -1;
-    for (i64 c = 0; c < C; c++) found.used_C[c] = 0;
-    for (i64 k = 0; k < E * C; k++) {
-        found_EC[k] = best_EC[k] && !holds_EC[k];
-        found.used_C[k % C] += found_EC[k];
+    if (!num_best) return -1;
+    memcpy(found_EC, holds_EC, E * C);
+    for (i64 k = 0; k < num_best; k++) {
+        found_EC[best[k].expert * C + best[k].to] = 1;
+        computed_EC[best[k].expert * C + best[k].from] -= best[k].rows;
+        computed_EC[best[k].expert * C + best[k].to] += best[k].rows;
     }
-    i64 copies_s = copy_price * copies_on_busiest_link(
-        layer, holds_EC, found_EC, owner_E, found.used_C, found.links);
     Layer own = *layer;
-    own.P = 0;
-    for (i64 k = 0; k < E * C; k++) own.P += found_EC[k] |= holds_EC[k];
+    own.P = pairs + num_best;
     i64 *part_N = laid(&memory, own.P), *tables = laid(&memory, tables_size(&own));
     lay_out(&own, found_EC, tables);
     for (i64 x = 0; x < own.X; x++) {
         i64 e = own.expert_X[x], total = 0, end = own.pair_G1[own.group_X1[x + 1]];
         for (i64 n = own.pair_G1[own.group_X1[x]]; n < end; n++)
-            total += best_EC[e * C + own.cell_N[n]];
+            total += computed_EC[e * C + own.cell_N[n]];
         for (i64 n = own.pair_G1[own.group_X1[x]]; n < end; n++)
-            part_N[n] = (best_EC[e * C + own.cell_N[n]] << PARTS_BITS) / most(total, 1);
+            part_N[n] = (computed_EC[e * C + own.cell_N[n]] << PARTS_BITS) / most(total, 1);
     }
-    i64 nothing_3[3] = {1, 0, 0}; /* planned for nothing: rows are divided anew */
+    i64 nothing_3[3] = {1, 0, 0}; /* as if planned for nothing: rows are divided anew */
     divide(
         &own, rows_CE, memory, part_N, nothing_3, step_3, num_sweeps, rows_P, parts_P, found_2);
     return found_2[1] + copies_s < now_s ? found_2[1] + copies_s : -1;

@@ -235,6 +235,13 @@ class RowLevels:
         found = Division(rows_N[:num_pairs], part_N[:num_pairs], *told[3:].tolist())
         return number, found
 
+    def busiest_cell(self, division: Division, rows_CE: np.ndarray) -> int:
+        """The time of the cell that takes longest to compute, by the prices in whole numbers."""
+        load_C = np.empty(self.target.num_cells, dtype=np.int64)
+        arrays = map(_at, (_whole(rows_CE), division.rows_N, load_C))
+        busiest: int = _whole_number(code().busiest_cell)(ctypes.byref(self._tables), *arrays)
+        return busiest
+
     def repaired(
         self,
         division: Division,

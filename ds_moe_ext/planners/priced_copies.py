@@ -92,13 +92,13 @@ class Repair:
 
     def __call__(self, rows_CE: np.ndarray) -> tuple[Placement, Rule]:
         """Who holds what, and how rows are divided, int64 ``[C, E]``: over the copies that stand,
-        where the layer takes hardly longer than if all rows were local and even; else over further
-        ones, too, where they pay. Pure."""
+        where the busiest cell has hardly more to do than the mean; else over further ones, too,
+        where they pay. Pure."""
         share, rows_CE = self.share, np.ascontiguousarray(rows_CE, dtype=np.int64)
         levels = share.levels
         division = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
         found = None
-        if division.price > even_price(levels, division) + self.copy_price:
+        if levels.busiest_cell(division, rows_CE) > even_price(levels, division) + self.copy_price:
             found = levels.repaired(
                 division,
                 rows_CE,

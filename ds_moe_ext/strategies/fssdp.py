@@ -41,6 +41,7 @@ from ds_moe_ext.strategies.shares import (
     check_share,
     idle_repair,
     repaired,
+    rule_seconds,
     saves,
     shared_by_time,
     swapped,
@@ -251,7 +252,6 @@ class FullySharded(Strategy):
         the paper's where it takes less, and none where copies save next to nothing."""
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         planned_L = self._copies_planned(job)
-        papers_s_L = np.nan_to_num(self._seconds(job, papers, nearest_flow), nan=np.inf)
 
         @cache
         def targets(halvings: int) -> Sequence[Placement]:
@@ -263,7 +263,7 @@ class FullySharded(Strategy):
         for layer, (home, rows_CE) in enumerate(zip(job.homes, job.rows)):
             pool = pools[layer]
             each = (targets(halvings)[layer] for halvings in halved)
-            most_s = papers_s_L[layer]
+            most_s = rule_seconds(papers[layer].share, rows_CE, job.node_C, pool)
             share = shared_by_time(each, rows_CE, job.node_C, pool, self.share, most_s=most_s)
             share = swapped(
                 home,

@@ -6,23 +6,24 @@ Shape letters: C cells, E experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 
 from ds_moe_ext.cost.block_costs import BlockPrices
-from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.cost.prices import busiest_link
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.priced_copies import TOLERANCE, calibrate, fewest
+from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest
 from ds_moe_ext.planners.prophet_greedy import place_experts
 from ds_moe_ext.row_levels import RowLevels, WholePrices
 
 NODES = np.array([0, 0, 1, 1])
 HOME = Placement.block(8, 4)
 HOT = np.array([400, 60, 50, 40, 30, 20, 10, 10])
-FREE = Prices(row_s=1.0, row_bytes=0.0, copy_s=1.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0)
 LEVELS = partial(RowLevels, node_C=NODES, prices=WholePrices.of(np.ones(4), 0.0, 0.0))
 
 
@@ -55,24 +56,87 @@ def test_even_rows_need_no_copies() -> None:
     assert share.levels.target.is_single
 
 
+def repair_of(share: LevelShare, copy_price: float, num_slots: int = 2) -> Repair:
+    unit_s = share.levels.prices.unit_s
+    return Repair(
+        home=HOME,
+        share=share,
+        levels_of=LEVELS,
+        copy_price=round(copy_price / unit_s),
+        num_slots=num_slots,
+    )
+
+
 def test_copies_are_added_only_for_what_dividing_leaves() -> None:
     copies_EC = np.zeros((8, 4), dtype=bool)
     copies_EC[0, 1:] = True
     target = HOME.with_copies(copies_EC)
     rows_CE = np.tile(HOT, (4, 1))
     share = LevelShare.planned(LEVELS(target), rows_CE, sweeps=SWEEPS)
-    mended = calibrate(HOME, share, rows_CE, copies_left=2, prices=FREE, levels_of=LEVELS)
-    assert mended.target is target  # the copies that stand are enough
+    repair = repair_of(share, 1.0)
+    assert repair(rows_CE)[0] is target  # the copies that stand are enough
     other_CE = np.tile(np.roll(HOT, 4), (4, 1))  # another expert is hot now
-    added = calibrate(HOME, share, other_CE, copies_left=2, prices=FREE, levels_of=LEVELS)
-    copies = added.target.holds_EC & ~target.holds_EC
-    assert copies[4].any() and copies.sum(axis=0).max() <= 2
+    added, rule = repair(other_CE)
+    copies = added.holds_EC & ~target.holds_EC
+    assert copies[4].any() and 1 <= copies.sum(axis=0).max() <= 2
+    assert (added.holds_EC >= target.holds_EC).all()
     least = other_CE.sum() / 4
-    busiest = [each.computed_C(other_CE).max() for each in (added, share.of_rows(other_CE))]
+    busiest = [each.of_rows(other_CE).computed_C(other_CE).max() for each in (rule, share)]
     assert busiest[0] < busiest[1] and busiest[0] < 1.1 * least
-    dear = Prices(**{**vars(FREE), "copy_s": 1e6})
-    kept = calibrate(HOME, share, other_CE, copies_left=2, prices=dear, levels_of=LEVELS)
-    assert kept.target is target
+    assert repair_of(share, 1e6)(other_CE)[0] is target  # a copy costs more than it saves
+
+
+def random_layer(seed: int) -> tuple[LevelShare, np.ndarray, Placement, RowLevels]:
+    """Copies that were chosen for some rows; others, quite unlike; and where experts live."""
+    rng = np.random.default_rng(seed)
+    num_cells, per_node = int(rng.integers(2, 17)), int(rng.integers(1, 5))
+    num_experts = num_cells * int(rng.integers(1, 5))
+    home = Placement.block(num_experts, num_cells)
+    copies_EC = rng.random((num_experts, num_cells)) < rng.choice([0.0, 0.1, 0.3])
+    speeds = rng.choice([1.0, 1.0, 1.5], num_cells)
+    links = rng.choice([0.0, 0.3], 2)
+    prices = WholePrices.of(speeds, *links.tolist())
+    levels = RowLevels(home.with_copies(copies_EC), np.arange(num_cells) // per_node, prices)
+    planned_CE, came_CE = (
+        rng.multinomial(2000, rng.dirichlet(np.full(num_experts, 0.3)), num_cells) for _ in range(2)
+    )
+    return LevelShare.planned(levels, planned_CE, sweeps=SWEEPS), came_CE, home, levels
+
+
+@pytest.mark.parametrize("copy_rows", [0.0, 5.0, 200.0])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_repairs_of_random_layers(copy_rows: float, num_slots: int) -> None:
+    """None adds more copies than there is room for, none costs more than it saves, and the layer
+    computes all rows; most come close to what their busiest cell could have."""
+    num_added = 0
+    for seed in range(60):
+        share, rows_CE, home, levels = random_layer(seed)
+        unit_s = levels.prices.unit_s
+        repair = Repair(
+            home=home,
+            share=share,
+            levels_of=lambda target, levels=levels: replace(levels, target=target),
+            copy_price=round(copy_rows / unit_s),
+            num_slots=num_slots,
+        )
+        target, rule = repair(rows_CE)
+        before = levels.divided(rows_CE, share.plan, sweeps=SWEEPS)
+        divided = rule.of_rows(rows_CE)
+        assert divided.computed_C(rows_CE).sum() == rows_CE.sum()
+        added_EC = target.holds_EC & ~levels.target.holds_EC
+        if target is levels.target:
+            assert np.array_equal(divided.rows_N, before.rows_N)
+            continue
+        num_added += 1
+        assert isinstance(rule, LevelShare) and rule.plan.price < before.price
+        assert added_EC.sum(axis=0).max() <= num_slots
+        copies = busiest_link(home, levels.target, target, levels.node_C)
+        assert rule.plan.price + copies * repair.copy_price < before.price
+        again, other = repair(rows_CE.copy())
+        assert np.array_equal(again.holds_EC, target.holds_EC)
+        assert isinstance(other, LevelShare) and np.array_equal(other.plan.rows_N, rule.plan.rows_N)
+    if copy_rows < 100:
+        assert num_added > 20
 
 
 def test_the_first_of_the_experts_that_pro_prophet_copies() -> None:
