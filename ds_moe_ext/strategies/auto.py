@@ -23,6 +23,7 @@ from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategies.shares import PAPER, PRICED
 from ds_moe_ext.strategy import (
     Choice,
     Choosing,
@@ -46,9 +47,11 @@ _DEFAULTS: Mapping[str, Callable[[], Strategy]] = {
     "fssdp": FullySharded,
     "prophet": ProProphet,
 }
-PRICED = ", priced share"
+SHARES = {", paper share": PAPER, ", priced share": PRICED}
+"""Behind the name of a strategy that copies: how copies divide rows, whatever its block says."""
 USUAL = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
-NAMES = (*USUAL, *(f"{name}{PRICED}" for name in USUAL if name.endswith(("fssdp", "prophet"))))
+COPYING = tuple(name for name in USUAL if name.endswith(("fssdp", "prophet")))
+NAMES = (*USUAL, *(name + share for share in SHARES for name in COPYING))
 SAMPLED = 8  # layers that are priced, of more; evenly among them
 CLASSES = 4  # of cells
 
@@ -60,12 +63,12 @@ def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
         name: of ``NAMES``.
         blocks: strategies with the keys of their blocks, by their own names.
     """
-    whole = name.removesuffix(PRICED)
+    whole, comma, share = name.partition(", ")
     laid, _, over = whole.partition(OVER)
     strategy = blocks.get(over or (BASE if laid == PIPELINE else laid)) or _DEFAULTS[over or laid]()
-    if whole != name:
+    if share:
         assert isinstance(strategy, (FullySharded, ProProphet))
-        strategy = replace(strategy, share="priced")
+        strategy = replace(strategy, share=SHARES[comma + share])
     if laid != PIPELINE:
         return strategy
     esp = blocks.get(PIPELINE)
@@ -80,7 +83,7 @@ class Auto(Choosing):
 
     Attributes:
         candidates: names of those to choose from, some of ``NAMES``; null: ``USUAL``, whose keys
-            are those of their own blocks. Others have the priced share besides.
+            are those of their own blocks. Others have the paper's share, or the priced one.
         interval: steps between choices.
         margin: part of a step by which another strategy must be faster, to be taken in place of the
             present one.
