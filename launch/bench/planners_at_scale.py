@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from planners_table import line, ours, redundant, relaid, spilling
+from planners_table import late, line, ours, redundant, relaid
 from priced_cluster import A100, PricedCluster
-from row_ways import by_optimum, by_priced, evenly, evenly_on_node, in_turn
+from row_ways import by_optimum, by_priced, evenly, evenly_on_node
 from trace_replay import Planner
 
 from ds_moe_ext.loads.zipf import zipf_steps
@@ -37,9 +37,9 @@ def planners(num_ranks: int, num_experts: int, degree: int) -> Iterator[Planner]
         yield Planner(f"eplb, +{more}", partial(redundant, more=more, num_groups=1), evenly)
     for more in (1, 2):
         yield Planner(f"laer, +{more}", partial(relaid, slots=least + more), evenly_on_node)
-    yield Planner("llep", partial(spilling, alpha=1.1), in_turn)
-    late = by_optimum, by_priced
-    yield from (each for each in ours((degree,), (1, 2), (1.0,)) if each.way not in late)
+    yield from late((1.1,), (1, 2))
+    too_late = by_optimum, by_priced
+    yield from (each for each in ours((degree,), (1, 2), (1.0,)) if each.way not in too_late)
 
 
 def described(num_ranks: int, rows: int) -> PricedCluster:

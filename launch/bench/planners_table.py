@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planners and ways of rows beside each other on real loads, a table in markdown.
 
-HECATE's, Pro-Prophet's and FasterMoE's planners are the product's own; EPLB, LLEP and LAER-MoE are
-written anew here, their policies alone. Every planner plans each logged step twice: on the rows to
-come, and on those of the step before. HECATE's plans are guarded. No device and no process group is
+HECATE's, Pro-Prophet's and FasterMoE's planners are the product's own; EPLB, LAER-MoE, LLEP, ECHO,
+LoongForge and UltraEP are written anew here, their policies alone. Every planner plans each logged
+step twice: on the rows to come, and on those of the step before; the last four plan after the gate,
+on the rows to come in either case. HECATE's plans are guarded. No device and no process group is
 needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from echo import in_bins, in_one_shot
 from eplb import balanced_slots
 from laer import laid_out
 from llep import spilled
+from loongforge import transported
 from priced_cluster import A100, PricedCluster
 from rich.console import Console
 from rich.progress import track
@@ -45,6 +48,7 @@ from row_ways import (
     to_nearest,
 )
 from trace_replay import Planner, Score, score
+from ultraep import quotas
 
 from ds_moe_ext.cost.prices import RoutedRows
 from ds_moe_ext.cost.row_prices import RowPrices
@@ -102,7 +106,7 @@ def materialized(
         )
         for home, target, rows_CE in zip(homes, targets, actual_LCE)
     )
-    return [Layout.of(target) for target in calibrated]
+    return [Layout.of(target, planned) for target, planned in zip(calibrated, targets)]
 
 
 def by_price(
@@ -191,20 +195,45 @@ def relaid(
     return [Layout.of_slots(slots_EC) for slots_EC in found]
 
 
-def spilling(
+Policy = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""Rows of each expert that each rank computes, int64 ``[E, C]``: of the rows of each expert, the
+rank at which each is at home and the node of each rank."""
+
+
+def after_gate(
     homes: Sequence[Placement],
     planned_LCE: np.ndarray,
     actual_LCE: np.ndarray,
     cluster: PricedCluster,
     *,
-    alpha: float,
+    policy: Policy,
 ) -> list[Layout]:
-    """LLEP's, on the rows to come, whatever else is planned on."""
-    quotas = (
-        spilled(rows_CE.sum(axis=0), home.owner_E, home.num_cells, alpha=alpha)
+    """A policy's, on the rows to come, whatever else is planned on."""
+    return [
+        Layout.of_quotas(home, policy(rows_CE.sum(axis=0), home.owner_E, cluster.node_C))
         for home, rows_CE in zip(homes, actual_LCE)
-    )
-    return [Layout(home.with_copies(q > 0), q) for home, q in zip(homes, quotas)]
+    ]
+
+
+def over_all(policy: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Policy:
+    """Of one that knows no nodes, but how many ranks there are: all of them."""
+    return lambda rows_E, owner_E, node_C: policy(rows_E, owner_E, len(node_C))
+
+
+def on_own_node(policy: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Policy:
+    """Of such a one: of the experts and ranks of each node apart."""
+
+    def quotas_EC(rows_E: np.ndarray, owner_E: np.ndarray, node_C: np.ndarray) -> np.ndarray:
+        quota_EC = np.zeros((len(rows_E), len(node_C)), dtype=np.int64)
+        for node in np.unique(node_C):
+            ranks = np.flatnonzero(node_C == node)
+            experts = np.flatnonzero(node_C[owner_E] == node)
+            owner_X = np.searchsorted(ranks, owner_E[experts])
+            of_node = policy(rows_E[experts], owner_X, len(ranks))
+            quota_EC[np.ix_(experts, ranks)] = of_node
+        return quota_EC
+
+    return quotas_EC
 
 
 EP = Planner("ep", at_home)
@@ -222,10 +251,8 @@ def divided(planner: Planner, own: str) -> Iterator[Planner]:
         yield replace(planner, name=f"{planner.name}, {name}", way=way)
 
 
-def others(
-    more: Sequence[int], num_groups: int, slots: Sequence[int], alphas: Sequence[float]
-) -> Iterator[Planner]:
-    """Rows of policies that the product does not have."""
+def others(more: Sequence[int], num_groups: int, slots: Sequence[int]) -> Iterator[Planner]:
+    """Rows of policies on forecasts that the product does not have."""
     for count in more:
         layouts = partial(redundant, more=count, num_groups=num_groups)
         yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
@@ -234,12 +261,34 @@ def others(
         yield from divided(
             Planner(f"laer, {count} slots", layouts, evenly_on_node), "even, own node"
         )
+
+
+def late(alphas: Sequence[float], slots: Sequence[int]) -> Iterator[Planner]:
+    """Policies after the gate, with their own ways of rows."""
+
+    def planner(name: str, policy: Policy, way: Way) -> Planner:
+        return Planner(name, partial(after_gate, policy=policy), way)
+
     for alpha in alphas:
-        spilled_to = Planner(f"llep, alpha = {alpha:g}", partial(spilling, alpha=alpha), in_turn)
-        # Parts of a forecast are of no use to copies that are chosen after the gate.
-        of_forecasts = by_planned_parts, by_priced
-        rows = divided(spilled_to, "spilled")
-        yield from (row for row in rows if row.way not in of_forecasts)
+        policy = over_all(partial(spilled, alpha=alpha))
+        yield planner(f"llep, alpha = {alpha:g}", policy, in_turn)
+    for count in slots:
+        of_copies = f"{count} slot{'s' if count > 1 else ''}"
+        if count == 1:
+            yield planner(f"echo in bins, {of_copies}", over_all(in_bins), evenly)
+        in_shot = over_all(partial(in_one_shot, slots=count))
+        yield planner(f"echo in one shot, {of_copies}", in_shot, evenly)
+        yield planner(f"loongforge, {of_copies}", partial(transported, slots=count), evenly)
+        quota = partial(quotas, slots=count)
+        yield planner(f"ultraep, {of_copies}", over_all(quota), in_turn)
+        yield planner(f"ultraep, {of_copies}, own node", on_own_node(quota), in_turn)
+
+
+def late_others(alphas: Sequence[float], slots: Sequence[int]) -> Iterator[Planner]:
+    """Rows of these; parts of a forecast are of no use to copies that are chosen after the gate."""
+    for each in late(alphas, slots):
+        for name, way in (("spilled", each.way), ("optimum", by_optimum)):
+            yield replace(each, name=f"{each.name}, {name}", way=way)
 
 
 def ours(
@@ -299,14 +348,16 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("max/mean", lambda it, ep: f"{it.balance:.3f}"),
     Column("`ep` / it, seconds", lambda it, ep: f"{ep.priced_s / it.priced_s:.2f}"),
+    Column("`ep` / it, open copies counted", lambda it, ep: f"{ep.open_s / it.open_s:.2f}"),
     Column("remote rows", lambda it, ep: f"{it.remote:.0%}"),
     Column("to other nodes", lambda it, ep: f"{it.abroad:.0%}"),
     Column("copies a rank", lambda it, ep: f"{it.copies:.2f}"),
+    Column("of these after the gate", lambda it, ep: f"{it.late:.2f}"),
 )
 PAPERS_COLUMNS = (
     Column("max/mean", lambda it, ep: f"{it.balance:.2f}"),
     Column("RB", lambda it, ep: f"{ep.spread / it.spread:.2f}" if it.spread else ""),
-    *COLUMNS[2:],
+    *COLUMNS[3:],
     Column("eq. (6)", lambda it, ep: f"{ep.plain_s / it.plain_s:.2f}"),
     Column("eq. (8)", lambda it, ep: f"{ep.hidden_s / it.hidden_s:.2f}"),
 )
@@ -360,6 +411,7 @@ def table_parser() -> argparse.ArgumentParser:
     add("--groups", type=int, default=1, help="of experts, for eplb's hierarchical policy")
     add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
     add("--llep", type=float, nargs="*", default=[1.1], help="alpha of llep")
+    add("--late_slots", type=int, nargs="*", default=[1, 2], help="of echo, loongforge, ultraep")
     add("--free_sending", action="store_true", help="rows cost nothing to send: balance alone")
     add("--papers", action="store_true", help="instead the papers' planners by their own figures")
     add("--excluded", type=count_or_auto, nargs="+", default=[0], help="of those, n, or auto")
@@ -377,7 +429,8 @@ def planners(given: argparse.Namespace) -> list[Planner]:
         ]
     return [
         EP,
-        *others(given.eplb, given.groups, given.laer, given.llep),
+        *others(given.eplb, given.groups, given.laer),
+        *late_others(given.llep, given.late_slots),
         *ours(given.degrees, given.copies, given.balances),
     ]
 
@@ -389,6 +442,8 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             parser.error(f"--{name} is {vars(given)[name]}; give 1 or more")
     if min(given.eplb, default=0) < 0:
         parser.error(f"--eplb is {min(given.eplb)}; give 0 or more")
+    if min(given.late_slots, default=1) < 1:
+        parser.error(f"--late_slots is {min(given.late_slots)}; give 1 or more")
     if not given.papers and importlib.util.find_spec("scipy") is None:
         parser.error("our ways of rows need SciPy; pip install scipy, or give --papers")
 

@@ -28,20 +28,36 @@ class Layout:
         target: who holds what.
         weight_EC: of an expert's rows what each rank shall get, in any unit, int64: what some
             policies plan with the copies.
+        planned: who holds what by what was planned before the gate; the target's other copies are
+            made after it, and nothing hides their way. None: it is the target.
     """
 
     target: Placement
     weight_EC: np.ndarray
+    planned: Placement | None = None
 
     @classmethod
-    def of(cls, target: Placement) -> Layout:
+    def of(cls, target: Placement, planned: Placement | None = None) -> Layout:
         """Copies alone: how they divide rows is another's to say."""
-        return cls(target, target.holds_EC.astype(np.int64))
+        return cls(target, target.holds_EC.astype(np.int64), planned)
+
+    @classmethod
+    def of_quotas(cls, home: Placement, quota_EC: np.ndarray) -> Layout:
+        """By the rows of each expert that each rank computes, int64, known after the gate; homes
+        of experts without rows count as if they had one."""
+        is_idle_E1 = ~quota_EC.any(axis=1, keepdims=True)
+        weight_EC = quota_EC + (home.holds_EC & is_idle_E1)
+        return cls(home.with_copies(quota_EC > 0), weight_EC, planned=home)
 
     @classmethod
     def of_slots(cls, slots_EC: np.ndarray) -> Layout:
         """By the slots that each rank gives to each expert, int64."""
         return cls(Placement(slots_EC > 0), slots_EC)
+
+    @property
+    def at_gate(self) -> Placement:
+        """Who holds what before copies are made after the gate."""
+        return self.target if self.planned is None else self.planned
 
 
 Sending = Callable[[np.ndarray], np.ndarray]

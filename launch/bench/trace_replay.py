@@ -17,10 +17,13 @@ from priced_cluster import PricedCluster
 from row_ways import Layout, Way, to_home
 
 from ds_moe_ext.cost.block_costs import BlockPrices, block_seconds, copied_experts
+from ds_moe_ext.cost.prices import busiest_link
 from ds_moe_ext.cost.row_prices import between_nodes
 from ds_moe_ext.load import LoadWindow, balance_L
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.homes import shard
+
+COPY_TRIPS = 2  # weights to a copy, gradients back
 
 Layouts = Callable[[Sequence[Placement], np.ndarray, np.ndarray, PricedCluster], Sequence[Layout]]
 """Plans a step: from homes, rows planned on and rows to come ``[L, C, E]``."""
@@ -53,9 +56,12 @@ class Score:
         remote: share of rows that leave their rank.
         abroad: share of rows that leave their node.
         copies: copies that a rank holds in a layer.
+        late: copies of these that are made after the gate.
         plain_s: seconds of a layer by equation (6).
         hidden_s: by equation (8).
         priced_s: of its experts and exchanges, by what rows cost.
+        open_s: and of the way of copies that are made after the gate, weights there and gradients
+            back, on the busiest link.
         plan_s: processor seconds of planning a layer.
     """
 
@@ -64,9 +70,11 @@ class Score:
     remote: float
     abroad: float
     copies: float
+    late: float
     plain_s: float
     hidden_s: float
     priced_s: float
+    open_s: float
     plan_s: float
 
 
@@ -129,36 +137,44 @@ def score(
         ]
         plan_s = (time.process_time() - started) / num_layers
         sent = [send(rows_CE).sum(axis=1) for send, rows_CE in zip(sendings, rows_LCE)]
-        targets = [layout.target for layout in layouts]
-        scores.append(_score_of_step(homes, targets, np.stack(sent), cluster, plan_s))
+        scores.append(_score_of_step(homes, layouts, np.stack(sent), cluster, plan_s))
     return Score(*np.mean([list(vars(each).values()) for each in scores], axis=0).tolist())
 
 
 def _score_of_step(
     homes: Sequence[Placement],
-    targets: Sequence[Placement],
+    layouts: Sequence[Layout],
     sent_LCC: np.ndarray,
     cluster: PricedCluster,
     plan_s: float,
 ) -> Score:
+    targets = [layout.target for layout in layouts]
+    at_gate = [layout.at_gate for layout in layouts]
     computed_LC, node_C = sent_LCC.sum(axis=1), cluster.node_C
     received_LC = computed_LC - sent_LCC.diagonal(axis1=1, axis2=2)
     num_rows = int(computed_LC.sum())
     num_abroad = sum(int(between_nodes(sent_CC, node_C).sum()) for sent_CC in sent_LCC)
-    num_copies = sum(int((t.holds_EC & ~home.holds_EC).sum()) for home, t in zip(homes, targets))
     plain, hidden = (replace(cluster.block, is_scheduled=each) for each in (False, True))
-    priced_s = [cluster.row_prices.seconds(sent_CC, node_C) for sent_CC in sent_LCC]
+    priced_s = float(np.mean([cluster.row_prices.seconds(sent_CC, node_C) for sent_CC in sent_LCC]))
+    links = [busiest_link(*placements, node_C) for placements in zip(homes, at_gate, targets)]
     return Score(
         balance=float(balance_L(computed_LC).mean()),
         spread=float(computed_LC.std(axis=1).mean()),
         remote=float(received_LC.sum()) / num_rows,
         abroad=num_abroad / num_rows,
-        copies=num_copies / computed_LC.size,
+        copies=_added(homes, targets) / computed_LC.size,
+        late=_added(at_gate, targets) / computed_LC.size,
         plain_s=mean_seconds(targets, computed_LC, received_LC, plain),
         hidden_s=mean_seconds(targets, computed_LC, received_LC, hidden),
-        priced_s=float(np.mean(priced_s)),
+        priced_s=priced_s,
+        open_s=priced_s + COPY_TRIPS * cluster.prices.copy_s * float(np.mean(links)),
         plan_s=plan_s,
     )
+
+
+def _added(before: Sequence[Placement], after: Sequence[Placement]) -> int:
+    """Copies that the ranks hold more."""
+    return sum(int((b.holds_EC & ~a.holds_EC).sum()) for a, b in zip(before, after))
 
 
 def mean_seconds(

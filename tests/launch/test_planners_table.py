@@ -16,6 +16,7 @@ import planners_table
 import pytest
 import trace_replay
 from priced_cluster import A100, PricedCluster
+from row_ways import Layout, to_home
 
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.load import balance_L
@@ -94,13 +95,24 @@ def test_the_table(
     given = ("--width", "64", "--degrees", "4", "--copies", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 + 2 * 5 + 4
+    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 * (1 + 5 + 4) + 2 * 5 + 4
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
-    # What plans by exact counts knows nothing else.
-    exact, stale = pair(rows["llep, alpha = 1.1, spilled"], "max/mean")
-    assert exact == stale < balance_of_ep()
+    # What plans by exact counts knows nothing else, and all of its copies are late.
+    after_gate = [name for name in rows if name.startswith(("llep", "echo", "loong", "ultraep"))]
+    assert len(after_gate) == 20
+    for name in after_gate:
+        exact, stale = pair(rows[name], "max/mean")
+        assert exact == stale < balance_of_ep()
+        assert rows[name]["of these after the gate"] == rows[name]["copies a rank"] != "0.00 / 0.00"
+    in_open = "`ep` / it, open copies counted"
+    for name, row in rows.items():
+        if name in after_gate:
+            assert pair(row, in_open) <= pair(row, "`ep` / it, seconds")
+        else:
+            assert row[in_open] == row["`ep` / it, seconds"]
+            assert row["of these after the gate"] == "0.00 / 0.00"
     seconds = {name: pair(row, "`ep` / it, seconds") for name, row in rows.items()}
     copies = {name: rows[name]["copies a rank"] for name in rows}
     for name, own in (
@@ -119,6 +131,10 @@ def test_the_table(
         assert seconds[planned][0] == pytest.approx(seconds[optimum][0], rel=0.05)
         assert seconds[priced][0] == pytest.approx(seconds[optimum][0], rel=0.05)
         assert seconds[priced][1] >= seconds[planned][1] - 0.01
+    for name in after_gate[1::2]:
+        own = name.replace("optimum", "spilled")
+        assert copies[name] == copies[own]
+        assert seconds[name][0] >= seconds[own][0] - 0.01
     for name in ("fssdp, t = 4, m = 1", "fssdp, t = 4, m = 2"):
         by_price, priced = f"{name}, copies by price, priced", f"{name}, priced"
         assert seconds[by_price][0] >= seconds[priced][0] - 0.01
@@ -161,6 +177,7 @@ def test_the_papers_table(
         busiest = max(pair(row, "max/mean"))
         is_without = name in ("ep", "fssdp, sharding alone")
         assert (row["copies a rank"] == "0.00 / 0.00") == is_without
+        assert (row["of these after the gate"] == "0.00 / 0.00") == ("calibrated" not in name)
         # Copies known to be right level the ranks; those by the step before do at these loads.
         assert is_without or busiest < float(balance)
     # Algorithm 1 never takes what its own model finds slower.
@@ -202,6 +219,38 @@ def test_a_score_is_the_planners_own() -> None:
         target = shadow_experts(home, planned_CE, prices=cluster.block).target
         balances.append(balance_L(LocalElseHome(home, target).computed_C(rows_CE)))
     assert found.balance == pytest.approx(np.mean(balances))
+
+
+def test_open_copies_take_their_time_both_ways() -> None:
+    """Experts 0 and 1, at home in rank 0, copied to ranks 1 and 2 before the gate and after it:
+    the second link carries one expert, rank 0's carries two where both are late."""
+    cluster, home = priced(rows=1000), Placement.block(8, 4)
+    copies_EC = np.zeros((2, 8, 4), dtype=bool)
+    copies_EC[0, 0, 1] = copies_EC[1, 1, 2] = True
+    target = home.with_copies(copies_EC.any(axis=0))
+    for planned, links in ((target, 0), (home.with_copies(copies_EC[0]), 1), (home, 2)):
+        planner = trace_replay.Planner(
+            "a test",
+            lambda homes, *_, planned=planned: [Layout.of(target, planned) for _ in homes],
+            to_home,
+        )
+        found = trace_replay.score(planner, [RUN_ILCE], cluster, window=0, shard_every=1)
+        assert found.copies == 2 / 4
+        assert found.late == links / 4
+        expected_s = found.priced_s + links * 2 * cluster.prices.copy_s
+        assert found.open_s == pytest.approx(expected_s)
+
+
+def test_what_calibration_adds_is_late() -> None:
+    """Beside what was planned before."""
+    cluster, homes = priced(rows=1000), [Placement.block(8, 4)] * 2
+    given = RUN_ILCE[0], RUN_ILCE[1], replace(cluster, prices=replace(cluster.prices, copy_s=0.0))
+    planned = planners_table.materialized(homes, *given, degree=4, copies=1)
+    calibrated = planners_table.materialized(homes, *given, degree=4, copies=2, calibrates=True)
+    for before, after in zip(planned, calibrated):
+        assert np.array_equal(after.at_gate.holds_EC, before.target.holds_EC)
+        assert (after.target.holds_EC >= before.target.holds_EC).all()
+    assert any((a.target.holds_EC != a.at_gate.holds_EC).any() for a in calibrated)
 
 
 def test_assumed_costs() -> None:
@@ -248,6 +297,7 @@ def test_a_described_cluster(
         (("--nodes", "3"), "--nodes is 3, which does not divide 4 ranks"),
         (("--groups", "3"), "--groups is 3, which does not divide 8 experts"),
         (("--eplb", "1", "-1"), "--eplb is -1; give 0 or more"),
+        (("--late_slots", "1", "0"), "--late_slots is 0; give 1 or more"),
         (("--laer", "3", "1"), "--laer is 1, but 8 experts need 2 slots of each of 4 ranks"),
         (("--run", "1"), "--run is 1, but the trace has 1"),
         (("--window", "0"), "--window is 0; give 1 or more"),

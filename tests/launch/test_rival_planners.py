@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPLB, LLEP and LAER-MoE, written anew: what their descriptions promise, and cases by hand.
+"""Policies of others, written anew: what their descriptions promise, and cases by hand.
 
 Shape letters: C ranks, E experts.
 """
@@ -7,16 +7,21 @@ Shape letters: C ranks, E experts.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from echo import in_bins, in_one_shot, overflow
 from eplb import balanced_slots, packed, replicated
 from laer import copies_by_rows, laid_out, placed, sent
 from llep import spilled
+from loongforge import transported
+from planners_table import Policy, on_own_node, over_all
 from priced_cluster import A100, PricedCluster
 from row_ways import Layout, evenly_on_node
+from ultraep import quotas
 
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.loads.zipf import zipf_loads
@@ -25,6 +30,7 @@ from ds_moe_ext.placement import Placement
 LOADS = zipf_loads((20, 1, 8, 16), rows=500, skew=1.2)[:, 0]
 """Rows of 8 ranks for 16 experts, 20 layers."""
 NODE_C = np.repeat([0, 1], 4)
+OWNER_E = np.arange(16) // 2
 
 
 def test_eplb_by_hand() -> None:
@@ -99,6 +105,139 @@ def test_llep_makes_no_small_copies() -> None:
         for pieces_C in copied:
             pieces = pieces_C[pieces_C > 0]
             assert (pieces < 100).sum() <= 1
+
+
+OVERLAP: tuple[tuple[str, Callable[[int], Policy]], ...] = (
+    ("echo", lambda slots: over_all(partial(in_one_shot, slots=slots))),
+    ("loongforge", lambda slots: partial(transported, slots=slots)),
+    ("ultraep", lambda slots: over_all(partial(quotas, slots=slots))),
+    ("ultraep, own node", lambda slots: on_own_node(partial(quotas, slots=slots))),
+)
+"""Policies after the gate by their slots."""
+
+
+@pytest.mark.parametrize(
+    ("slots", "policy"),
+    [
+        (1, over_all(in_bins)),
+        *((slots, of(slots)) for _, of in OVERLAP for slots in (1, 2)),
+    ],
+)
+def test_after_the_gate_slots_are_kept(slots: int, policy: Policy) -> None:
+    """No row is lost, none added, no rank holds more copies than slots, none that had more than
+    the mean gets rows, and the fullest has fewer than at home; wherever the experts are at home."""
+    random = np.random.default_rng(0)
+    for rows_CE in LOADS:
+        rows_E, owner_E = rows_CE.sum(axis=0), random.permutation(OWNER_E)
+        at_home_C = np.bincount(owner_E, rows_E, 8)
+        quota_EC = policy(rows_E, owner_E, NODE_C)
+        assert quota_EC.dtype == np.int64
+        assert quota_EC.min() == 0
+        assert np.array_equal(quota_EC.sum(axis=1), rows_E)
+        is_copy_EC = (quota_EC > 0) & (owner_E[:, None] != np.arange(8))
+        assert is_copy_EC.sum(axis=0).max() <= slots
+        busiest = at_home_C.argmax()
+        assert not is_copy_EC[:, busiest].any()
+        assert quota_EC.sum(axis=0).max() < at_home_C.max()
+
+
+@pytest.mark.parametrize("name", ["echo", "loongforge", "ultraep"])
+def test_after_the_gate_the_level_is_reached(name: str) -> None:
+    """With slots enough: the mean up to whole rows of the ranks, or what UltraEP takes as such."""
+    policy = dict(OVERLAP)[name](16)
+    for rows_CE in LOADS:
+        rows_E = rows_CE.sum(axis=0)
+        level = np.ceil(1.01 * rows_E.sum() / 8) if name == "ultraep" else rows_E.sum() // 8 + 7
+        assert policy(rows_E, OWNER_E, NODE_C).sum(axis=0).max() <= level
+
+
+ECHOED_E = np.array([50, 100, 150, 200, 50, 80, 100, 120, 25, 25, 25, 25, 10, 10, 15, 15])
+"""Of 4 ranks of 4 experts, which have 500, 350, 100 and 50 rows: 250 is the mean."""
+
+
+def test_echo_by_hand() -> None:
+    """What is smallest stays; expert 3 spills 200, 7 spills 100 and 2 spills 50."""
+    owner_E = np.arange(16) // 4
+    spill_E, room_C = overflow(ECHOED_E, owner_E, 4)
+    assert {e: int(spill_E[e]) for e in np.flatnonzero(spill_E)} == {2: 50, 3: 200, 7: 100}
+    assert room_C.tolist() == [0, 0, 150, 200]
+    quota_EC = in_one_shot(ECHOED_E, owner_E, 4, slots=2)
+    assert quota_EC[[2, 3, 7]].tolist() == [[100, 0, 50, 0], [0, 0, 0, 200], [0, 20, 100, 0]]
+    assert quota_EC.sum(axis=0).tolist() == [250] * 4
+    # With one slot the larger piece lives, by either policy.
+    for quota_EC in (in_one_shot(ECHOED_E, owner_E, 4, slots=1), in_bins(ECHOED_E, owner_E, 4)):
+        assert quota_EC[[2, 3, 7]].tolist() == [[150, 0, 0, 0], [0, 0, 0, 200], [0, 20, 100, 0]]
+
+
+def test_echo_in_bins_by_hand() -> None:
+    """Spills of 80, 79 and 1, room of 70, 60, 20 and 10, a mean of 70 and bins of 10. What the
+    first rank leaves of expert 0, 10, waits in the last bin behind the 1 of expert 2; what the
+    second leaves of expert 1, 19, waits in the bin before it."""
+    rows_E = np.array([150, 149, 71, 0, 10, 50, 60])
+    quota_EC = in_bins(rows_E, np.arange(7), 7)
+    assert quota_EC[:3].tolist() == [
+        [80, 0, 0, 70, 0, 0, 0],
+        [0, 70, 0, 0, 60, 19, 0],
+        [0, 0, 70, 0, 0, 0, 1],
+    ]
+    assert np.array_equal(quota_EC[3:], np.diag(rows_E)[3:])
+
+
+def test_loongforge_by_hand() -> None:
+    """Ranks of one expert each, two of which spill 20: they go to their own node where they can."""
+    rows_E, owner_E, node_C = np.array([50, 10, 50, 10]), np.arange(4), np.array([0, 1, 1, 0])
+    quota_EC = transported(rows_E, owner_E, node_C, slots=1)
+    assert quota_EC.tolist() == [[30, 0, 0, 20], [0, 10, 0, 0], [0, 20, 30, 0], [0, 0, 0, 10]]
+    # ECHO goes by size and number alone.
+    assert in_one_shot(rows_E, owner_E, 4, slots=1)[[0, 2]].tolist() == [
+        [30, 20, 0, 0],
+        [0, 0, 30, 20],
+    ]
+    # All of what one spills, over the ranks that have room: a tie goes by number.
+    quota_EC = transported(np.array([90, 10, 10, 10]), owner_E, node_C, slots=1)
+    assert quota_EC[0].tolist() == [30, 20, 20, 20]
+
+
+def test_loongforge_keeps_copies_on_their_nodes() -> None:
+    """More of them than ECHO."""
+    is_far_EC = NODE_C[OWNER_E][:, None] != NODE_C
+    far = {name: 0 for name, _ in OVERLAP[:2]}
+    for (name, of), rows_CE in itertools.product(OVERLAP[:2], LOADS):
+        far[name] += int((of(2)(rows_CE.sum(axis=0), OWNER_E, NODE_C)[is_far_EC] > 0).sum())
+    assert far["loongforge"] < far["echo"]
+
+
+def test_ultraep_by_hand() -> None:
+    """Ranks of one expert each, and of two."""
+    shared = partial(quotas, slots=1, tolerance=0.0)
+    rows_E = np.array([100, 20, 0, 0])
+    quota_EC = shared(rows_E, np.arange(4), 4)
+    assert quota_EC.tolist() == [[30, 10, 30, 30], [0, 20, 0, 0], [0] * 4, [0] * 4]
+    # No copy of less than 15 rows: at 49 the second would have 2, and the search looks above; that
+    # 34 and 32 rows would do at 34 it does not see.
+    quota_EC = shared(rows_E, np.arange(4), 4, min_rows=15)
+    assert quota_EC[0].tolist() == [50, 0, 50, 0]
+    # One slot: expert 0 fills both ranks at 58 and below; at 59 the one takes all but a row of it.
+    rows_E, owner_E = np.array([60, 60, 0, 0]), np.array([0, 0, 1, 2])
+    assert shared(rows_E, owner_E, 3)[:2].tolist() == [[1, 59, 0], [58, 0, 2]]
+    quota_EC = quotas(rows_E, owner_E, 3, slots=2, tolerance=0.0)
+    assert quota_EC[:2].tolist() == [[1, 40, 19], [39, 0, 21]]
+    # Within the tolerance nobody moves.
+    even_E = np.array([101, 100, 99, 100])
+    assert np.array_equal(quotas(even_E, np.arange(4), 4, slots=1), np.diag(even_E))
+
+
+def test_on_their_own_node() -> None:
+    """Each node as if it were alone, wherever its ranks and experts are."""
+    node_C, owner_E = np.tile([1, 0], 4), np.tile(np.arange(8), 2)
+    policy = partial(quotas, slots=2)
+    for rows_CE in LOADS:
+        rows_E = rows_CE.sum(axis=0)
+        quota_EC = on_own_node(policy)(rows_E, owner_E, node_C)
+        of_node_EC = policy(rows_E[1::2], owner_E[1::2] // 2, 4)
+        assert np.array_equal(quota_EC[1::2, 1::2], of_node_EC)
+        assert not quota_EC[1::2, ::2].any()
+        assert not quota_EC[::2, 1::2].any()
 
 
 def test_laer_copies_by_hand() -> None:

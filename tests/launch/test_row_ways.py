@@ -99,6 +99,19 @@ def test_even_parts_by_hand() -> None:
     assert sent == [[2, 2, 0, 0], [5, 3, 0, 0], [0, 0, 0, 5], [0] * 4]
 
 
+def test_a_layout_of_quotas() -> None:
+    """Two ranks; the second expert, which has no rows yet, is at home as before."""
+    home = Placement.block(2, 2)
+    layout = Layout.of_quotas(home, np.array([[6, 3], [0, 0]]))
+    assert layout.target.holds_EC.tolist() == [[True, True], [False, True]]
+    assert layout.weight_EC.tolist() == [[6, 3], [0, 1]]
+    assert layout.at_gate is home
+    assert Layout.of(home).at_gate is home
+    rows_CE = np.array([[6, 0], [3, 2]])
+    sent_CEC = row_ways.evenly(home, layout, rows_CE, CLUSTER)(rows_CE)
+    assert sent_CEC.tolist() == [[[4, 2], [0, 0]], [[2, 1], [0, 2]]]
+
+
 def test_in_turn_by_hand() -> None:
     """Rank 0 computes 6 rows, rank 2 computes 9: both keep their own; rank 1 fills rank 0."""
     layout = Layout(Placement(np.array([[True, False, True, False]])), np.array([[6, 0, 9, 0]]))
