@@ -38,12 +38,12 @@ from row_ways import (
     Layout,
     Way,
     by_optimum,
+    by_own_rule,
     by_planned_parts,
     by_priced,
     evenly,
     evenly_on_node,
     in_turn,
-    levels_by,
     to_home,
     to_nearest,
 )
@@ -53,14 +53,15 @@ from ultraep import quotas
 from ds_moe_ext.cost.prices import RoutedRows
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.hardware import read_hardware
-from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.loads.count_tables import read_table
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
-from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategy import Job, Pool, Strategy
 
 
 def materialized(
@@ -109,35 +110,39 @@ def materialized(
     return [Layout.of(target, planned) for target, planned in zip(calibrated, targets)]
 
 
-def by_price(
+def as_it_comes(
     homes: Sequence[Placement],
     planned_LCE: np.ndarray,
     actual_LCE: np.ndarray,
     cluster: PricedCluster,
     *,
-    degree: int,
-    copies: int,
+    strategy: Strategy,
 ) -> list[Layout]:
-    """HECATE's targets, some of whose copies are of other experts where that saves time."""
-    targets = materialize(
-        homes,
-        list(planned_LCE.sum(axis=1)),
-        overlap_degree=degree,
-        copies_per_cell=copies,
+    """What a strategy of the product plans, and makes of the rows to come; loads are taken to move,
+    memory to be plenty, and attention to hide as many copies as the strategy asks for."""
+    prices, block = cluster.prices, cluster.block
+    if not cluster.row_prices.local_row_s:
+        prices = replace(prices, row_bytes=0.0)
+    pool = Pool(
+        layers=tuple(range(len(homes))),
+        prices=prices,
+        expert_bytes=int(block.weight_bytes),
+        copy_bytes_per_s=block.copy_bytes_per_s,
+    )
+    job = Job(
+        rows=tuple(np.ascontiguousarray(planned_LCE)),
+        homes=tuple(homes),
         node_C=cluster.node_C,
+        pools=(pool,),
+        window_s=(block.forward_gap_s,) * len(homes),
+        back_window_s=(block.backward_gap_s,) * len(homes),
+        free_bytes=int(block.weight_bytes) * 4 * sum(home.num_experts for home in homes),
     )
-    levels_of = levels_by(cluster)
-    shares = (
-        swap_copies(
-            home,
-            LevelShare.planned(levels_of(target), rows_CE, sweeps=SWEEPS),
-            rows_CE,
-            levels_of,
-            most_experts=degree,
-        )
-        for home, target, rows_CE in zip(homes, targets, planned_LCE)
-    )
-    return [Layout.of(share.levels.target) for share in shares]
+    layouts = []
+    for plan, rows_CE in zip(strategy.plan(job), actual_LCE):
+        target, rule = plan.destination_of(np.ascontiguousarray(rows_CE))
+        layouts.append(replace(Layout.of(target, plan.target), rule=rule))
+    return layouts
 
 
 def replicated(
@@ -299,14 +304,17 @@ def ours(
         layouts = partial(materialized, degree=degree, copies=count)
         hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
         yield from divided(hecate, "nearest")
-        layouts = partial(by_price, degree=degree, copies=count)
-        name = f"fssdp, t = {degree}, m = {count}, copies by price, priced"
-        yield Planner(name, layouts, by_priced)
+        sizes = {"overlap_degree": degree, "copies_per_rank": count}
+        for told, keys in (("as it comes", {}), ("without repair", {"repair": 0})):
+            layouts = partial(as_it_comes, strategy=FullySharded(**sizes, **keys))
+            yield Planner(f"fssdp, t = {degree}, m = {count}, {told}", layouts, by_own_rule)
     for balance in balances:
         search = partial(place_experts, num_excluded=0, balance=balance)
         layouts = partial(replicated, search=search, is_scheduled=True)
         prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_home)
         yield from divided(prophet, "local else home")
+        layouts = partial(as_it_comes, strategy=ProProphet(balance=balance))
+        yield Planner(f"prophet, alpha = {balance:g}, as it comes", layouts, by_own_rule)
 
 
 def replicating(excluded: Sequence[int | None], balances: Sequence[float]) -> Iterator[Planner]:
@@ -412,6 +420,7 @@ def table_parser() -> argparse.ArgumentParser:
     add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
     add("--llep", type=float, nargs="*", default=[1.1], help="alpha of llep")
     add("--late_slots", type=int, nargs="*", default=[1, 2], help="of echo, loongforge, ultraep")
+    add("--only", default="", help="rows whose name has this")
     add("--free_sending", action="store_true", help="rows cost nothing to send: balance alone")
     add("--papers", action="store_true", help="instead the papers' planners by their own figures")
     add("--excluded", type=count_or_auto, nargs="+", default=[0], help="of those, n, or auto")
@@ -427,12 +436,13 @@ def planners(given: argparse.Namespace) -> list[Planner]:
             *replicating(given.excluded, given.balances),
             *fully_sharded(given.degrees, given.copies),
         ]
-    return [
+    rows = [
         EP,
         *others(given.eplb, given.groups, given.laer),
         *late_others(given.llep, given.late_slots),
         *ours(given.degrees, given.copies, given.balances),
     ]
+    return [row for row in rows if row is EP or given.only in row.name]
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

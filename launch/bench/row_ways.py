@@ -30,11 +30,13 @@ class Layout:
             policies plan with the copies.
         planned: who holds what by what was planned before the gate; the target's other copies are
             made after it, and nothing hides their way. None: it is the target.
+        rule: how copies divide rows, where a plan says it.
     """
 
     target: Placement
     weight_EC: np.ndarray
     planned: Placement | None = None
+    rule: Rule | None = None
 
     @classmethod
     def of(cls, target: Placement, planned: Placement | None = None) -> Layout:
@@ -78,6 +80,14 @@ def by_rule(rule: Rule) -> Sending:
         return np.stack([share.rows_from(cell, rows_1E)[0] for cell, rows_1E in senders])
 
     return sent
+
+
+def by_own_rule(
+    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
+) -> Sending:
+    """As the plan says."""
+    assert layout.rule is not None
+    return by_rule(layout.rule)
 
 
 def to_nearest(
