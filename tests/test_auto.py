@@ -127,7 +127,7 @@ def test_prices_are_of_the_rows_that_came_by_plans_made_before() -> None:
     assert job.past is not None
     turned = tuple(rows_CE[:, ::-1].copy() for rows_CE in job.past.predicted)
     fooled = replace(job, rows=turned, past=replace(job.past, came=turned))
-    auto = Auto(candidates=["fssdp"])
+    auto = Auto(candidates=["fssdp"], blocks={"fssdp": FullySharded(repair=0)})
     assert chosen(auto, fooled).expected_s > 1.3 * chosen(auto, job).expected_s
 
 
@@ -268,13 +268,13 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
     assert over.max_degree == 2
     assert not over.slices_gradients
     assert auto.strategies["ep"] == ExpertParallel()
-    assert "fssdp, priced share" not in auto.strategies  # it would be compiled
-    names = ["ep", "esp over fssdp, priced share"]
-    priced = read(fssdp={"copies_per_rank": 3}, auto={"candidates": names})
-    assert isinstance(priced, Auto)
-    laid = priced.strategies[names[1]]
+    names = ["ep", "esp over fssdp, paper share", "fssdp, priced share"]
+    both = read(fssdp={"copies_per_rank": 3, "share": "planned"}, auto={"candidates": names})
+    assert isinstance(both, Auto)
+    laid = both.strategies[names[1]]
     assert isinstance(laid, ExpertSharding)
-    assert laid.placing == FullySharded(copies_per_rank=3, share="priced")
+    assert laid.placing == FullySharded(copies_per_rank=3, share="paper")
+    assert both.strategies[names[2]] == FullySharded(copies_per_rank=3, share="priced")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -26,6 +27,8 @@ from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.priced_copies import Repair
+from ds_moe_ext.row_levels import RowLevels, WholePrices
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategy import Destination, Job
 from ds_moe_ext.testing import dense_experts, relative_error
@@ -48,6 +51,7 @@ class Case:
     degrees: tuple[int, int] = (1, 1)
     rematerialize: bool = False
     revised: bool = False  # more copies once the rows are known
+    repaired: bool = False  # those that a priced share lacks, if it was planned for other rows
     ranks_per_node: int = 2
     num_micro_batches: int = 2
     num_tokens: int = 14
@@ -82,6 +86,19 @@ def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destina
     holds_EC[rows_CE.sum(axis=0).argmax()] = True
     target = Placement(holds_EC)
     return Destination(target, NearestCopy(target, node_C))
+
+
+def repair_of(home: Placement, target: Placement, node_C: np.ndarray, seed: int) -> Repair:
+    """Of a share that was planned for rows which never come; copies cost nothing."""
+    levels = RowLevels(target, node_C, WholePrices.of(np.ones(target.num_cells), 0.1, 0.2))
+    planned_CE = np.random.default_rng(seed).integers(0, 9, target.holds_EC.T.shape)
+    share = LevelShare.planned(levels, planned_CE, sweeps=SWEEPS)
+    levels_of = partial(RowLevels, node_C=node_C, prices=levels.prices)
+    return Repair(home=home, share=share, levels_of=levels_of, copy_price=0, num_slots=2)
+
+
+def repaired(repair: Repair, rows_CE: np.ndarray) -> Destination:
+    return Destination(*repair(rows_CE))
 
 
 def weights_of(case: Case, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +156,9 @@ def layer_of(
     if case.revised:
         strategy = replace(strategy, revise=partial(revised, target, node_C=layout.node_C))
     home = case.home(number, num_cells)
+    if case.repaired:
+        repair = repair_of(home, target, layout.node_C, case.seed)
+        strategy = replace(strategy, revise=partial(repaired, repair))
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     mine = home.experts_of(layout.index("ep"))
     gate_ED, up, down = weights_of(case, number)
@@ -278,6 +298,11 @@ CASES = {
     "revised": Case(revised=True, hot=3.0),
     "revised from none": Case(revised=True, copies=0.0),
     "revised and rematerialized": Case(revised=True, rematerialize=True),
+    "repaired": Case(repaired=True, copies=0.1, hot=3.0, num_experts=8, num_micro_batches=3),
+    "repaired, chunks, three layers": Case(
+        repaired=True, copies=0.1, hot=9.0, degrees=(2, 3), num_layers=3, even=False
+    ),
+    "repaired, rematerialized": Case(repaired=True, copies=0.1, hot=3.0, rematerialize=True),
     "chunks": Case(degrees=(2, 2)),
     "chunks that differ": Case(degrees=(3, 2), copies=0.7),
     "three layers": Case(num_layers=3),
@@ -363,6 +388,35 @@ def test_copies_in_segments_are(name: str, world_size: int, of: set[int]) -> Non
     assert set().union(*found) == of
 
 
+def _sent_by_passes(rank: int, world_size: int, case: Case) -> list[tuple[bool, int]]:
+    """Behind the forward of each micro-batch: whether more copies are there than were planned, and
+    what has been sent of them."""
+    ((layer, _),) = layers_of(case, world_size)
+    copies, found = copies_of(layer), []
+    for number in range(case.num_micro_batches):
+        copies.is_last_pass = lambda now=number: now == case.num_micro_batches - 1
+        x, grad = tokens_of(case, rank, number)
+        y = forward(case, [layer], x)
+        sent = copies.traffic.sent_bytes
+        planned = layer.routed.site.plan.target
+        found.append((copies.widest(planned) is not planned, sent))
+        torch.sum(y * grad).backward()
+    layer.routed.after_step()
+    return found
+
+
+def test_copies_that_were_added_serve_later_micro_batches() -> None:
+    """They are sent once; the gradients of all go home behind the last one."""
+    case = replace(CASES["repaired"], num_micro_batches=4)
+    ranks = pool_of(4).run(_sent_by_passes, case)
+    for passes in ranks:
+        assert [more for more, _ in passes] == [more for more, _ in ranks[0]]
+        first = [more for more, _ in passes].index(True)
+        sent = [number for _, number in passes[first:]]
+        assert sent == [sent[0]] * len(sent)
+    assert any(passes[-1][1] for passes in ranks)
+
+
 EVERYWHERE = (0, 1, 2, 3)
 PLACEMENTS = [
     ((0, EVERYWHERE),),
@@ -388,6 +442,7 @@ def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         degrees=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         rematerialize=st.booleans(),
         revised=st.booleans(),
+        repaired=st.booleans(),
         goes_home=st.booleans(),
         ranks_per_node=st.integers(1, 4),
         num_micro_batches=st.integers(1, 3),

@@ -79,11 +79,6 @@ class BlockSeconds:
     reduce_s: float
     step_s: float
 
-    @property
-    def copies_s(self) -> float:
-        """Of the copies' ways what nothing hides."""
-        return self.step_s - TRIPS * self.exchange_s - (FORWARD + BACKWARD) * self.expert_s
-
 
 def block_seconds(
     prices: BlockPrices, *, most_received: float, most_computed: float, copied: float

@@ -396,8 +396,7 @@ class _Search:
         papers_s = rule_seconds(papers, rows_CE, self.node_C, self.pool)
         share = self._share([plan.target for plan in plans], rows_CE, papers_s)
         narrowed = next(plan for plan in plans if plan.target is share.levels.target)
-        is_worth = saves(share, self.home, rows_CE, copies_s=narrowed.seconds.copies_s)
-        return (narrowed if is_worth else found.first(0)), share
+        return (narrowed if saves(share, self.home, rows_CE) else found.first(0)), share
 
     def _share(
         self, targets: Sequence[Placement], rows_CE: np.ndarray, most_s: float = math.inf

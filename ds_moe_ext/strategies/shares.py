@@ -135,19 +135,9 @@ def swapped(
     return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
 
 
-def saves(
-    share: LevelShare, home: Placement, rows_CE: np.ndarray, *, copies_s: float = 0.0
-) -> bool:
-    """Whether copies save more than next to nothing on the rows that are predicted.
-
-    Args:
-        share: of the copies.
-        home: where the experts live.
-        rows_CE: that are predicted.
-        copies_s: seconds of them that nothing hides.
-    """
-    alone_s = share.alone(home, rows_CE).planned_s
-    return alone_s > (1 + TOLERANCE) * share.planned_s + copies_s
+def saves(share: LevelShare, home: Placement, rows_CE: np.ndarray) -> bool:
+    """Whether copies save more than next to nothing on the rows that are predicted."""
+    return share.alone(home, rows_CE).planned_s > (1 + TOLERANCE) * share.planned_s
 
 
 def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
