@@ -14,7 +14,7 @@ from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.priced_copies import calibrate, fewest
-from ds_moe_ext.row_levels import RowLevels, WholePrices, code
+from ds_moe_ext.row_levels import RowLevels, WholePrices, is_compiled
 from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import one_of
 
@@ -27,8 +27,8 @@ WORTH_S = 1e-4
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know, or this machine cannot make: it
-    is compiled here, as a run starts, and not in the step that needs it first.
+    """Raises ValueError for a share that a strategy does not know. What the others need is compiled
+    here, as a run starts, and not in the step that needs it first.
 
     Args:
         key: as a person writes it.
@@ -36,12 +36,8 @@ def check_share(key: str, value: str, papers: str) -> None:
         papers: the name of the paper's own.
     """
     one_of(key, value, (papers, *SWEEPS_OF))
-    if value == papers:
-        return
-    try:
-        code()
-    except RuntimeError as error:
-        raise ValueError(f"{key} is {value!r}, but {error}; or take {papers!r}") from error
+    if value != papers:
+        is_compiled()
 
 
 def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
