@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the copies of a layer's experts divide its rows, by the rows as they are; in whole numbers.
 
-Binds ``row_levels.c``, which says how. Pure. Shape letters: C cells, E experts, V nodes, X copied
-experts, G (copied expert, node) groups, N (copied expert, holder) pairs by group and then cell, P
-pairs of all experts in the order of ``Placement.flat_N``, F chunks, S slots of one cell.
+Binds ``row_levels.c``, which says how; where it cannot be compiled, its twin in Python finds the
+same. Pure. Shape letters: C cells, E experts, V nodes, X copied experts, G (copied expert, node)
+groups, N (copied expert, holder) pairs by group and then cell, P pairs of all experts in the order
+of ``Placement.flat_N``, F chunks, S slots of one cell.
 """
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from ds_moe_ext.compiled import library
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.row_levels_twin import Divided, TwinLayer
 
 PARTS = 1 << 20
 """Of an expert's rows, and of the speed of the fastest cell."""
 SLOWEST = PARTS >> 6  # a cell's speed counts as so much at least
 HIGHEST = 1 << 20  # price
 MIDDLE = 4  # of eleven steps
+SLOWER = 100
+"""Times that the twin takes over those of the C code, about (docs/priced_share.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +101,15 @@ class Division:
     mean: int
     price: int
 
-    def told(self, worth: int) -> np.ndarray:
-        """Where another one begins, and room for what it finds, int64 ``[8]``: what
-        ``divide`` of the C code calls ``plan_3``, ``step_3`` and ``found_2``."""
-        steps = self.leave, self.cross, self.toll
-        return np.array((self.mean, self.price, worth, *steps, 0, 0), dtype=np.int64)
+    @classmethod
+    def of(cls, divided: Divided) -> Division:
+        rows_N, part_N, numbers = divided
+        return cls(rows_N, part_N, *numbers)
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """Where the search for another one begins."""
+        return self.leave, self.cross, self.toll
 
 
 class _Tables(ctypes.Structure):
@@ -122,6 +131,179 @@ class _Tables(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
+class CompiledLayer:
+    """A layer, and what the C file does with one; ``TwinLayer`` has the same fields and methods.
+
+    The C file describes the arguments of its functions. Arrays are contiguous, int64 but for bool.
+    """
+
+    holds_EC: np.ndarray
+    node_C: np.ndarray
+    speed_C: np.ndarray
+    price_C: np.ndarray
+    local_price: int
+    cross_price: int
+    card_price: int
+
+    def prepare(self) -> None:
+        _ = self._laid
+
+    @cached_property
+    def _laid(self) -> tuple[_Tables, np.ndarray]:
+        """What the C code reads, and the memory of its tables, which must live as long."""
+        num_experts, num_cells = self.holds_EC.shape
+        tables = _Tables(
+            C=num_cells,
+            E=num_experts,
+            V=int(self.node_C.max()) + 1,
+            P=int(self.holds_EC.sum()),
+            node_C=_at(self.node_C),
+            speed_C=_at(self.speed_C),
+            price_C=_at(self.price_C),
+            local_price=self.local_price,
+            cross_price=self.cross_price,
+            card_price=self.card_price,
+        )
+        at_tables, tables_size = ctypes.byref(tables), _whole_number(_code().tables_size)
+        memory = np.empty(tables_size(at_tables), dtype=np.int64)
+        _code().lay_out(at_tables, _at(self.holds_EC), _at(memory))
+        return tables, memory
+
+    @property
+    def _tables(self) -> _Tables:
+        return self._laid[0]
+
+    def divide(
+        self,
+        rows_CE: np.ndarray,
+        part_N: np.ndarray | None,
+        plan_3: Sequence[int],
+        step_3: Sequence[int],
+        *,
+        num_sweeps: int,
+    ) -> Divided:
+        tables, told = self._tables, np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
+        rows_N, found_N = np.empty((2, tables.N), dtype=np.int64)
+        memory = np.empty(tables.memory_size, dtype=np.int64)
+        _code().divide(
+            ctypes.byref(tables),
+            *map(_at, (rows_CE, memory)),
+            None if part_N is None else _at(part_N),
+            *map(_at, (told, told[3:])),
+            ctypes.c_int64(num_sweeps),
+            *map(_at, (rows_N, found_N, told[6:])),
+        )
+        return rows_N, found_N, told[3:].tolist()
+
+    def first_below(
+        self,
+        holds_KEC: np.ndarray,
+        rows_CE: np.ndarray,
+        below_s: int,
+        plan_3: Sequence[int],
+        step_3: Sequence[int],
+        *,
+        num_sweeps: int,
+    ) -> tuple[int, Divided] | None:
+        tables = _Tables.from_buffer_copy(self._tables)
+        tables.P = int(holds_KEC.sum(axis=(1, 2)).max())
+        told = np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
+        rows_N, found_N = np.empty((2, tables.P), dtype=np.int64)
+        at_tables, room_for_any, first_below = (
+            ctypes.byref(tables),
+            _whole_number(_code().room_for_any),
+            _whole_number(_code().first_below),
+        )
+        memory = np.empty(room_for_any(at_tables), dtype=np.int64)
+        number = first_below(
+            at_tables,
+            ctypes.c_int64(len(holds_KEC)),
+            *map(_at, (holds_KEC, rows_CE)),
+            ctypes.c_int64(below_s),
+            *map(_at, (memory, told, told[3:])),
+            ctypes.c_int64(num_sweeps),
+            *map(_at, (rows_N, found_N, told[6:])),
+        )
+        if number < 0:
+            return None
+        num_holders_E = holds_KEC[number].sum(axis=1)
+        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
+        return number, (rows_N[:num_pairs], found_N[:num_pairs], told[3:].tolist())
+
+    def busiest_cell(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
+        load_C = np.empty(len(self.node_C), dtype=np.int64)
+        arrays = map(_at, (rows_CE, rows_N, load_C))
+        busiest: int = _whole_number(_code().busiest_cell)(ctypes.byref(self._tables), *arrays)
+        return busiest
+
+    def repair(
+        self,
+        owner_E: np.ndarray,
+        rows_CE: np.ndarray,
+        rows_N: np.ndarray,
+        now_s: int,
+        step_3: Sequence[int],
+        *,
+        copy_price: int,
+        num_slots: int,
+        num_sweeps: int,
+    ) -> tuple[np.ndarray, Divided] | None:
+        tables, slots = self._tables, ctypes.c_int64(num_slots)
+        room = _whole_number(_code().room_for_repair)(ctypes.byref(tables), slots)
+        memory, found_EC = np.empty(room, dtype=np.int64), np.empty_like(self.holds_EC)
+        rows_P, parts_P = np.empty((2, tables.P + num_slots * tables.C), dtype=np.int64)
+        told = np.array((*step_3, 0, 0), dtype=np.int64)
+        taken_s = _whole_number(_code().repair)(
+            ctypes.byref(tables),
+            *map(_at, (self.holds_EC, owner_E, rows_CE, rows_N)),
+            *map(ctypes.c_int64, (now_s, copy_price)),
+            slots,
+            *map(_at, (memory, told)),
+            ctypes.c_int64(num_sweeps),
+            *map(_at, (found_EC, rows_P, parts_P, told[3:])),
+        )
+        if taken_s < 0:
+            return None
+        num_holders_E = found_EC.sum(axis=1)
+        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
+        return found_EC, (rows_P[:num_pairs], parts_P[:num_pairs], told.tolist())
+
+    def compute(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
+        computed_EC = np.empty(self.holds_EC.shape, dtype=np.int64)
+        arrays = map(_at, (rows_CE, rows_N, computed_EC))
+        _code().compute(ctypes.byref(self._tables), *arrays)
+        return computed_EC
+
+    def send(
+        self, rows_CE: np.ndarray, rows_N: np.ndarray, cell: int, rows_FE: np.ndarray
+    ) -> np.ndarray:
+        tables = self._tables
+        sent_FP = np.empty((len(rows_FE), tables.P), dtype=np.int64)
+        memory = np.empty(tables.memory_size, dtype=np.int64)
+        numbers = (ctypes.c_int64(cell), ctypes.c_int64(len(rows_FE)))
+        arrays = (_at(rows_CE), _at(rows_N), _at(memory))
+        _code().send(ctypes.byref(tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
+        return sent_FP
+
+    def receive(
+        self,
+        rows_CE: np.ndarray,
+        rows_N: np.ndarray,
+        cell: int,
+        expert_S: np.ndarray,
+        rows_CFE: np.ndarray,
+    ) -> np.ndarray:
+        num_cells, num_chunks, _ = rows_CFE.shape
+        received_CFS = np.empty((num_cells, num_chunks, len(expert_S)), dtype=np.int64)
+        memory = np.empty(self._tables.memory_size, dtype=np.int64)
+        numbers = (ctypes.c_int64(cell), ctypes.c_int64(len(expert_S)), _at(expert_S))
+        chunks = (ctypes.c_int64(num_chunks), _at(rows_CFE), _at(received_CFS))
+        arrays = (_at(rows_CE), _at(rows_N), _at(memory))
+        _code().receive(ctypes.byref(self._tables), *arrays, *numbers, *chunks)
+        return received_CFS
+
+
+@dataclass(frozen=True, eq=False)
 class RowLevels:
     """Divides rows over a layer's copies; the same for the same rows, on every processor.
 
@@ -140,36 +322,23 @@ class RowLevels:
         return RowLevels, (self.target, self.node_C, self.prices)
 
     @cached_property
-    def _laid(self) -> tuple[_Tables, Sequence[np.ndarray]]:
-        """What the C code reads, and what that points at, which must live as long."""
-        target, prices = self.target, self.prices
-        node_C = _numbered(_whole(self.node_C).tobytes())
-        num_nodes, num_pairs = int(node_C.max()) + 1, target.flat_N.size
-        holds_EC, speed_C = np.ascontiguousarray(target.holds_EC), prices.speed_C
-        tables = _Tables(
-            C=target.num_cells,
-            E=target.num_experts,
-            V=num_nodes,
-            P=num_pairs,
-            node_C=_at(node_C),
-            speed_C=_at(speed_C),
-            price_C=_at(prices.row_C),
+    def _layer(self) -> CompiledLayer | TwinLayer:
+        kind: type[CompiledLayer | TwinLayer] = CompiledLayer if is_compiled() else TwinLayer
+        prices, node_C = self.prices, _numbered(_whole(self.node_C).tobytes())
+        has_cards = bool(node_C.any())
+        return kind(
+            holds_EC=np.ascontiguousarray(self.target.holds_EC),
+            node_C=node_C,
+            speed_C=prices.speed_C,
+            price_C=prices.row_C,
             local_price=prices.local,
-            cross_price=prices.cross if num_nodes > 1 else 0,
-            card_price=prices.card if num_nodes > 1 else 0,
+            cross_price=prices.cross if has_cards else 0,
+            card_price=prices.card if has_cards else 0,
         )
-        at_tables, tables_size = ctypes.byref(tables), _whole_number(code().tables_size)
-        memory = np.empty(tables_size(at_tables), dtype=np.int64)
-        code().lay_out(at_tables, _at(holds_EC), _at(memory))
-        return tables, (memory, node_C, speed_C, prices.row_C)
-
-    @property
-    def _tables(self) -> _Tables:
-        return self._laid[0]
 
     def prepare(self) -> None:
         """Work out beforehand what does not depend on rows."""
-        _ = self._laid
+        self._layer.prepare()
 
     def divided(self, rows_CE: np.ndarray, plan: Division | None, *, sweeps: int) -> Division:
         """Rows of each holder, so that the layer takes least time; no more than by the nearest
@@ -180,21 +349,12 @@ class RowLevels:
             plan: of rows like these, where it begins; None: with the nearest copies.
             sweeps: over all copied experts, at most; fewer where copies are many.
         """
-        tables, rows_CE = self._tables, _whole(rows_CE)
-        told = np.array((1, 0, 0, 0, MIDDLE, 0, 0, 0), dtype=np.int64)
+        part_N, plan_3, step_3 = None, (1, 0, 0), (0, MIDDLE, 0)
         if plan is not None:
-            told = plan.told(self.prices.worth)
-        rows_N, part_N = np.empty((2, tables.N), dtype=np.int64)
-        memory = np.empty(tables.memory_size, dtype=np.int64)
-        code().divide(
-            ctypes.byref(tables),
-            *map(_at, (rows_CE, memory)),
-            None if plan is None else _at(plan.part_N),
-            *map(_at, (told, told[3:])),
-            ctypes.c_int64(sweeps),
-            *map(_at, (rows_N, part_N, told[6:])),
-        )
-        return Division(rows_N, part_N, *told[3:].tolist())
+            part_N, plan_3 = plan.part_N, (plan.mean, plan.price, self.prices.worth)
+            step_3 = plan.steps
+        found = self._layer.divide(_whole(rows_CE), part_N, plan_3, step_3, num_sweeps=sweeps)
+        return Division.of(found)
 
     def first_below(
         self, division: Division, holds_KEC: np.ndarray, rows_CE: np.ndarray, *, sweeps: int
@@ -209,38 +369,15 @@ class RowLevels:
             sweeps: likewise.
         """
         holds_KEC, rows_CE = np.ascontiguousarray(holds_KEC), _whole(rows_CE)
-        tables = _Tables.from_buffer_copy(self._tables)
-        tables.P = int(holds_KEC.sum(axis=(1, 2)).max())
-        told = replace(division, price=0).told(self.prices.worth)
-        rows_N, part_N = np.empty((2, tables.P), dtype=np.int64)
-        at_tables, room_for_any, first_below = (
-            ctypes.byref(tables),
-            _whole_number(code().room_for_any),
-            _whole_number(code().first_below),
+        plan_3 = division.mean, 0, self.prices.worth
+        found = self._layer.first_below(
+            holds_KEC, rows_CE, division.price, plan_3, division.steps, num_sweeps=sweeps
         )
-        memory = np.empty(room_for_any(at_tables), dtype=np.int64)
-        number = first_below(
-            at_tables,
-            ctypes.c_int64(len(holds_KEC)),
-            *map(_at, (holds_KEC, rows_CE)),
-            ctypes.c_int64(division.price),
-            *map(_at, (memory, told, told[3:])),
-            ctypes.c_int64(sweeps),
-            *map(_at, (rows_N, part_N, told[6:])),
-        )
-        if number < 0:
-            return None
-        num_holders_E = holds_KEC[number].sum(axis=1)
-        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
-        found = Division(rows_N[:num_pairs], part_N[:num_pairs], *told[3:].tolist())
-        return number, found
+        return found and (found[0], Division.of(found[1]))
 
     def busiest_cell(self, division: Division, rows_CE: np.ndarray) -> int:
         """The time of the cell that takes longest to compute, by the prices in whole numbers."""
-        load_C = np.empty(self.target.num_cells, dtype=np.int64)
-        arrays = map(_at, (_whole(rows_CE), division.rows_N, load_C))
-        busiest: int = _whole_number(code().busiest_cell)(ctypes.byref(self._tables), *arrays)
-        return busiest
+        return self._layer.busiest_cell(_whole(rows_CE), division.rows_N)
 
     def repaired(
         self,
@@ -266,37 +403,21 @@ class RowLevels:
         Returns:
             Who holds what, bool ``[E, C]``, and the division.
         """
-        tables, rows_CE, owner_E = self._tables, _whole(rows_CE), _whole(owner_E)
-        num_cells = self.target.num_cells
-        slots = ctypes.c_int64(num_slots)
-        memory = np.empty(
-            _whole_number(code().room_for_repair)(ctypes.byref(tables), slots), dtype=np.int64
+        found = self._layer.repair(
+            _whole(owner_E),
+            _whole(rows_CE),
+            division.rows_N,
+            division.price,
+            division.steps,
+            copy_price=copy_price,
+            num_slots=num_slots,
+            num_sweeps=sweeps,
         )
-        holds_EC = np.ascontiguousarray(self.target.holds_EC)
-        found_EC = np.empty_like(holds_EC)
-        rows_P, parts_P = np.empty((2, tables.P + num_slots * num_cells), dtype=np.int64)
-        told = replace(division, price=0).told(0)
-        taken = _whole_number(code().repair)(
-            ctypes.byref(tables),
-            *map(_at, (holds_EC, owner_E, rows_CE, division.rows_N)),
-            *map(ctypes.c_int64, (division.price, copy_price)),
-            slots,
-            *map(_at, (memory, told[3:])),
-            ctypes.c_int64(sweeps),
-            *map(_at, (found_EC, rows_P, parts_P, told[6:])),
-        )
-        if taken < 0:
-            return None
-        num_holders_E = found_EC.sum(axis=1)
-        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
-        return found_EC, Division(rows_P[:num_pairs], parts_P[:num_pairs], *told[3:].tolist())
+        return found and (found[0], Division.of(found[1]))
 
     def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         """Rows of each expert that each cell computes, int64 ``[E, C]``."""
-        computed_EC, rows_CE = np.empty(self.target.holds_EC.shape, dtype=np.int64), _whole(rows_CE)
-        arrays = map(_at, (rows_CE, rows_N, computed_EC))
-        code().compute(ctypes.byref(self._tables), *arrays)
-        return computed_EC
+        return self._layer.compute(_whole(rows_CE), rows_N)
 
     def sent(
         self, rows_CE: np.ndarray, rows_N: np.ndarray, sender: int, rows_FE: np.ndarray
@@ -309,26 +430,15 @@ class RowLevels:
             sender: a cell.
             rows_FE: its rows of each chunk; or those of one of its ranks.
         """
-        sent_FP = np.empty((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        memory, rows_FE = np.empty(self._tables.memory_size, dtype=np.int64), _whole(rows_FE)
-        numbers = (ctypes.c_int64(sender), ctypes.c_int64(len(rows_FE)))
-        arrays = (_at(rows_CE), _at(rows_N), _at(memory))
-        code().send(ctypes.byref(self._tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
-        return sent_FP
+        return self._layer.send(rows_CE, rows_N, sender, _whole(rows_FE))
 
     def received(
         self, rows_CE: np.ndarray, rows_N: np.ndarray, holder: int, rows_CFE: np.ndarray
     ) -> np.ndarray:
         """Rows that a holder gets from each sender, int64 ``[C, F, S]``; takes what ``sent`` does,
         rows of all cells."""
-        expert_S, (num_cells, num_chunks, _) = self.target.experts_of(holder), rows_CFE.shape
-        received_CFS = np.empty((num_cells, num_chunks, len(expert_S)), dtype=np.int64)
-        memory, rows_CFE = np.empty(self._tables.memory_size, dtype=np.int64), _whole(rows_CFE)
-        numbers = (ctypes.c_int64(holder), ctypes.c_int64(len(expert_S)), _at(expert_S))
-        chunks = (ctypes.c_int64(num_chunks), _at(rows_CFE), _at(received_CFS))
-        arrays = (_at(rows_CE), _at(rows_N), _at(memory))
-        code().receive(ctypes.byref(self._tables), *arrays, *numbers, *chunks)
-        return received_CFS
+        expert_S = self.target.experts_of(holder)
+        return self._layer.receive(rows_CE, rows_N, holder, expert_S, _whole(rows_CFE))
 
 
 def _at(array: np.ndarray) -> ctypes.c_void_p:
@@ -352,6 +462,22 @@ def _whole(rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows, dtype=np.int64)
 
 
-def code() -> ctypes.CDLL:
-    """What divides. Raises RuntimeError where it can be neither found nor compiled."""
+def _code() -> ctypes.CDLL:
     return library("row_levels")
+
+
+@cache
+def is_compiled() -> bool:
+    """Whether the C code divides. Warns, once a process, where it can be neither found nor compiled
+    and its twin divides."""
+    try:
+        _code()
+    except RuntimeError as error:
+        warnings.warn(
+            f"ds_moe_ext: rows are divided over copies in Python, about {SLOWER} times slower than "
+            f"in C, with the same result, because {error}. For C, install gcc or set CC to a C "
+            "compiler.",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -33,6 +33,7 @@ LAYERS = (
         "load",
         "watch",
         "compiled",
+        "row_levels_twin",
         "side_by_side",
         "captured",
         "version",
@@ -68,7 +69,7 @@ LAYERS = (
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
 PURE = ("strict", "placement", "share", "level_share", "row_levels", "transfer", "hardware")
-PURE += ("load", "loads", "cost")
+PURE += ("row_levels_twin", "load", "loads", "cost")
 PURE += ("planners", "files.configs", "files.documents", "measure.fit")
 PURE += ("schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")

@@ -368,7 +368,7 @@ def test_without_copies_nothing_is_divided(monkeypatch: pytest.MonkeyPatch) -> N
     strategy = FullySharded(share="priced", overlap_degree=0)
     home = Placement.block(4, 2)
     (plan,) = strategy.plan(Job.at_start([home], np.array([0, 0])))
-    monkeypatch.setattr("ds_moe_ext.row_levels.library", None)
+    monkeypatch.setattr("ds_moe_ext.row_levels.RowLevels._layer", None)
     assert plan.target is home and plan.revise is None
     assert plan.share.of_rows(np.ones((2, 4), dtype=np.int64)) is plan.share
     ids = torch.tensor([[0, 1], [2, 3], [3, 1]])

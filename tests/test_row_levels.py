@@ -261,8 +261,9 @@ def test_what_is_compared_stays_within_64_bits() -> None:
         assert shares[0].describe() == shares[1].describe()
 
 
-def test_none_of_many_rows_is_lost() -> None:
-    """Slownesses are rounded: of this many rows the highest level may be one short."""
+def many_rows() -> Iterator[tuple[RowLevels, np.ndarray, np.ndarray]]:
+    """Layers of two experts, their rows and those before: slownesses are rounded, and of this many
+    rows the highest level may be one short."""
     node_C = np.arange(6) // 2
     for seed in range(4300, 4400):
         rng = np.random.default_rng(seed)
@@ -272,7 +273,12 @@ def test_none_of_many_rows_is_lost() -> None:
         target = home.with_copies((copied_E32 & is_else_E3[..., None]).reshape(2, 6))
         rows_CE, before_CE = rng.integers(0, 200_001, (2, 6, 2))
         row_s_C = np.where(rng.random(6) < 0.5, 1, rng.uniform(1.3, 3)) * 1e-6
-        levels = RowLevels(target, node_C, WholePrices.of(row_s_C, *rng.random(2) * 1e-6))
+        prices = WholePrices.of(row_s_C, *rng.random(2) * 1e-6)
+        yield RowLevels(target, node_C, prices), rows_CE, before_CE
+
+
+def test_none_of_many_rows_is_lost() -> None:
+    for levels, rows_CE, before_CE in many_rows():
         share = LevelShare.planned(levels, before_CE, sweeps=6).of_rows(rows_CE)
         computed_E = levels.computed_EC(rows_CE, share.rows_N).sum(axis=1)
         assert computed_E.tolist() == rows_CE.sum(axis=0).tolist()

@@ -15,7 +15,7 @@ from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_swaps import cover_nodes, swap_copies
 from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest, is_even
-from ds_moe_ext.row_levels import RowLevels, WholePrices, code
+from ds_moe_ext.row_levels import RowLevels, WholePrices, is_compiled
 from ds_moe_ext.share import Rule
 from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import one_of
@@ -31,8 +31,8 @@ WORTH_S = 1e-4
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know, or this machine cannot make: it
-    is compiled here, as a run starts, and not in the step that needs it first.
+    """Raises ValueError for a share that a strategy does not know. What the others need is compiled
+    here, as a run starts, and not in the step that needs it first.
 
     Args:
         key: as a person writes it.
@@ -40,12 +40,8 @@ def check_share(key: str, value: str, papers: str) -> None:
         papers: the paper's rule by a name of its own, beside ``PAPER``.
     """
     one_of(key, value, (*SWEEPS_OF, PAPER, papers))
-    if value not in SWEEPS_OF:
-        return
-    try:
-        code()
-    except RuntimeError as error:
-        raise ValueError(f"{key} is {value!r}, but {error}; or take {PAPER!r}") from error
+    if value in SWEEPS_OF:
+        is_compiled()
 
 
 def idle_repair(where: str, share: str, repair: int | None) -> Iterator[str]:
