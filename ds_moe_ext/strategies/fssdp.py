@@ -39,6 +39,7 @@ from ds_moe_ext.strategies.shares import (
     REPAIR,
     STEADY,
     check_share,
+    compile_for,
     idle_repair,
     repaired,
     rule_seconds,
@@ -121,6 +122,10 @@ class FullySharded(Strategy):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
         at_least(f"{WHERE}.plan_interval", self.plan_interval, 1)
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        compile_for(self.share)
+        return self
 
     @property
     def _is_papers(self) -> bool:

@@ -40,6 +40,7 @@ from ds_moe_ext.strategies.shares import (
     REPAIR,
     STEADY,
     check_share,
+    compile_for,
     idle_repair,
     repaired,
     rule_seconds,
@@ -146,6 +147,10 @@ class ProProphet(Strategy):
             )
         for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
             one_of(f"ds_moe_ext.prophet.{key}", vars(self)[key], known)
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        compile_for(self.share)
+        return self
 
     @property
     def is_papers(self) -> bool:

@@ -31,8 +31,7 @@ WORTH_S = 1e-4
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know. What the others need is compiled
-    here, as a run starts, and not in the step that needs it first.
+    """Raises ValueError for a share that a strategy does not know.
 
     Args:
         key: as a person writes it.
@@ -40,7 +39,12 @@ def check_share(key: str, value: str, papers: str) -> None:
         papers: the paper's rule by a name of its own, beside ``PAPER``.
     """
     one_of(key, value, (*SWEEPS_OF, PAPER, papers))
-    if value in SWEEPS_OF:
+
+
+def compile_for(share: str) -> None:
+    """Compile what divides rows as a run starts, and not in the step that needs it first; a warning
+    says where nothing can be compiled."""
+    if share in SWEEPS_OF:
         is_compiled()
 
 

@@ -127,6 +127,7 @@ def as_it_comes(
         layers=tuple(range(len(homes))),
         prices=prices,
         expert_bytes=int(block.weight_bytes),
+        row_bytes_per_s=block.bytes_per_s,
         copy_bytes_per_s=block.copy_bytes_per_s,
     )
     job = Job(
