@@ -259,7 +259,7 @@ MODELS = {
         document=zero(stage=3),
     ),
     "homes that move at stage 3": Case(
-        ("stage is 3", "fssdp.reshard_interval is 9", "set it to 0 or null"),
+        ("stage is 3", "fssdp.reshard_interval is 9", "reshard_interval to 0 or null"),
         {"strategy": "fssdp", "fssdp": {"reshard_interval": 9}},
         document=zero(stage=3),
     ),
