@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_moe_ext.attachment.frozen_experts import MIXED
 from ds_moe_ext.attachment.refusal import Refusal
+from ds_moe_ext.attachment.replacement import SEVERAL_HOMES
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
+from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE
 from ds_moe_ext.hosts.plain import plain_host as plain
 from ds_moe_ext.steps import optimizer_kinds
+from ds_moe_ext.steps.alike_groups import UNLIKE
 from ds_moe_ext.zebra.early_refusals import EARLY
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
@@ -29,6 +33,15 @@ What is refused at start, by an error that says the same: each row is what a use
 does not go with replaced experts, and what to do. This page is made of the rows that refuse
 (`python docs/known_limits.py`), and a test compares the two. Nobody can ask at start for what the
 last section has. What composes with what otherwise is in [composition.md](composition.md).
+
+Only what a person wrote is refused. A key that is null (the default) asks for what the host can do:
+where a row of the sections "where experts move" and "where dense gradients are sliced" applies,
+experts keep their homes and the host reduces dense gradients, and a line at start names the key and
+the reason. Two things are known too late for that. In plain PyTorch the optimizer comes after the
+sizes: one that takes norms of whole weights, where `esp` splits experts over the ranks of a node,
+needs `expert_sharding_size` 1. And which gradients become ready is known in the first backward
+pass: where [slices cannot take them](strategies/esp.md#slices-of-dense-gradients), set
+`slice_gradients` to false.
 """
 
 
@@ -95,13 +108,23 @@ class Section:
 SECTIONS = (
     Section("Under DeepSpeed", deepspeed.UNSUPPORTED),
     Section("Under DeepSpeed, at ZeRO 3", deepspeed.AT_STAGE_3),
+    Section(
+        "Where experts move (`reshard_interval` above 0)",
+        (deepspeed.HOMES_AT_STAGE_3, SEVERAL_HOMES, MIXED, UNLIKE),
+    ),
     Section("Under DeepSpeed, where ranks have roles (`zebra`)", deepspeed.WITH_ROLES),
-    Section("Under DeepSpeed, where `esp` slices dense gradients", slices.UNSLICED),
+    Section(
+        "Under DeepSpeed, where dense gradients are sliced (`slice_gradients` true)",
+        slices.UNSLICED,
+    ),
     Section(
         "Under Megatron-core",
         (*megatron.SETTINGS, *megatron.REFUSALS, *megatron.STEPPING),
     ),
-    Section("Under Megatron-core, where experts move", (*megatron.MOVING, *megatron.SUMMED)),
+    Section(
+        "Under Megatron-core, where experts move (`reshard_interval` above 0)",
+        (*UNMOVABLE, *megatron.SUMMED),
+    ),
     Section(
         "Under Megatron-core, where ranks have roles (`zebra`)",
         (*EARLY, *megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),

@@ -542,7 +542,7 @@ class Strategy(ABC):
         return job.homes
 
     def with_homes_that_stay(self) -> Strategy:
-        """The same, for grids where an expert has several homes: none moves, unless a key says so.
+        """The same, for hosts and grids where none can move: none does, unless a key says so.
         Pure."""
         return self
 
@@ -565,6 +565,11 @@ class Strategy(ABC):
 
     def without_slices(self) -> Strategy:
         """The same, leaving dense gradients to the host."""
+        return self
+
+    def with_gradients_left(self) -> Strategy:
+        """The same, for hosts whose dense gradients cannot be sliced: they are left to the host,
+        unless a key says otherwise. Pure."""
         return self
 
     @property

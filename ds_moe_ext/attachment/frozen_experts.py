@@ -5,49 +5,57 @@ them: ranks must agree on whether gradients of copies travel, whatever their own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch.distributed as dist
-
+from ds_moe_ext.attachment.defaults import HOMES, Tell, settle
 from ds_moe_ext.attachment.host_layer import Hosted
+from ds_moe_ext.attachment.refusal import Refusal
+from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.layout import GRID
+from ds_moe_ext.schedule.task import INTER
 
 
-def agree_on_frozen(
-    layers: Sequence[Hosted],
-    group: dist.ProcessGroup,
-    settings: Settings,
-    strategy: Strategy,
-) -> None:
-    """Let gradients of copies travel wherever a layer has an expert that is trained. Collective.
+def _are_mixed(names: Sequence[str]) -> str:
+    return f"of {names[0]} some experts are frozen and some are trained" if names else ""
+
+
+MIXED = Refusal(
+    "a layer with frozen experts beside trained ones",
+    _are_mixed,
+    "a home that is frozen cannot train the expert that comes",
+    "freeze all experts of a layer alike",
+)
+"""Of names of such layers, where experts move. What is frozen is a place, which the host's
+optimizer steps or does not."""
+
+
+def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], tell: Tell) -> Blueprint:
+    """Let gradients of copies travel wherever a layer has an expert that is trained. Collective,
+    over the ranks that run the layers.
 
     Args:
-        layers: that can have copies.
-        group: all ranks that run them.
-        settings: the block.
-        strategy: the chosen strategy.
+        blueprint: of the layers.
+        layers: that were built.
+        tell: is given what was left out of defaults, a line each.
+
+    Returns:
+        What was built, where experts of such layers keep their homes.
 
     Raises:
-        ValueError: on all ranks; experts are to move, and some only are trained. What is frozen is
-            a place, which the host's optimizer steps or does not.
+        ValueError: on all ranks; a key asks for experts that move, and some only are trained.
     """
-    own = [_ways_to_learn(hosted) for hosted in layers]
-    told = gather_objects(own, group)
-    for hosted, *ways in zip(layers, *told):
-        if len(set().union(*ways)) < 2:
-            continue
-        if strategy.rhythm().shard_every:
-            raise ValueError(
-                f"{BLOCK}: strategy {settings.placing} moves experts to new homes, but of "
-                f"{hosted.routed.name} "
-                "some experts are frozen and some are trained, and a home that is frozen cannot "
-                "train the expert that comes; freeze all experts of a layer alike, or let experts "
-                f"stay: {strategy.keys.homes} null or 0"
-            )
-        copies = hosted.routed.copies
-        assert copies is not None
-        copies.some_are_trained = True
+    copied = [layer.routed for layer in layers if layer.routed.copies is not None]
+    if not copied:
+        return blueprint
+    own = [_ways_to_learn(layer.hosted) for layer in layers if layer.routed.copies is not None]
+    told = gather_objects(own, copied[0].site.layout.group(GRID, INTER))
+    mixed = [each for each, *ways in zip(copied, *told) if len(set().union(*ways)) > 1]
+    for routed in mixed:
+        assert routed.copies is not None
+        routed.copies.some_are_trained = True
+    names = [routed.name for routed in mixed]
+    return replace(blueprint, strategy=settle(HOMES, blueprint.strategy, (MIXED,), names, tell))
 
 
 def _ways_to_learn(hosted: Hosted) -> list[bool]:

@@ -32,6 +32,21 @@ class Sized(NamedTuple):
     why: str = ""
 
 
+class Needs(NamedTuple):
+    """What a host needs of sizes that the settings leave open.
+
+    Attributes:
+        even: why all cells must have equally many experts of a layer, for a person; else empty.
+        whole: why no rank may have a part of an expert, likewise.
+    """
+
+    even: str = ""
+    whole: str = ""
+
+
+NOTHING = Needs()
+
+
 class _Market(NamedTuple):
     """Attributes:
     hardware: the cluster.
@@ -48,6 +63,8 @@ def grid_of(
     found: Sequence[Found],
     world_size: int,
     cluster: Cluster = UNKNOWN,
+    *,
+    needs: Needs = NOTHING,
 ) -> Sized:
     """The grid that the settings ask for, or the best for the model.
 
@@ -57,6 +74,7 @@ def grid_of(
         found: its layers.
         world_size: ranks.
         cluster: by whose prices open sizes are chosen; a rule does where it is not known.
+        needs: of the host.
 
     Raises:
         ValueError: sizes do not divide.
@@ -64,23 +82,25 @@ def grid_of(
     if strategy.roles is not None:
         return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
     cell_size = _cell_size(settings, strategy, found, world_size)
+    is_open, is_split = settings.expert_sharding_size is None and cell_size > 1, ""
+    if is_open and needs.whole:
+        cell_size, is_open, is_split = 1, False, f"experts stay whole, for {needs.whole}"
     hardware, market = cluster.hardware, None
     if hardware is not None:
         prices = partial(prices_of_cells, strategy, found, hardware, hooks=settings.hooks)
         market = _Market(hardware, cache(prices))
-    is_open, is_split = settings.expert_sharding_size is None and cell_size > 1, ""
     if is_open:
         is_split = f"{cell_size} ranks split each expert, those of a node"
         if market is not None:
             cell_size, told = _split(
-                settings, strategy, found, Grid(world_size, 1, cell_size), market
+                settings, strategy, found, Grid(world_size, 1, cell_size), market, needs=needs
             )
             is_split = told or is_split
     max_cells = world_size // cell_size
     num_cells, why = settings.expert_parallel_size, ""
     if num_cells is None:
         grid = Grid(world_size, 1, cell_size)
-        num_cells, why, is_number_open = _num_cells(strategy, found, grid, market)
+        num_cells, why, is_number_open = _num_cells(strategy, found, grid, market, needs)
         is_open = is_open or is_number_open
     if max_cells % num_cells:
         cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
@@ -150,7 +170,7 @@ def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
 
 
 def _num_cells(
-    strategy: Strategy, found: Sequence[Found], grid: Grid, market: _Market | None
+    strategy: Strategy, found: Sequence[Found], grid: Grid, market: _Market | None, needs: Needs
 ) -> tuple[int, str, bool]:
     """The best for the model, why, and whether prices may choose: what it was built with, if it
     was; else what costs least on the cluster that is described; else as many as leave no rank
@@ -161,6 +181,7 @@ def _num_cells(
         found: its layers.
         grid: with all ranks and those of a cell.
         market: of the cluster, if it is described.
+        needs: of the host.
     """
     max_cells = grid.world_size // grid.cell_size
     built = {layer.num_cells for layer in found} - {1}
@@ -169,7 +190,7 @@ def _num_cells(
         return num_cells, f"{_cells(num_cells)}, as the model was built", False
     if strategy.with_homes_that_stay().rhythm().shard_every:
         return max_cells, f"all {_cells(max_cells)}, for experts that move have one home", False
-    sizes, why = _homes(strategy, found, max_cells)
+    sizes, why = _homes(strategy, found, max_cells, needs)
     on_node = ranks_on_this_node() or grid.world_size
     tried = _filling(sizes, on_node if market is None else market.hardware.ranks_per_node, grid)
     is_open, untold = len(tried) > 1, ""
@@ -190,11 +211,16 @@ def _num_cells(
     return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}", is_open
 
 
-def _homes(strategy: Strategy, found: Sequence[Found], max_cells: int) -> tuple[Sequence[int], str]:
+def _homes(
+    strategy: Strategy, found: Sequence[Found], max_cells: int, needs: Needs
+) -> tuple[Sequence[int], str]:
     """Numbers of cells that may be home to all layers' experts, ascending, and why no more."""
-    if not strategy.has_uneven_homes:
+    if needs.even or not strategy.has_uneven_homes:
         numbers = [max_cells, *(layer.num_experts for layer in found)]
-        return divisors(np.gcd.reduce(numbers)), "the most that divide ranks and experts"
+        why = "the most that divide ranks and experts"
+        if strategy.has_uneven_homes:
+            why += f", for {needs.even}"
+        return divisors(np.gcd.reduce(numbers)), why
     smallest = min(found, key=lambda layer: layer.num_experts)
     return sizes_with_homes(smallest.num_experts, max_cells), (
         f"the most at which each is home to experts of all layers ({smallest.name} has "
@@ -229,6 +255,8 @@ def _split(
     found: Sequence[Found],
     grid: Grid,
     market: _Market,
+    *,
+    needs: Needs,
 ) -> tuple[int, str]:
     """Whether the ranks of a node split experts, by what a layer costs on the cluster that is
     described; and why, for a person.
@@ -239,6 +267,7 @@ def _split(
         found: its layers.
         grid: with all ranks and those that would split an expert.
         market: of the cluster.
+        needs: of the host.
 
     Returns:
         Ranks of a cell, and why; nothing where the file does not say enough.
@@ -246,7 +275,7 @@ def _split(
     given, best_s = settings.expert_parallel_size, []
     for size in (1, grid.cell_size):
         each = replace(grid, cell_size=size)
-        sizes, _ = _homes(strategy, found, grid.world_size // size)
+        sizes, _ = _homes(strategy, found, grid.world_size // size, needs)
         per_node = market.hardware.ranks_per_node
         tried = _filling(sizes, per_node, each) if given is None else (given,)
         try:

@@ -68,10 +68,12 @@ class Start:
     Attributes:
         of: what the host calls it, for a person.
         is_wanted: this rank runs by us.
+        settled: what was left out of defaults, a line each, for a person.
     """
 
     of: str
     is_wanted: bool = False
+    settled: list[str] = field(default_factory=list, init=False)
     _agreed: set[str] = field(default_factory=set, init=False)  # what ranks have compared
     _step: int = field(default=0, init=False)
     _has_left: bool = field(default=False, init=False)

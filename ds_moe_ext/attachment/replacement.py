@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.frozen_experts import agree_on_frozen
-from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
+from ds_moe_ext.attachment.defaults import HOMES, Tell, settle
+from ds_moe_ext.attachment.grid_sizes import NOTHING, Needs, grid_of, sizes_with_homes
 from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Slot, Wanted
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
 from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unknown
@@ -193,6 +194,8 @@ def draw(
     model: nn.Module,
     finders: Iterable[Finder],
     world_size: int,
+    *,
+    needs: Needs = NOTHING,
 ) -> Blueprint:
     """Find the layers and check that they fit the ranks. Pure but for reading the model.
 
@@ -200,7 +203,7 @@ def draw(
         ValueError: there is nothing to replace, or sizes do not divide.
     """
     found = found_in(model, finders, settings)
-    grid, why = grid_of(settings, strategy, found, world_size)
+    grid, why = grid_of(settings, strategy, found, world_size, needs=needs)
     routers = routers_of(model, found, settings.gate)
     return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
 
@@ -226,29 +229,45 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
     return found
 
 
+def ignored(_: str) -> None:
+    """Takes a line that nobody reads."""
+
+
+def _several_homes(grid: Grid) -> str:
+    num_homes = grid.world_size // grid.size
+    return f"each expert has {num_homes} homes here" if num_homes > 1 else ""
+
+
+SEVERAL_HOMES = Refusal(
+    "expert_parallel_size (under Megatron: --expert-model-parallel-size) by which each expert has "
+    "several homes",
+    _several_homes,
+    "an expert that moves has one",
+    "leave expert_parallel_size out (under Megatron: raise --expert-model-parallel-size)",
+)
+"""Of a grid, where experts move."""
+
+
 def on_grid(
     settings: Settings,
     strategy: Strategy,
     found: Sequence[Found],
     grid: Grid,
     routers: tuple[Router, ...] = (),
+    *,
+    tell: Tell = ignored,
 ) -> Blueprint:
-    """Check that layers fit ranks. Pure but for reading a hardware file.
+    """Check that layers fit ranks. Pure but for reading a hardware file, and telling.
+
+    Args:
+        tell: is given what was left out of defaults, a line each.
 
     Raises:
         ValueError: they do not.
     """
-    num_grids = grid.world_size // grid.size
-    if num_grids > 1 and strategy.roles is None:
-        strategy = strategy.with_homes_that_stay()
-    if num_grids > 1 and strategy.rhythm().shard_every:
-        raise ValueError(
-            f"{BLOCK}: strategy {settings.placing} moves experts to new homes every "
-            f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but here each "
-            f"has {num_grids}; leave expert_parallel_size out (under Megatron: raise "
-            f"--expert-model-parallel-size to {grid.world_size // grid.cell_size}), or let experts "
-            f"stay: {strategy.keys.homes} null or 0"
-        )
+    if grid.num_cells == 1:
+        tell = ignored  # of what there is to leave out: every cell has all experts
+    strategy = settle(HOMES, strategy, (SEVERAL_HOMES,), grid, tell)
     hardware = _hardware(settings, grid.size if strategy.rhythm().weighs_copies else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
     num_ranks = grid.world_size
@@ -306,9 +325,6 @@ def build(
         _connect(layout, strategy.uses(), device)
     with start.together():
         built = _adopted(blueprint, layout, around, device) if has_layers else []
-    copied = [layer.hosted for layer, _ in built if layer.routed.copies is not None]
-    if copied:
-        agree_on_frozen(copied, layout.group(GRID, INTER), blueprint.settings, strategy)
     return built
 
 

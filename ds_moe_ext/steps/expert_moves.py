@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.comm import exchange
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM
@@ -238,38 +238,6 @@ class ExpertMover:
         for index, (layer, home) in enumerate(zip(self.layers, homes)):
             numbers = home.experts_of(self._cell).tolist()
             layer.hosted.hold([slots[Expert(index, number)] for number in numbers])
-
-
-def check_alike(
-    blueprint: Blueprint, layers: Sequence[AttachedLayer], optimizer: torch.optim.Optimizer
-) -> None:
-    """Look at an optimizer before it steps. Where experts move, a slot of one layer comes to hold
-    an expert of another; and where a layer is at home unevenly, a rank may have no expert of it,
-    but must have all groups.
-
-    Raises:
-        ValueError: experts that may change places are optimized differently.
-    """
-    if not blueprint.strategy.has_uneven_homes:
-        return
-    group_of = {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    for pool in blueprint.pools:
-        own = [layers[layer] for layer in pool.layers]
-        names = own[0].hosted.weight_names
-        for number, name in enumerate(names):
-            held = (p for layer in own for p in layer.parameters[number :: len(names)])
-            if len({group_of.get(parameter) for parameter in held}) > 1:
-                raise ValueError(
-                    f"under strategy {blueprint.settings.placing} experts may move between "
-                    "layers, and a rank may have none of a layer, but "
-                    f"the weights {name!r} of {', '.join(layer.name for layer in own)} are in "
-                    "several parameter groups of the optimizer; put them into one group, or use "
-                    "ep in its place"
-                )
 
 
 def _views(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_moe_ext.attachment import block_hooks, replacement
+from ds_moe_ext.attachment import block_hooks, frozen_experts, replacement
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import Description, start_of
 from ds_moe_ext.attachment.priced_cluster import device_name
@@ -100,10 +100,11 @@ class Host(Protocol):
         ...
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
-        """Refuse what it cannot do: a ``Refusal`` names the value, the reason and the remedy.
+        """Refuse what it cannot do: a ``Refusal`` names the value, the reason and the remedy. What
+        a person did not ask for is not refused but left out (``defaults.settle``).
 
         Returns:
-            The same; or without what it leaves to others, of which it tells in ``watch_steps``.
+            The same; or without what was left out, of which ``Start.settled`` has lines.
 
         Raises:
             ValueError: it was asked for what cannot be done.
@@ -202,6 +203,8 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         ValueError: on all ranks: the model or the ranks do not suit the settings.
     """
     start = start_of(host.name)
+    tell = start.settled.append
+    start.settled.clear()  # of what was looked at before the ranks were known
     WATCH.patience = settings.waits
     WATCH.remedy = host.remedy if strategy.roles is None else ALIKE
     strategy = strategy.settled(host.devices, host.micro_batch)
@@ -211,12 +214,13 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     start.agree(seats.alike, first=int(seats.own.ranks.min()))
     with start.together():
         routers = routers_of(model, found, settings.gate)
-        blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers)
+        blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers, tell=tell)
         blueprint, around = host.prepare(replace(blueprint, why_grid=seats.why))
         if blueprint.why_together:
             WATCH.remedy = ALIKE
     built = replacement.build(blueprint, host.device, around, seats.beside)
     layers = [layer for layer, _ in built]
+    blueprint = frozen_experts.settled(blueprint, layers, tell)
     host.mark(blueprint, built)
     if not layers:
         with start.together():  # where the others are about to plan
@@ -251,6 +255,8 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         device=host.device,
         block_hooks=hooks,
     )
+    for line in start.settled:
+        run.planning.tell(line)
     host.watch_steps(run)
     join_generate(model, run, host.device)
     return run

@@ -90,6 +90,13 @@ class Stepping:
         return self.splitting or ("" if is_gathered else self.sharding)
 
 
+def takes_whole_weights(name: str) -> bool:
+    """Whether an optimizer takes norms of whole weights, by the name of its class or that of
+    DeepSpeed's JSON."""
+    known = OF_WHOLE_WEIGHTS | OF_ROWS_AND_COLUMNS | {name for _, name in WHOLE_UNDER_ZERO}
+    return name.lower() in {each.lower() for each in known}
+
+
 def split_by(cell_size: int) -> str:
     """How the ranks of a cell split experts, for ``Stepping``."""
     return f"{cell_size} ranks split each expert (expert_sharding_size)" if cell_size > 1 else ""
@@ -138,6 +145,23 @@ def _names(*kinds: set[str]) -> str:
     return ", ".join(sorted(set[str]().union(*kinds)))
 
 
+BY_ELEMENTS = (
+    Refusal(
+        f"{_names(OF_ROWS_AND_COLUMNS)} under DeepSpeed, or where experts move",
+        _keeps_rows,
+        "it keeps states of rows and columns, which have no part for each element",
+        "use an optimizer such as AdamW, or ep in plain PyTorch",
+    ),
+    Refusal(
+        "apex's FusedAdam with master_weights",
+        _keeps_copies,
+        "it keeps copies of the weights that it was made with, and not of those that a rank has",
+        "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
+        "torch.optim.AdamW",
+    ),
+)
+"""Where states must have a part for each element."""
+
 OPTIMIZERS = (
     Refusal(
         f"{_names(COMMUNICATING)}, and Muon and MuonWithAuxAdam of the package muon and of "
@@ -166,19 +190,7 @@ OPTIMIZERS = (
         "it takes norms of whole weights, but would see parts of them",
         "use ZeRO stage 0 and expert_sharding_size 1, or an optimizer such as AdamW",
     ),
-    Refusal(
-        f"{_names(OF_ROWS_AND_COLUMNS)} under DeepSpeed, or where experts move",
-        _keeps_rows,
-        "it keeps states of rows and columns, which have no part for each element",
-        "use an optimizer such as AdamW, or ep in plain PyTorch",
-    ),
-    Refusal(
-        "apex's FusedAdam with master_weights",
-        _keeps_copies,
-        "it keeps copies of the weights that it was made with, and not of those that a rank has",
-        "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
-        "torch.optim.AdamW",
-    ),
+    *BY_ELEMENTS,
     Refusal(
         "apex's FusedAdam at ZeRO 3",
         _counts_by_group,

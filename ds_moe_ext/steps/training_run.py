@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 from rich.table import Table
 from torch.utils.hooks import RemovableHandle
 
+from ds_moe_ext.attachment.defaults import Default, settle
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files.console import wide_console
@@ -64,12 +66,12 @@ def recorder_of(carrier: Any) -> Recorder | None:
     return None if run is None else run.recorder
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Run:
     """One engine's replaced layers.
 
     Attributes:
-        blueprint: what was asked for.
+        blueprint: what was asked for, but for defaults that were left out.
         layers: what was replaced, in model order.
         planning: plans the steps.
         mover: moves experts between the ranks.
@@ -165,6 +167,18 @@ class Run:
         ):
             planning.tell(line)
         return run
+
+    def settle(self, default: Default, refusals: Iterable[Refusal], given: Any) -> None:
+        """Leave out a default by what is known only now; see ``defaults.settle``. On all ranks
+        alike, before the first step.
+
+        Raises:
+            ValueError: a key asks for what cannot be done.
+        """
+        planning, blueprint = self.planning, self.blueprint
+        strategy = settle(default, blueprint.strategy, refusals, given, planning.tell)
+        self.blueprint = replace(blueprint, strategy=strategy)
+        planning.strategy = strategy
 
     def after_step(self, step: int) -> None:
         """Record the optimizer step that has been taken, and plan the next. Collective."""

@@ -78,7 +78,7 @@ class ExpertSharding(Overlay):
         schedule: which of the compared schedules: "fsmoe", or one of the others.
         solver: "exact", or "paper" for SLSQP and differential evolution, which need SciPy.
         slice_gradients: reduce dense gradients in slices beside MoE layers, where the schedule has
-            places for them; false leaves them to the host.
+            places for them; false leaves them to the host; null: true where the host can.
         all_to_all: the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the
             direct one, and once costs have been measured the fastest of the first three, layer by
             layer.
@@ -89,7 +89,7 @@ class ExpertSharding(Overlay):
     max_degree: int = 8
     schedule: str = "fsmoe"
     solver: str = "exact"
-    slice_gradients: bool = True
+    slice_gradients: bool | None = None
     all_to_all: str | None = None
     placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
@@ -159,7 +159,9 @@ class ExpertSharding(Overlay):
 
     @property
     def slices_gradients(self) -> bool:
-        return self.slice_gradients and (self.pipeline.slices_moe or self.pipeline.slices_dense)
+        if self.slice_gradients is False:
+            return False
+        return self.pipeline.slices_moe or self.pipeline.slices_dense
 
     @property
     def measures(self) -> bool:
@@ -174,6 +176,9 @@ class ExpertSharding(Overlay):
 
     def without_slices(self) -> ExpertSharding:
         return replace(self, slice_gradients=False)
+
+    def with_gradients_left(self) -> ExpertSharding:
+        return self.without_slices() if self.slice_gradients is None else self
 
     @property
     def splits_experts(self) -> bool:

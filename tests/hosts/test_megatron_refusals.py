@@ -15,9 +15,11 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from ds_moe_ext.attachment.defaults import HOMES, settle
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron import active_settings, refusals
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategy import Job, Plan, Strategy
 from tests.hosts import megatron_jobs, megatron_toy
 from tests.hosts.megatron_jobs import Training, megatron, train
@@ -180,14 +182,16 @@ def test_settings_that_say_other_than_megatron(settings: dict[str, Any], says: s
 
 def test_moving_experts_needs_one_home_an_expert() -> None:
     settings = block("fssdp", fssdp={"reshard_interval": 3})
-    says = "each has 2; .*--expert-model-parallel-size to 2.*reshard_interval null or 0"
+    says = (
+        "interval is 3, but each expert has 2 .*expert-model-parallel-size.*interval to 0 or null"
+    )
     assert_refused(says, ONE, settings, world_size=2)
 
 
 def test_biases_that_megatron_sums_by_their_slots_are_not_moved() -> None:
     run = replace(ONE, tp=2, etp=1, ep=2, bias=True)
     moves = block("fssdp", fssdp={"reshard_interval": 3})
-    says = r"experts move .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*interval null"
+    says = r"interval is 3, but .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*or null"
     assert_refused(says, run, moves, world_size=2)
 
 
@@ -210,10 +214,11 @@ def test_a_model_without_moe_layers() -> None:
 
 def moving_every(rank: int, world_size: int, run: MegatronRun) -> int:
     """Steps between new homes of a run that was not told how many."""
-    from ds_moe_ext.hosts.megatron.engine import without_mixed_biases
-    from ds_moe_ext.strategies.fssdp import FullySharded
-
-    return without_mixed_biases(transformer_config(run), FullySharded()).rhythm().shard_every
+    told: list[str] = []
+    config = transformer_config(run)
+    settled = settle(HOMES, FullySharded(), refusals.SUMMED, config, told.append)
+    assert bool(told) == (settled != FullySharded())
+    return settled.rhythm().shard_every
 
 
 # Models that are not as Megatron-LM makes them.

@@ -248,7 +248,7 @@ MODELS = {
         model=lambda: native(4, ep_size=2),
     ),
     "homes in a part of the world": Case(
-        ("strategy fssdp moves", "each has 2", "leave expert_parallel_size out"),
+        ("interval is 9, but", "each expert has 2 homes", "leave expert_parallel_size out"),
         {**ESP, "balance": "fssdp", "expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}},
         world_size=4,
     ),
@@ -259,7 +259,7 @@ MODELS = {
         document=zero(stage=3),
     ),
     "homes that move at stage 3": Case(
-        ("stage is 3", "fssdp.reshard_interval is 9", "set it to 0 or null"),
+        ("stage is 3", "fssdp.reshard_interval is 9", "reshard_interval to 0 or null"),
         {"strategy": "fssdp", "fssdp": {"reshard_interval": 9}},
         document=zero(stage=3),
     ),

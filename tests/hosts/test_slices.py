@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
+from ds_moe_ext.attachment.defaults import SLICES, settle
+from ds_moe_ext.hosts.deepspeed.slices import UNSLICED, GradientSlices
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
 from ds_moe_ext.strategies.esp import ExpertSharding
@@ -592,8 +593,12 @@ def test_ranks_that_use_other_weights() -> None:
 
 
 def refused(rank: int, world_size: int, case: Case) -> str:
+    """What an error says where slices are asked for; where nobody asks, they are left out."""
+    engine, told = engine_of(case, Windows(SIZES["none"]), False), list[str]()
+    assert not settle(SLICES, ExpertSharding(), UNSLICED, engine, told.append).slices_gradients
+    assert len(told) == 1
     with pytest.raises(ValueError) as error:
-        engine_of(case, Windows(SIZES["none"]), True)
+        settle(SLICES, ExpertSharding(slice_gradients=True), UNSLICED, engine, told.append)
     return str(error.value)
 
 
@@ -608,9 +613,9 @@ def refused(rank: int, world_size: int, case: Case) -> str:
 )
 def test_what_cannot_be_sliced_is_refused(case: Case, says: str) -> None:
     for message in pool_of(2).run(refused, case):
-        assert message.startswith("dense gradients are to be reduced in slices, but ")
+        assert message.startswith("ds_moe_ext.esp.slice_gradients is true, but ")
         assert says in message
-        assert message.endswith("or set ds_moe_ext.esp.slice_gradients to false")
+        assert message.endswith("or set ds_moe_ext.esp.slice_gradients to false or null")
 
 
 class _Engine:

@@ -122,13 +122,15 @@ def stock(job: Job, frozen: str, rates: tuple[float, ...]) -> Result:
         ("one by one", "varied", 0, "all but the second", ()),
         slow("gpt_moe", "varied", 0, "the first", ()),
         slow("one by one", "ep", 0, "the first rank's", ()),
+        ("one by one", "fssdp", 0, "the first", ()),  # by default homes would move
+        ("one by one", "fssdp", 0, "none", (1e4, 3e4)),
     ],
 )
 def test_first_gradients_equal_one_rank(
     family: str, strategy: str, stage: int, frozen: str, rates: tuple[float, ...]
 ) -> None:
     job = Job(family, stage, **GRADIENT)
-    job = varied(job, **COPIES) if strategy == "varied" else job
+    job = varied(job, **COPIES) if strategy == "varied" else replace(job, strategy=strategy)
     ours = pool_of(2).run(train, job, frozen, rates)[0]
     assert worst(ours.state, stock(job, frozen, rates).state) <= 1e-6
 

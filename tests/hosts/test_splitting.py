@@ -18,7 +18,7 @@ from ds_moe_ext.attachment import grid_sizes
 from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.experts import find_registered
 from ds_moe_ext.attachment.grid_prices import _shape, prices_of_cells
-from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
+from ds_moe_ext.attachment.grid_sizes import NOTHING, Needs, Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
 from ds_moe_ext.attachment.priced_cluster import UNKNOWN, Cluster
@@ -151,6 +151,7 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         *,
         found: Any = mixtral,
         cluster: Cluster = UNKNOWN,
+        needs: Needs = NOTHING,
         **block: Any,
     ) -> Sized:
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_NUM_TASKS"):
@@ -162,7 +163,7 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         assert strategy is not None
         if settings.hardware is not None:
             cluster = Cluster(read_hardware(settings.hardware))
-        return grid_of(settings, strategy, found, world_size, cluster)
+        return grid_of(settings, strategy, found, world_size, cluster, needs=needs)
 
     return choose
 
@@ -188,6 +189,18 @@ def test_launchers_tell_of_nodes(
     for name, value in {"WORLD_SIZE": "32", **told}.items():
         monkeypatch.setenv(name, value)
     assert ranks_on_this_node() == ranks
+
+
+def test_open_sizes_go_by_what_a_host_needs(chosen: Chosen) -> None:
+    needs = Needs(whole="the optimizer is Lamb")
+    grid, why = chosen(4, 2, needs=needs)
+    assert grid.cell_size == 1 and "experts stay whole, for the optimizer is Lamb" in why
+    assert chosen(4, 2, needs=needs, expert_sharding_size=2).grid.cell_size == 2
+    assert chosen(3, strategy="fssdp").grid.num_cells == 3
+    even = chosen(3, strategy="fssdp", needs=Needs(even="it wants it"))
+    assert even.grid.num_cells == 1 and even.why.endswith(
+        "for it wants it; each expert has 3 homes"
+    )
 
 
 Sizes = Callable[..., tuple[int, int]]

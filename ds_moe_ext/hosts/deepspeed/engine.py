@@ -20,6 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment import replacement
+from ds_moe_ext.attachment.defaults import SLICES, settle
 from ds_moe_ext.attachment.dynamo import named_modules
 from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Adopted, Found
@@ -40,7 +41,7 @@ from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
 from ds_moe_ext.hosts.deepspeed.linked_states import link_states
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
-from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
+from ds_moe_ext.hosts.deepspeed.slices import UNSLICED, GradientSlices
 from ds_moe_ext.hosts.deepspeed.stacking import numbers_of_groups, stacked
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
@@ -51,7 +52,7 @@ from ds_moe_ext.layout import GRID, Grid
 from ds_moe_ext.moe.copies.accumulation import Accumulation
 from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
-from ds_moe_ext.steps.expert_moves import check_alike
+from ds_moe_ext.steps.alike_groups import settle_alike
 from ds_moe_ext.steps.host import Built, Seats, of_stage, run_on
 from ds_moe_ext.steps.monitor import MONITORED
 from ds_moe_ext.steps.optimizer_kinds import (
@@ -135,6 +136,9 @@ class DeepSpeedHost:
             mesh=engine.mesh_device,
         )
         stages = self._stages
+        if (dist.get_world_size() if stages is None else stages.size) > 1:
+            tell = start_of(INITIALIZE).settled.append
+            strategy = settle(SLICES, strategy, UNSLICED, engine, tell)
         if stages is None or len(stages.ranks) == 1:
             return settings, strategy
         return of_stage(settings, stages.own), strategy
@@ -148,7 +152,8 @@ class DeepSpeedHost:
         cluster = cluster_of(settings, self.device, start_of(INITIALIZE))
         stages = self._stages
         size = dist.get_world_size() if stages is None else stages.size
-        grid, why = grid_of(settings, strategy, found, size, cluster)
+        needs = startup.needs_of(self._document, optimizer_of(self.carrier))
+        grid, why = grid_of(settings, strategy, found, size, cluster, needs=needs)
         alike = startup.description(self._document, self._model, self.carrier.mpu, grid)
         if stages is None or len(stages.ranks) == 1:
             return Seats(grid, (), alike, why)
@@ -287,11 +292,14 @@ def _check_groups(grid: Grid) -> None:
 def takes_each_number_alone(engine: Any) -> bool:
     """Whether the engine's optimizer is one of these. Others, as LAMB, look at whole weights, for
     which an expert's are to be its own."""
-    given = engine.client_optimizer
-    if given is not None:
-        return type(given).__name__ in ELEMENT_BY_ELEMENT
     known = {name.lower() for name in ELEMENT_BY_ELEMENT}
-    return (engine.optimizer_name() or "").lower() in known
+    return optimizer_of(engine).lower() in known
+
+
+def optimizer_of(engine: Any) -> str:
+    """Name of the engine's optimizer: of its class, or in DeepSpeed's JSON."""
+    given = engine.client_optimizer
+    return engine.optimizer_name() or "" if given is None else type(given).__name__
 
 
 def _make_known(
@@ -374,7 +382,7 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         check_kind(stepping)
         parameter_groups.restore(engine, optimizer)
         parameter_groups.pair_with_weights(optimizer)
-        check_alike(run.blueprint, run.layers, optimizer)
+        settle_alike(run, optimizer)
 
 
 def clip_by_global_norm(engine: Any) -> bool:

@@ -455,10 +455,12 @@ def _has_roles(given: GivenToShard) -> str:
     return "the strategy gives ranks roles" if given.strategy.roles is not None else ""
 
 
-def _moves_homes(given: GivenToShard) -> str:
-    every = given.strategy.rhythm().shard_every
-    return f"{given.strategy.keys.homes} is {every}" if every else ""
-
+HOMES_AT_STAGE_3 = Refusal(
+    "experts that move to new homes (reshard_interval above 0), at ZeRO 3",
+    is_in(f"{_ZERO}stage", 3),
+    "the states of experts that move lie in ZeRO's shards",
+    "use stage 0, 1 or 2",
+)
 
 _WHOLE = "use stage 0, 1 or 2"
 
@@ -474,12 +476,6 @@ AT_STAGE_3 = (
         _has_roles,
         "ranks of one role would gather weights that those of the other do not have",
         _WHOLE,
-    ),
-    Refusal(
-        "experts that move to new homes (reshard_interval above 0)",
-        _moves_homes,
-        "the states of experts that move lie in ZeRO's shards",
-        f"set it to 0 or null, or {_WHOLE}",
     ),
     Refusal(
         f"{_ZERO}zero_hpz_partition_size above 1",

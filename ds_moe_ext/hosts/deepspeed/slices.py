@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.refusal import Refusal, refuse
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid, ParallelLayout
@@ -142,16 +142,7 @@ class GradientSlices:
             engine: DeepSpeed's.
             piece_bytes: fixed size of what travels; Lina's is 30 MB.
             key: what a person sets to false to have none.
-
-        Raises:
-            ValueError: DeepSpeed does not show it each gradient as it becomes ready.
         """
-        refuse(
-            UNSLICED,
-            engine,
-            context="dense gradients are to be reduced in slices",
-            or_else=f"set {key} to false",
-        )
         # Ranks that share dense weights are neighbours; the others reduce those of one place.
         grid = Grid(dist.get_world_size(), TensorParallel.of(engine.mpu).size)
         group = ParallelLayout.build(grid, [("edp", INTER)], ranks_per_node=1).group("edp", INTER)
@@ -364,3 +355,4 @@ UNSLICED = (
         "set it to true",
     ),
 )
+"""Of an engine: DeepSpeed does not show each gradient as it becomes ready."""

@@ -23,6 +23,8 @@ from deepspeed.comm import init_distributed
 from torch import nn
 
 from ds_moe_ext.attachment import agreement, experts
+from ds_moe_ext.attachment.defaults import HOMES, settle
+from ds_moe_ext.attachment.grid_sizes import Needs
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
@@ -32,6 +34,8 @@ from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.refusals import (
+    HOMES_AT_STAGE_3,
+    Given,
     refuse_at_stage_3,
     refuse_unsupported,
     refuse_with_roles,
@@ -41,6 +45,7 @@ from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
 from ds_moe_ext.steps.host import device_names
+from ds_moe_ext.steps.optimizer_kinds import takes_whole_weights
 from ds_moe_ext.strategy import Strategy
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
@@ -82,7 +87,7 @@ def blueprint_of(
         if stages is not None:
             stages.check(_found(settings, model))
             size = stages.size
-        blueprint = draw(settings, strategy, model, FINDERS, size)
+        blueprint = draw(settings, strategy, model, FINDERS, size, needs=needs_of(document))
     if shards_weights(document):
         zero_3.check_homes(blueprint)
     return blueprint
@@ -92,6 +97,19 @@ def shards_weights(document: Mapping[str, Any]) -> bool:
     """Whether ZeRO does, which is its stage 3."""
     zero = document.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage") == 3
+
+
+def needs_of(document: Mapping[str, Any], optimizer: str = "") -> Needs:
+    """What is needed of sizes that the block leaves open.
+
+    Args:
+        document: the whole configuration.
+        optimizer: name of the one that will step; empty where it is not known.
+    """
+    return Needs(
+        even="zero_optimization.stage is 3" if shards_weights(document) else "",
+        whole=f"the optimizer is {optimizer}" if takes_whole_weights(optimizer) else "",
+    )
 
 
 def checked(
@@ -110,8 +128,10 @@ def checked(
     """
     refuse_unsupported(document, model, mpu, mesh)
     if shards_weights(document):
-        strategy = strategy.with_homes_that_stay()
         refuse_at_stage_3(document, model, mpu, strategy)
+    given = Given(document, model, mpu, mesh)
+    tell = start_of(INITIALIZE).settled.append
+    strategy = settle(HOMES, strategy, (HOMES_AT_STAGE_3,), given, tell)
     if strategy.roles is not None:
         refuse_with_roles(document, settings, model, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:

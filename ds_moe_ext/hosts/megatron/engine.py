@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from ds_moe_ext.attachment import agreement, replacement
+from ds_moe_ext.attachment.defaults import HOMES, settle
 from ds_moe_ext.attachment.host_layer import ExpertShape, Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
@@ -28,8 +29,7 @@ from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.refusals import STEPPING, SUMMED
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
-from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE, OptimizerStates
 from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptMeanwhile
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
@@ -94,26 +94,22 @@ class MegatronHost:
         self.num_micro_batches = _micro_batches()
         self.carrier = optimizer
         self._chunks, self._seats = chunks, seats
-        self._told: tuple[str, ...] = ()
 
     def devices(self) -> list[str]:
         return device_names(self.device)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
-        """Sizes are Megatron's, and so are some ways to reduce dense gradients."""
-        grid = self._seats.own
-        check_sizes(settings, grid)
-        key = strategy.keys.slices_gradients
-        unsliced = why_unsliced(self._chunks, key) if strategy.slices_gradients else ""
-        stays = _told(grid, strategy)
-        self._told = unsliced or "", stays
-        strategy = strategy if unsliced is None else strategy.without_slices()
-        if grid.num_cells > 1:
-            moving = strategy
-            strategy = without_mixed_biases(config_of(self.model), moving)
-            if strategy != moving:
-                self._told += ("experts keep their homes: Megatron sums their biases by slots",)
-        seats = self._seats
+        """Sizes are Megatron's, and so are some ways to reduce dense gradients, which differ
+        between pipeline stages: there is no slice where a key asks for some, either."""
+        seats, tell = self._seats, start_of(OPTIMIZER).settled.append
+        check_sizes(settings, seats.own)
+        if strategy.slices_gradients:
+            unsliced = why_unsliced(self._chunks, strategy.keys.slices_gradients)
+            strategy = strategy if unsliced is None else strategy.without_slices()
+            tell(unsliced or "")
+        if seats.own.num_cells > 1:
+            strategy = settle(HOMES, strategy, SUMMED, config_of(self.model), tell)
+        strategy = settle(HOMES, strategy, UNMOVABLE, self.carrier, tell)
         return of_stage(settings, seats.stage) if seats.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
@@ -179,8 +175,7 @@ class MegatronHost:
     def watch_steps(self, run: Run) -> None:
         watch_steps(self.carrier, run)
         resize = f"give {FLAG_OF_CELLS} {{}}".format
-        for line in (*self._told, replacement.told_homes(run.blueprint, FLAG_OF_CELLS, resize)):
-            run.planning.tell(line)
+        run.planning.tell(replacement.told_homes(run.blueprint, FLAG_OF_CELLS, resize))
         checkpoint.watch(run, self.carrier)
 
 
@@ -220,34 +215,6 @@ def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any
                     "that are made for some of the weights at a time, as --optimizer muon; use "
                     "adam or sgd, and freeze weights before the model is wrapped"
                 )
-
-
-def without_mixed_biases(config: Any, strategy: Strategy) -> Strategy:
-    """A strategy that moves no expert where Megatron sums biases of experts by their slots: other
-    experts would be mixed than in a run without us.
-
-    Args:
-        config: of the model.
-        strategy: asked for.
-
-    Raises:
-        ValueError: it was asked to move them.
-    """
-    if any(refusal.asked(config) for refusal in SUMMED):
-        strategy = strategy.with_homes_that_stay()
-    if strategy.rhythm().shard_every:
-        stay = f"let experts stay: {strategy.keys.homes} null or 0"
-        refuse(SUMMED, config, context=f"{BLOCK}: experts move to new homes", or_else=stay)
-    return strategy
-
-
-def _told(grid: Grid, strategy: Strategy) -> str:
-    """What a person may have wanted otherwise, of sizes that Megatron has; empty if nothing."""
-    num_homes = grid.world_size // grid.size
-    stays = not strategy.with_homes_that_stay().rhythm().shard_every
-    if num_homes > 1 and grid.num_cells > 1 and strategy.rhythm().shard_every and stays:
-        return f"experts keep their homes: each has {num_homes} of them"
-    return ""
 
 
 def whole(chunks: Sequence[nn.Module]) -> nn.Module:

@@ -231,8 +231,8 @@ STEPPING = (
 )
 """Of an optimizer's config."""
 
-_UNMOVED = "the strategy moves experts to new homes, whose optimizer states cannot be moved then"
-_UNMOVING = "leave it out, or set reshard_interval to 0"
+_UNMOVED = "states of experts that move to new homes cannot be moved then"
+_UNMOVING = "leave it out"
 
 MOVING = (
     flag(

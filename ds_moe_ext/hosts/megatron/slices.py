@@ -190,7 +190,7 @@ def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> s
         key: by which a person asked for it.
     """
     config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
-    left = f"{key} is on, but dense gradients are left to Megatron: "
+    left = f"{key} has no effect, and dense gradients are left to Megatron: "
     if not config.overlap_grad_reduce:
         return (
             f"{left}it reduces them after backward; add --overlap-grad-reduce, and the "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import ChainedOptimizer
@@ -11,7 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.refusal import refuse
+from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import MOVING
 from ds_moe_ext.steps.optimizer_states import Group, States
 
@@ -33,16 +34,20 @@ class OptimizerStates(States):
     """
 
     def __init__(self, optimizer: Any) -> None:
-        is_chain = isinstance(optimizer, ChainedOptimizer)
-        parts = optimizer.chained_optimizers if is_chain else (optimizer,)
-        super().__init__(
-            [(part.optimizer, _groups_of(part)) for part in parts if not part.is_stub_optimizer]
-        )
+        refuse(UNMOVABLE, optimizer, context=f"{ENABLED}, and experts move")
+        parts = _parts_of(optimizer)
+        super().__init__([(part.optimizer, _groups_of(part)) for part in parts])
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """Those that step something."""
+    is_chain = isinstance(optimizer, ChainedOptimizer)
+    parts = optimizer.chained_optimizers if is_chain else (optimizer,)
+    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def _groups_of(optimizer: Any) -> Iterator[Group]:
     """The tensors that one of Megatron's optimizers steps."""
-    check_kind(optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             held = optimizer.optimizer.param_groups[group]["params"][order]
@@ -60,17 +65,25 @@ def _groups_of(optimizer: Any) -> Iterator[Group]:
             yield from map(Group.of_one, options["params"], options["params"])
 
 
-def check_kind(optimizer: Any) -> None:
-    """Whether states of one of Megatron's optimizers can be moved.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    refuse(MOVING, optimizer.config)
+def _is_unknown(optimizer: Any) -> str:
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
-    if type(optimizer) not in known:
-        raise ValueError(
-            f"the strategy moves experts to new homes, but the states of a "
-            f"{type(optimizer).__name__} cannot be moved; use --optimizer adam or sgd, or set "
-            "reshard_interval to 0"
-        )
+    unknown = [type(part).__name__ for part in _parts_of(optimizer) if type(part) not in known]
+    return f"the optimizer is a {unknown[0]}" if unknown else ""
+
+
+def _of_config(refusal: Refusal) -> Refusal:
+    """A refusal of an optimizer, by its config."""
+    return replace(refusal, asked=lambda optimizer: refusal.asked(optimizer.config))
+
+
+UNMOVABLE = (
+    *map(_of_config, MOVING),
+    Refusal(
+        "an optimizer that is not one of DistributedOptimizer, FP32Optimizer and "
+        "Float16OptimizerWithFloat16Params",
+        _is_unknown,
+        "its states cannot be moved",
+        "use --optimizer adam or sgd",
+    ),
+)
+"""Of an optimizer, where experts move."""

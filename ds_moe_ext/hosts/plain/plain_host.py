@@ -186,6 +186,11 @@ class PlainHost:
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Dense gradients are left to what wraps the model."""
         refuse(REFUSALS, Asked(self.carrier, settings, strategy))
+        if strategy.slices_gradients and dist.get_world_size() > 1:
+            start_of(NAME).settled.append(
+                f"{strategy.keys.slices_gradients} has no effect, and dense gradients are left to "
+                "what wraps the model"
+            )
         return settings, strategy.without_slices()
 
     def find(self, settings: Settings) -> list[Found]:

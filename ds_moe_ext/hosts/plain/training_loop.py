@@ -6,7 +6,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ds_moe_ext.attachment.defaults import HOMES
 from ds_moe_ext.attachment.meeting import Start, starting
 from ds_moe_ext.attachment.replacement import stays_in_slots
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
 from ds_moe_ext.settings import BLOCK, read_file, read_settings
-from ds_moe_ext.steps.expert_moves import check_alike
+from ds_moe_ext.steps.alike_groups import check_alike, settle_alike
 from ds_moe_ext.steps.host import run_on
 from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
-from ds_moe_ext.steps.optimizer_kinds import Stepping, check_kind, split_by
+from ds_moe_ext.steps.optimizer_kinds import BY_ELEMENTS, Stepping, check_kind, split_by
 from ds_moe_ext.steps.training_run import Record, Run, run_of
 
 
@@ -152,7 +153,7 @@ class Attachment:
         return set(self.experts.parameters)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hear of the optimizer's steps. Needed once, before the first backward pass.
+        """Hear of the optimizer's steps. Needed once, before the first backward pass. Collective.
 
         Args:
             optimizer: of the model's weights, the experts' among them.
@@ -171,16 +172,17 @@ class Attachment:
         if run is None:
             self._optimizer = optimizer
             return
+        settle_alike(run, optimizer)
         self._check_steps_experts(run, optimizer)
-        moves = not stays_in_slots(run.blueprint)
         stepping = Stepping(
             optimizer,
             splitting=split_by(run.blueprint.grid.cell_size),
-            by_elements=f"experts move (strategy {run.blueprint.settings.placing})"
-            if moves
-            else "",
+            by_elements=f"experts move (strategy {run.blueprint.settings.placing})",
             has_masters=getattr(optimizer, "master_weights", False),
         )
+        run.settle(HOMES, BY_ELEMENTS, stepping)
+        if stays_in_slots(run.blueprint):
+            stepping = replace(stepping, by_elements="")
         check_kind(stepping)
         self._optimizer = self.experts.optimizer = optimizer
         optimizer.register_step_pre_hook(self._before_step)
@@ -202,7 +204,7 @@ class Attachment:
                 f"not in the optimizer; make it from model.parameters() behind {NAME}, which "
                 "replaces them, or give it by add_param_group those that were frozen then"
             )
-        check_alike(run.blueprint, run.layers, optimizer)
+        check_alike(run, optimizer)
         self._checked = trained
 
     def saw_loss(self, loss: Tensor) -> None:
