@@ -305,9 +305,9 @@ def ours(
         layouts = partial(materialized, degree=degree, copies=count)
         hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
         yield from divided(hecate, "nearest")
-        sizes = {"overlap_degree": degree, "copies_per_rank": count}
-        for told, keys in (("as it comes", {}), ("without repair", {"repair": 0})):
-            layouts = partial(as_it_comes, strategy=FullySharded(**sizes, **keys))
+        for told, repair in (("as it comes", None), ("without repair", 0)):
+            strategy = FullySharded(overlap_degree=degree, copies_per_rank=count, repair=repair)
+            layouts = partial(as_it_comes, strategy=strategy)
             yield Planner(f"fssdp, t = {degree}, m = {count}, {told}", layouts, by_own_rule)
     for balance in balances:
         search = partial(place_experts, num_excluded=0, balance=balance)

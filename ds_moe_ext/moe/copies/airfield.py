@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_moe_ext.comm import Traffic, max_in_place
 from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptMeanwhile
 from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs, copy_bytes
-from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.copies.slab import Slab, Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
 from ds_moe_ext.moe.turns import DTYPES
@@ -26,7 +26,7 @@ from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for
 from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
 from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.side_by_side import one_of_each
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.strategy import Destination, Plan
 from ds_moe_ext.transfer import Part
 
 T = TypeVar("T")
@@ -82,6 +82,32 @@ class Airfield:
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # what nobody has joined, and maybe no pass will
+        self._kept: Destination | None = (
+            None  # with copies that a micro-batch of the step has added
+        )
+        self._kept_slab: Slab | None = None  # where these lie, once they have been asked for
+
+    def serving(self, destination: Destination) -> Destination:
+        """Where the rows of a training pass go that asks for more copies than were planned: those
+        that an earlier micro-batch of the step has added, or else these, which serve later ones.
+        So a pass that is computed again goes where it went."""
+        if self.plan.rematerialize:
+            return destination
+        self._kept = self._kept or destination
+        return self._kept
+
+    def added(self, target: Placement) -> tuple[Slab, bool]:
+        """Where copies lie that a pass adds to the plan's, and whether they are there already, or
+        on their way."""
+        if self._kept is None or self._kept.target is not target:
+            return Slab(), False
+        slab, is_there = self._kept_slab or Slab(), self._kept_slab is not None
+        self._kept_slab = slab
+        return slab, is_there
+
+    def widest(self, target: Placement) -> Placement:
+        """Of a pass's target and that of the step's other passes the one with more copies."""
+        return target if self._kept is None else self._kept.target
 
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
         """What lies by slot, one for each weight, by the experts that a placement has here."""

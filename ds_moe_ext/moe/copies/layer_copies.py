@@ -19,8 +19,7 @@ from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs
 from ds_moe_ext.moe.copies.slab import Slab, Weights
 from ds_moe_ext.moe.copies.trips import Piece, Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategy import Destination, Plan
+from ds_moe_ext.strategy import Plan
 
 
 class Copies(Airfield):
@@ -47,8 +46,6 @@ class Copies(Airfield):
         self.coming: Flight | None = None
         self.returning: Flight | None = None
         self._slab = Slab()  # of the plan's copies, kept over the micro-batches of a step
-        self._kept: Destination | None = None  # with copies that one of these has added
-        self._kept_slab: Slab | None = None  # where these lie, once they have been asked for
         self._is_current = False  # the weights at home have not changed since it began to be filled
         self._versions = 0  # of these, added up
         self._to_gather: deque[Piece] = deque()  # what it still lacks
@@ -124,28 +121,6 @@ class Copies(Airfield):
             )
         self.coming = Flight(self, self._slab, home, self._to_gather)
         return self.coming
-
-    def serving(self, destination: Destination) -> Destination:
-        """Where the rows of a training pass go that asks for more copies than were planned: those
-        that an earlier micro-batch of the step has added, or else these, which serve later ones.
-        So a pass that is computed again goes where it went."""
-        if self.plan.rematerialize:
-            return destination
-        self._kept = self._kept or destination
-        return self._kept
-
-    def added(self, target: Placement) -> tuple[Slab, bool]:
-        """Where copies lie that a pass adds to the plan's, and whether they are there already, or
-        on their way."""
-        if self._kept is None or self._kept.target is not target:
-            return Slab(), False
-        slab, is_there = self._kept_slab or Slab(), self._kept_slab is not None
-        self._kept_slab = slab
-        return slab, is_there
-
-    def widest(self, target: Placement) -> Placement:
-        """Of a pass's target and that of the step's other passes the one with more copies."""
-        return target if self._kept is None else self._kept.target
 
     def taken(self) -> Flight:
         """The pass that has begun in forward, which the program now takes on."""
