@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
     """A record from a JSON object, every value checked against its field's type, in lists and
-    objects too.
+    objects too. ``Annotated[T, read]`` is read by ``read(value, where)``.
 
     Args:
         cls: a dataclass; its fields may be records themselves.
@@ -64,7 +64,7 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
 
 @functools.cache  # a start reads a hundred records
 def _hints_of(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
@@ -78,6 +78,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     for option in options:
+        if typing.get_origin(option) is typing.Annotated:
+            return option.__metadata__[0](value, where)
         is_record = dataclasses.is_dataclass(option) and isinstance(option, type)
         if is_record and (isinstance(value, Mapping) or len(options) == 1):
             return read_record(option, value, where)
@@ -90,11 +92,32 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 def _within(option: Any, value: Any, where: str) -> Any:
     """A value that fits, and what is in it if it is a list or an object whose type says of what."""
     kinds = typing.get_args(option)
+    if _is_tuple(option):
+        return _tuple(option, value, where)
     if isinstance(value, list) and kinds:
         return [_value(kinds[0], each, f"{where}[{number}]") for number, each in enumerate(value)]
     if isinstance(value, Mapping) and kinds:
         return {key: _value(kinds[1], each, f"{where}[{key!r}]") for key, each in value.items()}
     return value
+
+
+def _is_tuple(option: Any) -> bool:
+    plain = typing.get_origin(option) or option
+    return isinstance(plain, type) and issubclass(plain, tuple)
+
+
+def _tuple(option: Any, value: Sequence[Any], where: str) -> Any:
+    """Of one type and any length, or a type an entry; a ``NamedTuple`` likewise."""
+    is_named = typing.get_origin(option) is None
+    kinds = tuple(_hints_of(option).values()) if is_named else typing.get_args(option)
+    if kinds[1:] == (...,):
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
+        raise ValueError(f"{where} is {value!r}, but must have {len(kinds)} entries")
+    read = [
+        _value(kind, each, f"{where}[{at}]") for at, (kind, each) in enumerate(zip(kinds, value))
+    ]
+    return option(*read) if is_named else tuple(read)
 
 
 def _hint_for(value: Any, options: tuple[Any, ...]) -> str:
@@ -117,12 +140,12 @@ def _fits(option: Any, value: Any) -> bool:
     plain = typing.get_origin(option) or option
     if plain is Any:
         return True
+    if _is_tuple(plain):
+        return isinstance(value, list)
     if plain is typing.Literal:
         return any(type(c) is type(value) and c == value for c in typing.get_args(option))
-    if isinstance(value, bool):
-        return plain is bool
-    if isinstance(value, str):  # though it is a sequence
-        return plain is str
+    if isinstance(value, (bool, str)):  # though they are an integer and a sequence
+        return plain is type(value)
     if plain is float:
         return isinstance(value, (int, float))
     return isinstance(plain, type) and isinstance(value, plain)
@@ -143,6 +166,8 @@ def _in_json(option: Any) -> str:
         return "null"
     if typing.get_origin(option) is typing.Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(option))
+    if _is_tuple(option):
+        return "a list"
     return _JSON_NAMES.get(typing.get_origin(option) or option, "an object")
 
 

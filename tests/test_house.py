@@ -368,6 +368,34 @@ def no_silent_except(source: Source) -> Iterator[Finding]:
             yield node, "swallows every error"
 
 
+MARKUP = "report.markup"
+"""Has the type of text that is HTML."""
+
+
+@rule
+def markup_is_literal(source: Source) -> Iterator[Finding]:
+    """What becomes HTML unescaped stands in the code, and is not formatted before."""
+    if source.lies_in(MARKUP) or not re.search("Html|markupsafe", source.text):
+        return
+    for node, name in imported(source.nodes):
+        if name.partition(".")[0] == "markupsafe":
+            yield node, f"imports {name}; take Html of {MARKUP}"
+    fine: set[ast.AST] = set()
+    for node in source.nodes:
+        match node:
+            case ast.Call(func, [text], []) if is_text(text):
+                fine.add(func)
+            case ast.Attribute(value):
+                fine.add(value)
+            case ast.AnnAssign(annotation=hint) | ast.arg(annotation=ast.AST() as hint):
+                fine.update(ast.walk(hint))
+            case ast.FunctionDef(returns=ast.AST() as hint):
+                fine.update(ast.walk(hint))
+    for node in source.nodes:
+        if isinstance(node, ast.Name) and node.id == "Html" and node not in fine:
+            yield node, "makes markup of no literal; use format, which escapes"
+
+
 # Data and choices.
 
 
@@ -606,6 +634,14 @@ def test_no_deep_inheritance() -> None:
 
 
 BITES = {
+    markup_is_literal: (
+        ("report/x.py", "Html(a)"),
+        ("report/x.py", "Html(f'<b>{a}</b>')"),
+        ("report/x.py", "Html('<b>' + a)"),
+        ("report/x.py", "map(Html, a)"),
+        ("report/x.py", "a = Html\na(b)"),
+        ("commands/x.py", "from markupsafe import Markup"),
+    ),
     imports_go_down: (
         ("moe/x.py", "from ds_moe_ext.strategies import ep"),
         ("moe/x.py", "def f():\n    import ds_moe_ext.report.page"),
@@ -739,6 +775,11 @@ PASSES = {
         ("hosts/x.py", "import torch.distributed as dist\ndist.get_rank()"),
         ("comm.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("layout.py", "import torch.distributed as dist\ndist.new_group([0])"),
+    ),
+    markup_is_literal: (
+        ("report/x.py", "Html('<b>{}</b>').format(a)"),
+        ("report/x.py", "def f(a: Html, b: Sequence[Html]) -> Html: return Html.escape(c)"),
+        ("report/x.py", "a: list[Html] = []"),
     ),
     no_environment: (("hosts/x.py", "import os\nos.environ['A']"),),
     no_work_at_import: (

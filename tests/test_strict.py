@@ -35,7 +35,7 @@ def test_contents_are_read_as_their_types_say() -> None:
         "anything": [True, "x", [1, {}]],
     }
     got = read_record(Outer, values, "it")
-    assert got == Outer(**(values | {"inner": [Inner("x")]}))
+    assert got == Outer(**(values | {"inner": (Inner("x"),)}))
     assert isinstance(got.rates, list) and all(type(rate) is float for rate in got.rates)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from ds_moe_ext.report.charts import Line, Scale, balance_scale, line_chart
 from ds_moe_ext.report.colours import LINES
-from ds_moe_ext.report.parts import multiples, section, thinned
+from ds_moe_ext.report.markup import Html
+from ds_moe_ext.report.parts import multiples, note, section, thinned
 from ds_moe_ext.report.record import Move, PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import Bins
 from ds_moe_ext.report.units import counted, dotted, short_names
@@ -23,7 +24,7 @@ _KNOWN = " What was predicted is drawn where that is known of all layers of a ch
 _THINNED = "shows their mean and, as a band, the smallest and the largest"
 
 
-def balance(record: RunRecord, bins: Bins) -> str:
+def balance(record: RunRecord, bins: Bins) -> Html:
     """One chart for few layers, a band and small charts for many."""
     balance_IL = record.balance_IL()
     scale = balance_scale(float(balance_IL.max()))
@@ -36,11 +37,11 @@ def balance(record: RunRecord, bins: Bins) -> str:
         name = "mean of the layers, and a band from the lowest to the highest"
         body = line_chart([_line(name, balance_IL, bins)], bins, scale=scale, small=False)
         body += _worst_first(lines, bins, scale=scale)
-    note = f'<p class="note">{_ROWS}{thinned(bins, _THINNED)}</p>'
-    return section("Balance over the steps", note + body)
+    about = note(_ROWS + thinned(bins, _THINNED))
+    return section("Balance over the steps", about + body)
 
 
-def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
+def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
     """Balance as computed beside that without copies: of all layers together, and of each."""
     home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
     looks, every = record.looks, range(len(record.layers))
@@ -52,7 +53,7 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
     ]
     scale = balance_scale(float(max(highest)))
 
-    def chart(layers: Sequence[int], *, small: bool) -> str:
+    def chart(layers: Sequence[int], *, small: bool) -> Html:
         lines = [
             _line("as computed", balance_IL[:, layers], bins),
             _line("at home only", home_IL[:, layers], bins),
@@ -72,18 +73,19 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
         body += multiples(
             "Each layer, largest gain first",
             [
-                f"<div><h4>{dotted(short[record.layers[index].name])}</h4>"
-                f"{chart([index], small=True)}</div>"
+                Html("<div><h4>{}</h4>{}</div>").format(
+                    dotted(short[record.layers[index].name]), chart([index], small=True)
+                )
                 for index in sorted(every, key=lambda index: -saved_L[index])
             ],
         )
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
-    note = (
+    about = (
         f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "
         f"at its home of that step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}"
         f"{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
     )
-    return section("Balance with copies, and at home only", f'<p class="note">{note}</p>{body}')
+    return section("Balance with copies, and at home only", note(about) + body)
 
 
 def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
@@ -97,7 +99,7 @@ def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
     )
 
 
-def _worst_first(lines: Sequence[Line], bins: Bins, *, scale: Scale) -> str:
+def _worst_first(lines: Sequence[Line], bins: Bins, *, scale: Scale) -> Html:
     short = short_names([line.name for line in lines])
     drawn = [
         line_chart(

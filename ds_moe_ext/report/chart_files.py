@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 from ds_moe_ext.report.colours import file_rules
-from ds_moe_ext.report.units import escaped
+from ds_moe_ext.report.markup import Html, of_element
 
 CHARTS = ("lines", "heat", "map", "bars", "stacked", "timeline", "pass")
 """Classes of elements that are charts; as ``save.js`` has them."""
@@ -113,17 +113,22 @@ class _Sheet:
     """A chart that grows downwards."""
 
     def __init__(self) -> None:
-        self._parts: list[str] = []
+        self._parts: list[Html] = []
         self._height = 0.0
 
-    def file(self) -> str:
+    def file(self) -> Html:
         """The SVG."""
-        width, height = _WIDE + 2 * _MARGIN, self._height + 2 * _MARGIN
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-            f'viewBox="{-_MARGIN:g} {-_MARGIN:g} {width:g} {height:g}"><style>{file_rules()}'
-            f'</style><rect class="sheet" x="{-_MARGIN:g}" y="{-_MARGIN:g}" width="100%" '
-            f'height="100%"/>\n' + "\n".join(self._parts) + "\n</svg>\n"
+        return Html(
+            '<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+            'viewBox="{edge:g} {edge:g} {width:g} {height:g}"><style>{rules}</style>'
+            '<rect class="sheet" x="{edge:g}" y="{edge:g}" width="100%" height="100%"/>\n'
+            "{parts}\n</svg>\n"
+        ).format(
+            width=_WIDE + 2 * _MARGIN,
+            height=self._height + 2 * _MARGIN,
+            edge=-_MARGIN,
+            rules=file_rules(),
+            parts=Html("\n").join(self._parts),
         )
 
     def add(self, element: ET.Element) -> None:
@@ -147,7 +152,9 @@ class _Sheet:
 
     def _write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         self._parts.append(
-            f'<text x="{x:.4g}" y="{y:.5g}" text-anchor="{anchor}">{escaped(text)}</text>'
+            Html('<text x="{:.4g}" y="{:.5g}" text-anchor="{}">{}</text>').format(
+                x, y, anchor, text
+            )
         )
 
     def _add_words(self, text: str) -> None:
@@ -167,8 +174,9 @@ class _Sheet:
                 style = " ".join(_classes(icon) - {"box", "dash", "mark"})
                 high = 12 if "box" in _classes(icon) else 3
                 self._parts.append(
-                    f'<rect class="{style or "soft"}" x="{x:.4g}" '
-                    f'y="{self._height + 9 - high / 2:.5g}" width="14" height="{high}"/>'
+                    Html('<rect class="{}" x="{:.4g}" y="{:.5g}" width="14" height="{}"/>').format(
+                        style or "soft", x, self._height + 9 - high / 2, high
+                    )
                 )
             self._write(x + 20, self._height + 13, text)
             x += width
@@ -200,15 +208,17 @@ class _Sheet:
         high = drawn.get("height") or f"{_place(drawn, 'height', 0)}"
         if drawn.tag == _IMAGE:
             self._parts.append(
-                f'<image x="{x:g}" y="{self._height:g}" width="{width:g}" height="{high}" '
-                f'preserveAspectRatio="none" style="image-rendering:pixelated" '
-                f'href="{escaped(drawn.get("src", ""))}"/>'
+                Html(
+                    '<image x="{:g}" y="{:g}" width="{:g}" height="{}" preserveAspectRatio="none" '
+                    'style="image-rendering:pixelated" href="{}"/>'
+                ).format(x, self._height, width, high, drawn.get("src", ""))
             )
         else:
-            text = ET.tostring(drawn, encoding="unicode", short_empty_elements=True)
-            text = text.removesuffix(drawn.tail or "")
-            place = f'<svg x="{x:g}" y="{self._height:g}" width="{width:g}"'
-            self._parts.append(text.replace("<svg", place, 1))
+            place = {"x": f"{x:g}", "y": f"{self._height:g}", "width": f"{width:g}"}
+            placed = ET.Element(drawn.tag, {**place, **drawn.attrib})
+            placed.text = drawn.text
+            placed.extend(drawn)
+            self._parts.append(of_element(placed))
         self._height += float(high)
         return float(high)
 

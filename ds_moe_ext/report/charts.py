@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.summary import Bins
-from ds_moe_ext.report.units import escaped, ratio_text, round_steps, seconds_text
+from ds_moe_ext.report.units import ratio_text, round_steps, seconds_text
 
 _UNITS = 1000  # of a line chart's viewBox, from top to bottom
 _TALL, _SMALL = 220, 84  # pixels of a line chart
@@ -93,7 +94,7 @@ def line_chart(
     marks: Mapping[int, str] | None = None,
     text: Callable[[float], str] | None = None,
     axis: str = LINES_AXIS,
-) -> str:
+) -> Html:
     """Values over the steps: lines on one scale, and a legend that gives their means.
 
     Args:
@@ -106,33 +107,42 @@ def line_chart(
         axis: what the page calls the names of the columns.
     """
     ticks = scale.ticks()
-    grid = "".join(_grid_line(scale.height(tick)) for tick in ticks)
     tick_text = text or "{:.3g}".format
-    names = "".join(
-        f'<span style="top:{100 * (1 - scale.height(tick)):.4g}%">{tick_text(tick)}</span>'
-        for tick in ticks
-    )
-    drawn = "".join(_drawn(line, scale, slot) for slot, line in enumerate(lines))
-    legend = "".join(
-        f'<span><i class="dash s{slot}"></i><b>{escaped(line.name)}</b> '
-        f"{(text or ratio_text)(line.mean)}</span>"
+    legend = joined(
+        Html("<span>{} {}</span>").format(
+            key(slot, Html("<b>{}</b>").format(line.name)), (text or ratio_text)(line.mean)
+        )
         for slot, line in enumerate(lines)
     )
     if marks and not small:
-        legend += '<span><i class="mark"></i>homes changed</span>'
-    happened = "".join(_mark_line(column, bins) for column in marks or ())
-    notes = escaped(json.dumps(marks or {}))
-    values = escaped(json.dumps([_listed(line.value_B, text) for line in lines]))
-    return (
-        f'<figure class="lines" data-values="{values}" data-notes="{notes}" data-axis="{axis}">'
-        f'<figcaption class="legend">{legend}</figcaption>'
-        f'<div class="axes"><div class="marks">{names}</div><svg class="plot" '
-        f'height="{_SMALL if small else _TALL}" role="img" '
-        f'aria-label="{"values" if text else "balance"} over steps">{grid}{happened}'
-        f'<svg width="100%" height="100%" viewBox="0 0 {len(bins)} {_UNITS}" '
-        f'preserveAspectRatio="none">{drawn}</svg></svg>'
-        f"{step_axis(bins, max_labels=3 if small else 5)}</div></figure>"
+        legend += Html('<span><i class="mark"></i>homes changed</span>')
+    return Html(
+        '<figure class="lines" data-values="{values}" data-notes="{notes}" data-axis="{axis}">'
+        '<figcaption class="legend">{legend}</figcaption>'
+        '<div class="axes"><div class="marks">{names}</div><svg class="plot" '
+        'height="{height}" role="img" aria-label="{what} over steps">{grid}{happened}'
+        '<svg width="100%" height="100%" viewBox="0 0 {num_bins} {units}" '
+        'preserveAspectRatio="none">{drawn}</svg></svg>{step_axis}</div></figure>'
+    ).format(
+        values=json.dumps([_listed(line.value_B, text) for line in lines]),
+        notes=json.dumps(marks or {}),
+        axis=axis,
+        legend=legend,
+        names=joined(tick_label(tick_text(tick), scale.height(tick)) for tick in ticks),
+        height=_SMALL if small else _TALL,
+        what="values" if text else "balance",
+        grid=joined(_grid_line(scale.height(tick)) for tick in ticks),
+        happened=joined(_mark_line(column, bins) for column in marks or ()),
+        num_bins=len(bins),
+        units=_UNITS,
+        drawn=joined(_drawn(line, scale, slot) for slot, line in enumerate(lines)),
+        step_axis=step_axis(bins, max_labels=3 if small else 5),
     )
+
+
+def tick_label(text: str, height: float) -> Html:
+    """Text beside a drawing, at a height of 0 to 1."""
+    return Html('<span style="top:{:.4g}%">{}</span>').format(100 * (1 - height), text)
 
 
 def _listed(value_B: np.ndarray, text: Callable[[float], str] | None) -> list[float | str | None]:
@@ -143,7 +153,7 @@ def _listed(value_B: np.ndarray, text: Callable[[float], str] | None) -> list[fl
     ]
 
 
-def step_axis(bins: Bins, *, max_labels: int) -> str:
+def step_axis(bins: Bins, *, max_labels: int) -> Html:
     """Step numbers under a drawing whose width is the bins."""
     last = len(bins) - 1
     at = sorted({round(i * last / (max_labels - 1)) for i in range(max_labels)})
@@ -152,31 +162,36 @@ def step_axis(bins: Bins, *, max_labels: int) -> str:
     return axis_labels([f"{name}" for name in names], lefts)
 
 
-def axis_labels(names: Sequence[str], lefts: Sequence[float]) -> str:
+def axis_labels(names: Sequence[str], lefts: Sequence[float]) -> Html:
     """Text under a drawing at percents of its width; labels near an edge stay inside it."""
     spans = []
     for name, left in zip(names, lefts):
-        edge = ' class="first"' if left < 3 else ' class="last"' if left > 97 else ""
-        spans.append(f'<span{edge} style="left:{left:.4g}%">{name}</span>')
-    return f'<div class="steps" aria-hidden="true">{"".join(spans)}</div>'
+        edge = _FIRST if left < 3 else _LAST if left > 97 else ""
+        spans.append(Html('<span{} style="left:{:.4g}%">{}</span>').format(edge, left, name))
+    return Html('<div class="steps" aria-hidden="true">{}</div>').format(joined(spans))
 
 
-def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total: float) -> str:
+_FIRST, _LAST = Html(' class="first"'), Html(' class="last"')
+
+
+def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total: float) -> Html:
     """Horizontal bars, longest first, each with its seconds and its percent of ``total``."""
     ordered = sorted(rows, key=lambda row: (-row.seconds, row.kind))
-    return (
-        '<div class="bars">'
-        + "".join(
-            f"<b>{escaped(row.kind)}</b>"
-            f'<svg height="18" role="img" aria-label="{escaped(row.kind)}">'
-            f'<rect class="{classes[row.kind]}" height="18" rx="3" '
-            f'width="{100 * row.seconds / max(longest, 1e-12):.3f}%"/></svg>'
-            f"<span>{seconds_text(row.seconds)}</span>"
-            f"<span>{100 * row.seconds / max(total, 1e-12):.1f} %</span>"
-            for row in ordered
+    drawn = joined(
+        Html(
+            '<b>{kind}</b><svg height="18" role="img" aria-label="{kind}">'
+            '<rect class="{style}" height="18" rx="3" width="{width:.3f}%"/></svg>'
+            "<span>{seconds}</span><span>{share:.1f} %</span>"
+        ).format(
+            kind=row.kind,
+            style=classes[row.kind],
+            width=100 * row.seconds / max(longest, 1e-12),
+            seconds=seconds_text(row.seconds),
+            share=100 * row.seconds / max(total, 1e-12),
         )
-        + "</div>"
+        for row in ordered
     )
+    return Html('<div class="bars">{}</div>').format(drawn)
 
 
 @dataclass(frozen=True)
@@ -184,9 +199,9 @@ class Stack:
     """One bar of several parts, one behind the other.
 
     Attributes:
-        name: HTML.
+        name: text or markup.
         parts: lengths, in the order of the colours.
-        told: what stands at its end, HTML.
+        told: what stands at its end.
         is_faint: it is shown, but cannot be.
     """
 
@@ -202,7 +217,7 @@ def stacked_bars(
     text: Callable[[float], str],
     *,
     limit: tuple[float, str] | None = None,
-) -> str:
+) -> Html:
     """Bars of the same parts below each other, on one scale.
 
     Args:
@@ -212,23 +227,32 @@ def stacked_bars(
         limit: a length that is marked, and what it is; the scale shows it.
     """
     longest = max([sum(each.parts) for each in stacks] + [limit[0] if limit else 0.0]) or 1.0
-    legend = "".join(
-        f'<span><i class="box s{slot}"></i>{escaped(name)}</span>'
-        for slot, name in enumerate(names)
-    )
+    legend = joined(_boxed(f"s{slot}", name) for slot, name in enumerate(names))
     if limit is not None:
-        legend += f'<span><i class="mark"></i>{escaped(limit[1])}</span>'
-    drawn = "".join(
-        f"<div{_FAINT * each.is_faint}><b>{each.name}</b>"
-        f'<svg height="18" role="img" aria-label="{escaped(_told(each, names, text))}">'
-        f"{_stacked(each, names, text, longest)}{_limit_line(limit, longest)}</svg>"
-        f"<span>{each.told}</span></div>"
+        legend += Html('<span><i class="mark"></i>{}</span>').format(limit[1])
+    drawn = joined(
+        Html(
+            '<div{faint}><b>{name}</b><svg height="18" role="img" aria-label="{label}">'
+            "{parts}{limit}</svg><span>{told}</span></div>"
+        ).format(
+            faint=_FAINT * each.is_faint,
+            name=each.name,
+            label=_told(each, names, text),
+            parts=_stacked(each, names, text, longest),
+            limit="" if limit is None else _upright(100 * limit[0] / longest),
+            told=each.told,
+        )
         for each in stacks
     )
-    return f'<p class="legend">{legend}</p><div class="stacked">{drawn}</div>'
+    return Html('<p class="legend">{}</p><div class="stacked">{}</div>').format(legend, drawn)
 
 
-_FAINT = ' class="faint"'
+_FAINT = Html(' class="faint"')
+
+
+def _boxed(style: str, name: str) -> Html:
+    """A name behind its colour."""
+    return Html('<span><i class="box {}"></i>{}</span>').format(style, name)
 
 
 def _told(stack: Stack, names: Sequence[str], text: Callable[[float], str]) -> str:
@@ -237,68 +261,69 @@ def _told(stack: Stack, names: Sequence[str], text: Callable[[float], str]) -> s
 
 def _stacked(
     stack: Stack, names: Sequence[str], text: Callable[[float], str], longest: float
-) -> str:
+) -> Html:
     ends = np.cumsum([0.0, *stack.parts]) / longest * 100
-    return "".join(
-        f'<rect class="s{slot}" x="{ends[slot]:.3f}%" height="18" '
-        f'width="{ends[slot + 1] - ends[slot]:.3f}%"><title>{escaped(name)} {text(part)}</title>'
-        "</rect>"
+    return joined(
+        Html(
+            '<rect class="s{}" x="{:.3f}%" height="18" width="{:.3f}%"><title>{} {}</title></rect>'
+        ).format(slot, ends[slot], ends[slot + 1] - ends[slot], name, text(part))
         for slot, (name, part) in enumerate(zip(names, stack.parts))
         if part > 0
     )
 
 
-def _limit_line(limit: tuple[float, str] | None, longest: float) -> str:
-    if limit is None:
-        return ""
-    x = f"{100 * limit[0] / longest:.4g}%"
-    return f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="100%"/>'
-
-
-def key(slot: int, name: str) -> str:
+def key(slot: int, name: str) -> Html:
     """A name, in the colour of its line or bar."""
-    return f'<i class="dash s{slot}"></i>{name}'
+    return Html('<i class="dash s{}"></i>{}').format(slot, name)
 
 
-def thin_bars(name: str, bars: Sequence[tuple[int, float]], longest: float) -> str:
+def thin_bars(name: str, bars: Sequence[tuple[int, float]], longest: float) -> Html:
     """A bar below the other for each colour and length, the longest of all as wide as there is
     room."""
-    rects = "".join(
-        f'<rect class="s{slot}" y="{place * (_BAR + _APART)}" height="{_BAR}" rx="2" '
-        f'width="{100 * length / max(longest, 1e-12):.3f}%"/>'
+    rects = joined(
+        Html('<rect class="s{}" y="{}" height="{}" rx="2" width="{:.3f}%"/>').format(
+            slot, place * (_BAR + _APART), _BAR, 100 * length / max(longest, 1e-12)
+        )
         for place, (slot, length) in enumerate(bars)
         if length > 0
     )
     high = len(bars) * (_BAR + _APART) - _APART
-    return f'<svg height="{high}" role="img" aria-label="{escaped(name)}">{rects}</svg>'
+    return Html('<svg height="{}" role="img" aria-label="{}">{}</svg>').format(high, name, rects)
 
 
-def kind_legend(classes: dict[str, str]) -> str:
+def kind_legend(classes: dict[str, str]) -> Html:
     """The colour of each kind of task."""
-    items = (
-        f'<span><i class="box {name}"></i>{escaped(kind)}</span>' for kind, name in classes.items()
-    )
-    return f'<p class="legend">{"".join(items)}</p>'
+    items = joined(_boxed(style, kind) for kind, style in classes.items())
+    return Html('<p class="legend">{}</p>').format(items)
 
 
-def _grid_line(height: float) -> str:
-    y = f"{100 * (1 - height):.4g}%"
-    floor = "" if height else ' class="floor"'
-    return f'<line{floor} x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+def _grid_line(height: float) -> Html:
+    floor = "" if height else Html(' class="floor"')
+    line = Html('<line{floor} x1="0" x2="100%" y1="{y:.4g}%" y2="{y:.4g}%"/>')
+    return line.format(floor=floor, y=100 * (1 - height))
 
 
-def _mark_line(column: int, bins: Bins) -> str:
-    x = f"{100 * column / len(bins):.4g}%"
-    return f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="100%"/>'
+def _mark_line(column: int, bins: Bins) -> Html:
+    return _upright(100 * column / len(bins))
 
 
-def _drawn(line: Line, scale: Scale, slot: int) -> str:
-    band = ""
+def _upright(left: float) -> Html:
+    """A line from top to bottom at a percent of the width."""
+    line = Html('<line class="mark" x1="{x:.4g}%" x2="{x:.4g}%" y1="0" y2="100%"/>')
+    return line.format(x=left)
+
+
+def _drawn(line: Line, scale: Scale, slot: int) -> Html:
+    band = Html("")
     if (line.high_B > line.low_B).any():
         there, back = _points(line.high_B, scale), _points(line.low_B, scale)
-        band = f'<path class="band" d="M{"L".join(there + back[::-1])}Z"/>'
-    path = f'<path class="line" d="M{"L".join(_points(line.value_B, scale))}"/>'
-    return f'<g class="s{slot}">{band}{path}</g>'
+        band = Html('<path class="band" d="M{}Z"/>').format("L".join(there + back[::-1]))
+    return Html('<g class="s{}">{}{}</g>').format(slot, band, path(_points(line.value_B, scale)))
+
+
+def path(points: Sequence[str]) -> Html:
+    """A line through points, each ``x y``."""
+    return Html('<path class="line" d="M{}"/>').format("L".join(points))
 
 
 def _points(value_B: np.ndarray, scale: Scale) -> list[str]:

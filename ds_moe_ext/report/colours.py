@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.raster import blend
 from ds_moe_ext.report.units import TIMES
 
@@ -87,32 +88,35 @@ def classes_of(kinds: Iterable[str]) -> dict[str, str]:
     return {kind: f"k{slots.get(kind, grey)}" for kind in ordered}
 
 
-def style_rules() -> str:
+def style_rules() -> Html:
     """CSS for the classes ``k0`` … of kinds and ``s0`` … of lines."""
-    kinds = "".join(
-        f".k{slot}{{fill:{fill};background:{fill}}}.plot .t{slot}{{fill:{ink}}}"
+    kind = Html(".k{slot}{{fill:{fill};background:{fill}}}.plot .t{slot}{{fill:{ink}}}")
+    kinds = joined(
+        kind.format(slot=slot, fill=fill, ink=ink)
         for slot, (fill, ink) in enumerate((*_KINDS.values(), _OTHER))
     )
-    light = "".join(f".s{i}{{--line:{line}}}" for i, (line, _) in enumerate(LINES))
-    dark = "".join(f".s{i}{{--line:{line}}}" for i, (_, line) in enumerate(LINES))
-    return f"{kinds}{light}@media screen and (prefers-color-scheme:dark){{{dark}}}"
+    rule = Html(".s{}{{--line:{}}}")
+    light = joined(rule.format(slot, line) for slot, (line, _) in enumerate(LINES))
+    dark = joined(rule.format(slot, line) for slot, (_, line) in enumerate(LINES))
+    return Html("{}{}@media screen and (prefers-color-scheme:dark){{{}}}").format(
+        kinds, light, dark
+    )
 
 
-def file_rules() -> str:
+def file_rules() -> Html:
     """CSS of a drawing that is a file of its own, in the light scheme; some that draw know no
     variables."""
-    kinds = "".join(
-        f".k{slot}{{fill:{fill}}}.t{slot}{{fill:{ink}}}"
+    kind = Html(".k{slot}{{fill:{fill}}}.t{slot}{{fill:{ink}}}")
+    kinds = joined(
+        kind.format(slot=slot, fill=fill, ink=ink)
         for slot, (fill, ink) in enumerate((*_KINDS.values(), _OTHER))
     )
-    lines = "".join(
-        f"rect.s{i}{{fill:{line}}}.s{i} .line{{stroke:{line}}}.s{i} .band{{fill:{line}}}"
-        for i, (line, _) in enumerate(LINES)
-    )
+    rule = Html("rect.s{i}{{fill:{line}}}.s{i} .line{{stroke:{line}}}.s{i} .band{{fill:{line}}}")
+    lines = joined(rule.format(i=i, line=line) for i, (line, _) in enumerate(LINES))
     return _FILE_RULES + kinds + lines
 
 
-_FILE_RULES = (
+_FILE_RULES = Html(
     "text{font:12px system-ui,sans-serif;fill:#1b1b19}.sheet{fill:#fff}.soft{fill:#5d5d58}"
     "line{stroke:#ecece7}line.floor{stroke:#b9b9b1}line.mark{stroke:#5d5d58;stroke-dasharray:2 3}"
     ".line{fill:none;stroke-width:2;stroke-linejoin:round;vector-effect:non-scaling-stroke}"

@@ -25,6 +25,7 @@ from ds_moe_ext.report.colours import (
     map_palette,
 )
 from ds_moe_ext.report.heatmap import Shelves, heatmap, scale
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.raster import data_uri
 from ds_moe_ext.report.record import PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import Bins
@@ -42,7 +43,7 @@ def ramp_of(placements: PlacementRecord) -> Ramp:
     return copies_ramp(max(most, 1))
 
 
-def copies_scale(ramp: Ramp) -> str:
+def copies_scale(ramp: Ramp) -> Html:
     """The legend of numbers of copies."""
     most = round(float(ramp.value_P[-1]))
     step = -(-most // 8)
@@ -52,18 +53,18 @@ def copies_scale(ramp: Ramp) -> str:
 
 def copies_of_layer(
     record: RunRecord, placements: PlacementRecord, index: int, *, ramp: Ramp, bins: Bins
-) -> str:
+) -> Html:
     """Copies over the steps, and at their side the map of the last one."""
-    return (
-        f"<h4>Copies</h4>{map_legend(has_added=placements.added is not None)}"
-        f'<div class="beside">{copies_heatmap(record, placements, index, ramp=ramp, bins=bins)}'
-        f"{copies_map(record, placements, index)}</div>"
+    return Html('<h4>Copies</h4>{}<div class="beside">{}{}</div>').format(
+        map_legend(has_added=placements.added is not None),
+        copies_heatmap(record, placements, index, ramp=ramp, bins=bins),
+        copies_map(record, placements, index),
     )
 
 
 def copies_heatmap(
     record: RunRecord, placements: PlacementRecord, index: int, *, ramp: Ramp, bins: Bins
-) -> str:
+) -> Html:
     """The number of copies of each expert of one layer over the steps."""
     num_experts = record.layers[index].num_experts
     copies_BE = bins.mean(placements.all_copies_ILE[:, index, :num_experts])
@@ -76,7 +77,7 @@ def copies_heatmap(
     )
 
 
-def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> str:
+def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> Html:
     """Experts by cells of one layer at the last step: homes filled, copies hatched; those that were
     made after the gate the other way round."""
     shelves, added = Shelves.of(record, index), placements.added
@@ -95,15 +96,26 @@ def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> st
     labels = axis_labels(
         [f"{cell}" for cell in named], [100 * (cell + 0.5) / num_cells for cell in named]
     )
-    return (
-        f'<figure class="map" data-held="{shelves.held}" data-row="{shelves.row_height}" '
-        f'data-copied="{_json(copied_to)}" data-added="{_json(added_to)}" '
-        f'data-passes="{1 if added is None else added.num_passes}" data-cells="{num_cells}">'
-        f'<div class="axes">{shelves.names()}<div class="wide"><img class="ramp" '
-        f'src="{data_uri(pixels_YX, map_palette())}" width="{width * num_cells}" '
-        f'height="{shelves.height}" alt="homes and copies of {len(copied_to)} experts">'
-        f'<div style="width:{width * num_cells}px">{labels}</div></div></div>'
-        f'<figcaption class="note">Across: EP ranks.</figcaption></figure>'
+    return Html(
+        '<figure class="map" data-held="{held}" data-row="{row_height}" data-copied="{copied}" '
+        'data-added="{added}" data-passes="{num_passes}" data-cells="{num_cells}">'
+        '<div class="axes">{names}<div class="wide"><img class="ramp" src="{image}" '
+        'width="{width}" height="{height}" alt="homes and copies of {num_experts} experts">'
+        '<div style="width:{width}px">{labels}</div></div></div>'
+        '<figcaption class="note">Across: EP ranks.</figcaption></figure>'
+    ).format(
+        held=shelves.held,
+        row_height=shelves.row_height,
+        copied=_json(copied_to),
+        added=_json(added_to),
+        num_passes=1 if added is None else added.num_passes,
+        num_cells=num_cells,
+        names=shelves.names(),
+        image=data_uri(pixels_YX, map_palette()),
+        width=width * num_cells,
+        height=shelves.height,
+        num_experts=len(copied_to),
+        labels=labels,
     )
 
 
@@ -118,7 +130,7 @@ def told_of_added(placements: PlacementRecord) -> str:
     return " Copies made after the gate are counted where any pass of the step had them."
 
 
-def map_legend(*, has_added: bool) -> str:
+def map_legend(*, has_added: bool) -> Html:
     """What the boxes of a map mean."""
     kinds = {"home": HOME, "copy": COPY_INK}
     if has_added:
@@ -128,11 +140,11 @@ def map_legend(*, has_added: bool) -> str:
         name: data_uri(_box(np.full((size, size), kind, dtype=np.uint8)), map_palette())
         for name, kind in kinds.items()
     }
-    items = "".join(
-        f'<span><img class="ramp key" src="{uri}" alt="">{name}</span>'
+    items = joined(
+        Html('<span><img class="ramp key" src="{}" alt="">{}</span>').format(uri, name)
         for name, uri in boxes.items()
     )
-    return f'<p class="legend">{items}</p>'
+    return Html('<p class="legend">{}</p>').format(items)
 
 
 def _boxed(kind_YC: np.ndarray, shelves: Shelves, width: int) -> np.ndarray:

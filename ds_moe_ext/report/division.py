@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_moe_ext.report.charts import key, thin_bars
-from ds_moe_ext.report.parts import OPEN, section, table
+from ds_moe_ext.report.markup import Html
+from ds_moe_ext.report.parts import OPEN, folded, note, section, table
 from ds_moe_ext.report.record import LooksRecord, RunRecord
 from ds_moe_ext.report.summary import Division, division_of, outcome_of
 from ds_moe_ext.report.units import EN_DASH, counted, dotted, ratio_text
@@ -27,7 +28,7 @@ _BALANCES = (
     _Balance(1, "at home only", lambda one: one.home_balance),
     _Balance(2, "predicted", lambda one: one.predicted),
     _Balance(0, "reached", lambda one: one.balance),
-    _Balance(3, "by the paper's rule", lambda one: one.by_paper),
+    _Balance(3, Html("by the paper's rule"), lambda one: one.by_paper),
 )
 
 
@@ -71,12 +72,12 @@ def _no_gain(record: RunRecord, whole: Division) -> str:
     return "; copies did not help, and the plan predicted no gain"
 
 
-def division(record: RunRecord, looks: LooksRecord) -> str:
+def division(record: RunRecord, looks: LooksRecord) -> Html:
     """A row for all layers together and one for each, with bars of the balances; nothing of a run
     that was not looked at."""
     whole = _whole(record, looks)
     if whole is None:
-        return ""
+        return Html("")
     each = [division_of(record, looks, [index]) for index in range(len(record.layers))]
     shown = [balance for balance in _BALANCES if not np.isnan(balance.of(whole))]
     longest = max([0.0, *(balance.of(one) - 1 for balance in shown for one in each)])
@@ -95,16 +96,14 @@ def division(record: RunRecord, looks: LooksRecord) -> str:
     body = table(headings, [first, *rows] if len(rows) > 1 else rows)
     if len(rows) > OPEN:
         number = counted(len(rows), "layer")
-        folded = f"<details><summary>{number}</summary>{table(headings, rows)}</details>"
-        body = table(headings, [first]) + folded
+        body = table(headings, [first]) + folded(number, table(headings, rows))
     title = "Balance predicted and reached" if shown else "Where rows went"
-    return section(
-        title, f'<p class="note">{_note(shown, looks)}</p><div class="division">{body}</div>'
-    )
+    about = note(_about(shown, looks))
+    return section(title, Html('{}<div class="division">{}</div>').format(about, body))
 
 
-def _note(shown: Sequence[_Balance], looks: LooksRecord) -> str:
-    told = []
+def _about(shown: Sequence[_Balance], looks: LooksRecord) -> Html:
+    told: list[str] = []
     if shown:
         told.append(
             "Predicted is what the plan came to for the rows that it was made for, reached what "
@@ -113,8 +112,10 @@ def _note(shown: Sequence[_Balance], looks: LooksRecord) -> str:
         )
     if len(shown) == len(_BALANCES):
         told.append(
-            "By the paper's rule is what the same copies would have come to, had they divided the "
-            "rows that came as the paper has it."
+            Html(
+                "By the paper's rule is what the same copies would have come to, had they divided "
+                "the rows that came as the paper has it."
+            )
         )
     told.append("A row left its EP rank if another one computed it than the one it came from.")
     seen = int((~np.isnan(looks.left_IL)).sum())
@@ -123,7 +124,7 @@ def _note(shown: Sequence[_Balance], looks: LooksRecord) -> str:
             f"Layers took turns: this is of {seen:,} of {looks.left_IL.size:,} pairs of a recorded "
             "step and a layer."
         )
-    return " ".join(told)
+    return Html(" ").join(told)
 
 
 def _whole(record: RunRecord, looks: LooksRecord) -> Division | None:

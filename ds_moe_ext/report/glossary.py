@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ds_moe_ext.report.units import escaped
+from ds_moe_ext.report.markup import Html, joined
 
 WORDS = (
     ("EP rank (cell)", "a rank of the expert-parallel group, or all that split experts"),
@@ -16,7 +16,9 @@ WORDS = (
 """What is said on the page, and what it is."""
 
 
-def legend() -> str:
+def legend() -> Html:
     """The words of the page, folded."""
-    items = "".join(f"<dt>{escaped(word)}</dt><dd>{escaped(what)}</dd>" for word, what in WORDS)
-    return f'<details class="words"><summary>Words</summary><dl>{items}</dl></details>'
+    items = joined(Html("<dt>{}</dt><dd>{}</dd>").format(word, what) for word, what in WORDS)
+    return Html('<details class="words"><summary>Words</summary><dl>{}</dl></details>').format(
+        items
+    )

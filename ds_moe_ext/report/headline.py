@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ds_moe_ext.report.glossary import legend
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.summary import Drift, Summary, outcome_of, scores_line, took_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
@@ -15,7 +16,6 @@ from ds_moe_ext.report.units import (
     bytes_text,
     counted,
     dotted,
-    escaped,
     ratio_text,
     short_count,
 )
@@ -23,7 +23,7 @@ from ds_moe_ext.report.units import (
 _SAME = 0.03  # balances that differ by a smaller share are called the same
 
 
-def header(record: RunRecord, summary: Summary | None) -> str:
+def header(record: RunRecord, summary: Summary | None) -> Html:
     """Strategy, sizes, versions, and the verdict."""
     facts = [
         counted(record.world_size, "rank"),
@@ -31,20 +31,25 @@ def header(record: RunRecord, summary: Summary | None) -> str:
         counted(len(record.layers), "MoE layer"),
         _steps_fact(record),
     ]
-    versions = [f"{escaped(name)} {escaped(text)}" for name, text in record.versions.items()]
+    versions = [f"{name} {text}" for name, text in record.versions.items()]
     nothing = "No steps were recorded." if record.layers else "No layer was replaced."
     verdict = _verdict(record, summary) if summary else nothing
-    return (
-        f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
-        f"{facts_line(facts)}{facts_line(versions)}"
-        f"{_in_time(record)}"
-        f'<p class="verdict">{verdict}</p>{legend()}</header>'
+    return Html(
+        '<header><h1>MoE run with <code>{}</code></h1>{}{}{}<p class="verdict">{}</p>{}</header>'
+    ).format(
+        record.strategy,
+        facts_line(facts),
+        facts_line(versions),
+        _in_time(record),
+        verdict,
+        legend(),
     )
 
 
-def facts_line(facts: Iterable[str]) -> str:
+def facts_line(facts: Iterable[str]) -> Html:
     """What a header says in short, below its title."""
-    return f'<p class="facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
+    spans = joined(Html("<span>{}</span>").format(fact) for fact in facts)
+    return Html('<p class="facts">{}</p>').format(spans)
 
 
 def _steps_fact(record: RunRecord) -> str:
@@ -55,45 +60,45 @@ def _steps_fact(record: RunRecord) -> str:
     return f"{counted(len(record.steps_I), 'recorded step')}, {which}"
 
 
-def _in_time(record: RunRecord) -> str:
+def _in_time(record: RunRecord) -> Html:
     """What steps took, in words, and what copies and choices did for that."""
     lines = [
         line for told in (scores_line, saved_line, took_line, choice_line) if (line := told(record))
     ]
-    told = "".join(f"{escaped(line[:1].upper() + line[1:])}. " for line in lines)
-    return f'<p class="verdict">{told.strip()}</p>' if told else ""
+    told = " ".join(f"{line[:1].upper()}{line[1:]}." for line in lines)
+    return Html('<p class="verdict">{}</p>').format(told) if told else Html("")
 
 
-def _verdict(record: RunRecord, summary: Summary) -> str:
+def _verdict(record: RunRecord, summary: Summary) -> Html:
     """How balanced the run was, in words."""
     idle = 1 - 1 / summary.mean
     worst = record.layers[summary.worst_layer].name
-    where = (
-        f"; layer <code>{dotted(worst)}</code> was worst, with "
-        f"<b>{float(summary.mean_L[summary.worst_layer]):.2f}</b>"
-        if len(record.layers) > 1
-        else ""
+    where = Html("; layer <code>{}</code> was worst, with <b>{:.2f}</b>").format(
+        dotted(worst), summary.mean_L[summary.worst_layer]
     )
-    return (
-        f"The busiest EP rank (cell) computed <b>{summary.mean:.2f} times the mean</b> on "
-        f"average{where}. An average one waited for the busiest during {100 * idle:.0f} % of the "
-        "expert time."
-        f"{_placements(record)}{_drift(summary.drift)}"
+    return Html(
+        "The busiest EP rank (cell) computed <b>{:.2f} times the mean</b> on average{}. An average "
+        "one waited for the busiest during {:.0f} % of the expert time.{}{}"
+    ).format(
+        summary.mean,
+        where if len(record.layers) > 1 else "",
+        100 * idle,
+        _placements(record),
+        _drift(summary.drift),
     )
 
 
-def _placements(record: RunRecord) -> str:
+def _placements(record: RunRecord) -> Html:
     if record.placements is None:
-        return ""
+        return Html("")
     outcome = outcome_of(record)
     moved = f", and homes changed {counted(outcome.num_moved, 'time')}"
     added = record.placements.added
     late = "" if added is None else f", {_a_step(added.copies_ILE):.1f} of them made after the gate"
-    return (
-        f" With every expert at its home only it would have computed <b>{outcome.home_balance:.2f} "
-        f"times the mean</b>. There were {outcome.copies:.1f} copies a step{late}"
-        f"{moved if outcome.num_moved else ''}."
-    )
+    return Html(
+        " With every expert at its home only it would have computed <b>{:.2f} times the mean</b>. "
+        "There were {:.1f} copies a step{}{}."
+    ).format(outcome.home_balance, outcome.copies, late, moved if outcome.num_moved else "")
 
 
 def _a_step(copies_ILE: np.ndarray) -> float:
@@ -113,7 +118,7 @@ def _drift(drift: Drift | None) -> str:
     )
 
 
-def tiles(record: RunRecord, summary: Summary) -> str:
+def tiles(record: RunRecord, summary: Summary) -> Html:
     """The headline numbers of a run with steps."""
     worst = record.layers[summary.worst_layer].name
     weights = sum(layer.expert_bytes for layer in record.layers)
@@ -138,11 +143,12 @@ def tiles(record: RunRecord, summary: Summary) -> str:
         shown[1:1] = [("at home only", ratio_text(outcome.home_balance), "without copies")]
         moved = f"{outcome.num_moved:,} changed their homes"
         shown[-2:-2] = [("copies", f"{outcome.copies:.1f}", f"a step; {moved}")]
-    return (
-        f'<div class="tiles" style="--columns:{4 if record.placements else 6}">'
-        + "".join(
-            f"<div><span>{name}</span><b>{value}</b><span>{dotted(remark)}</span></div>"
-            for name, value, remark in shown
+    drawn = joined(
+        Html("<div><span>{}</span><b>{}</b><span>{}</span></div>").format(
+            name, value, dotted(remark)
         )
-        + "</div>"
+        for name, value, remark in shown
+    )
+    return Html('<div class="tiles" style="--columns:{}">{}</div>').format(
+        4 if record.placements else 6, drawn
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from ds_moe_ext.report.charts import step_axis
 from ds_moe_ext.report.colours import Ramp, load_level, load_ramp
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.raster import data_uri
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.summary import Bins
@@ -96,44 +97,54 @@ class Shelves:
         ]
         return np.concatenate(parts[:-1])
 
-    def names(self) -> str:
-        """HTML: cells, and experts where there is room, at their heights."""
+    def names(self) -> Html:
+        """Cells, and experts where there is room, at their heights."""
         high = self.row_height
-        names: list[str] = []
+        names: list[Html] = []
         free_from = 0
         for shelf in self.of_cells:
             middle = shelf.top + len(shelf.experts) * high // 2
             if middle - _LINE // 2 >= free_from or not names:
                 free_from = middle + _LINE // 2
                 names.append(
-                    f'<span style="top:{middle}px"><b>EP rank {shelf.cell}</b> '
-                    f"{ratio_text(shelf.load)}</span>"
+                    Html('<span style="top:{}px"><b>EP rank {}</b> {}</span>').format(
+                        middle, shelf.cell, ratio_text(shelf.load)
+                    )
                 )
         if high >= _LINE - 2:
             names += [
-                f'<i style="top:{shelf.top + k * high + high // 2}px">{expert}</i>'
+                Html('<i style="top:{}px">{}</i>').format(shelf.top + k * high + high // 2, expert)
                 for shelf in self.of_cells
                 for k, expert in enumerate(shelf.experts)
             ]
-        return f'<div class="cells" style="height:{self.height}px">{"".join(names)}</div>'
+        cells = Html('<div class="cells" style="height:{}px">{}</div>')
+        return cells.format(self.height, joined(names))
 
 
-def heatmap(level_EB: np.ndarray, shelves: Shelves, ramp: Ramp, bins: Bins, *, what: str) -> str:
+def heatmap(level_EB: np.ndarray, shelves: Shelves, ramp: Ramp, bins: Bins, *, what: str) -> Html:
     """Palette indices of the experts of one layer over the steps. ``what`` they are, for people."""
     empty = shelves.num_empty
     note = f" {counted(empty, 'EP rank')} hold no expert of this layer." if empty else ""
-    return (
-        f'<figure class="heat" data-held="{shelves.held}" data-row="{shelves.row_height}" '
-        f'data-ramp="{ramp.name}"><div class="axes">{shelves.names()}'
-        f'<img class="ramp" src="{data_uri(shelves.stacked(level_EB), ramp.palette_P3)}" '
-        f'style="height:{shelves.height}px" alt="{what}">'
-        f"{step_axis(bins, max_labels=5)}</div>"
+    return Html(
+        '<figure class="heat" data-held="{held}" data-row="{row_height}" data-ramp="{ramp}">'
+        '<div class="axes">{names}<img class="ramp" src="{image}" style="height:{height}px" '
+        'alt="{what}">{steps}</div>'
         '<figcaption class="note">Down: experts, grouped by the EP rank that owns them (home), '
-        f"with its rows over the mean's. Across: recorded steps.{note}</figcaption></figure>"
+        "with its rows over the mean's. Across: recorded steps.{note}</figcaption></figure>"
+    ).format(
+        held=shelves.held,
+        row_height=shelves.row_height,
+        ramp=ramp.name,
+        names=shelves.names(),
+        image=data_uri(shelves.stacked(level_EB), ramp.palette_P3),
+        height=shelves.height,
+        what=what,
+        steps=step_axis(bins, max_labels=5),
+        note=note,
     )
 
 
-def scale(ramp: Ramp, title: str, ticks: Mapping[str, float]) -> str:
+def scale(ramp: Ramp, title: str, ticks: Mapping[str, float]) -> Html:
     """The legend of a ramp, for people and for the page's script.
 
     Args:
@@ -143,12 +154,20 @@ def scale(ramp: Ramp, title: str, ticks: Mapping[str, float]) -> str:
     """
     colours = np.arange(1, len(ramp.palette_P3), dtype=np.uint8)[None, :]
     values = json.dumps([float(f"{value:.4g}") for value in ramp.value_P], separators=(",", ":"))
-    names = "".join(f'<span style="left:{at:.4g}%">{name}</span>' for name, at in ticks.items())
-    return (
-        f'<div class="scale"><span>{title}</span><div><img class="ramp" id="{ramp.name}" '
-        f'data-values="{values}" data-unit="{ramp.unit}" '
-        f'src="{data_uri(colours, ramp.palette_P3)}" alt="colour scale">'
-        f'<div class="steps">{names}</div></div></div>'
+    names = joined(
+        Html('<span style="left:{:.4g}%">{}</span>').format(at, name) for name, at in ticks.items()
+    )
+    return Html(
+        '<div class="scale"><span>{title}</span><div><img class="ramp" id="{name}" '
+        'data-values="{values}" data-unit="{unit}" src="{image}" alt="colour scale">'
+        '<div class="steps">{names}</div></div></div>'
+    ).format(
+        title=title,
+        name=ramp.name,
+        values=values,
+        unit=ramp.unit,
+        image=data_uri(colours, ramp.palette_P3),
+        names=names,
     )
 
 
@@ -164,7 +183,7 @@ def load_octaves(record: RunRecord, bins: Bins) -> int:
     return int(np.clip(np.ceil(np.log2(high) - 1e-9), 1, 4))
 
 
-def load_heatmap(record: RunRecord, index: int, *, bins: Bins, octaves: int) -> str:
+def load_heatmap(record: RunRecord, index: int, *, bins: Bins, octaves: int) -> Html:
     """The loads of the experts of one layer."""
     layer = record.layers[index]
     ratio_BE = _ratio(record.rows_ILE[:, index, : layer.num_experts], bins)
@@ -177,13 +196,15 @@ def load_heatmap(record: RunRecord, index: int, *, bins: Bins, octaves: int) -> 
     )
 
 
-def load_scale(octaves: int) -> str:
+def load_scale(octaves: int) -> Html:
     """The legend of loads."""
     ticks = {
         (f"{2**k}" if k >= 0 else f"1/{2**-k}") + TIMES: 100 * (k + octaves) / (2 * octaves)
         for k in range(-octaves, octaves + 1)
     }
-    title = "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
+    title = Html(
+        "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
+    )
     return scale(load_ramp(octaves), title, ticks)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ds_moe_ext.report.charts import LINES_AXIS, Line, line_chart, value_scale
-from ds_moe_ext.report.parts import section, thinned
+from ds_moe_ext.report.markup import Html
+from ds_moe_ext.report.parts import note, section, thinned
 from ds_moe_ext.report.summary import Bins
 
 
@@ -22,25 +23,24 @@ def mean_of(value_I: np.ndarray) -> float:
 
 def over_steps(
     title: str,
-    note: str,
+    about: str,
     values: Mapping[str, np.ndarray],
     bins: Bins,
     text: Callable[[float], str],
-) -> str:
+) -> Html:
     """One line for each name; nothing where nobody knows a value.
 
     Args:
         title: of the card.
-        note: what is drawn, as HTML.
+        about: what is drawn.
         values: by what the legend says, float ``[I]``; nan where that is not known.
         bins: of the steps.
         text: a value as a person reads it.
     """
     chart = lines_over_steps(values, bins, text)
     if not chart:
-        return ""
-    note += thinned(bins, "shows their mean")
-    return section(title, f'<p class="note">{note}</p>{chart}')
+        return chart
+    return section(title, note(about + thinned(bins, "shows their mean")) + chart)
 
 
 def lines_over_steps(
@@ -51,7 +51,7 @@ def lines_over_steps(
     small: bool = False,
     axis: str = LINES_AXIS,
     whole: Callable[[np.ndarray], float] = mean_of,
-) -> str:
+) -> Html:
     """The chart of such a card.
 
     Args:
@@ -62,9 +62,13 @@ def lines_over_steps(
         axis: what the page calls the names of the columns.
         whole: what the legend gives, of the values that are known.
     """
-    known = {name: value_I for name, value_I in values.items() if not np.isnan(value_I).all()}
+    known = {
+        name: np.where(np.isfinite(value_I), value_I, np.nan)
+        for name, value_I in values.items()
+        if np.isfinite(value_I).any()
+    }
     if not known:
-        return ""
+        return Html("")
     lines = []
     for name, value_I in known.items():
         value_B = bins.known_mean(value_I)

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_moe_ext.report.charts import thin_bars
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.over_steps import lines_over_steps
-from ds_moe_ext.report.parts import OPEN, section, table
+from ds_moe_ext.report.parts import OPEN, folded, note, section, table
 from ds_moe_ext.report.record import PaceRecord, RanksRecord, RunRecord
 from ds_moe_ext.report.summary import gather_steps, typical
-from ds_moe_ext.report.units import bytes_text, counted, escaped, seconds_text, short_count
+from ds_moe_ext.report.units import bytes_text, counted, seconds_text, short_count
 
 AXIS = "told"  # of charts over the steps behind which ranks told each other
 
@@ -80,7 +81,7 @@ def pace_labels(paces: Mapping[str, PaceRecord]) -> list[str]:
     return [f"{step}" for pace in list(paces.values())[:1] for step in pace.steps_G]
 
 
-def pace_charts(paces: Mapping[str, PaceRecord]) -> str:
+def pace_charts(paces: Mapping[str, PaceRecord]) -> Html:
     """A chart for each kind of value of one run, or for each value with a line a run; nothing of
     what is not known, of all runs.
 
@@ -102,23 +103,23 @@ def pace_charts(paces: Mapping[str, PaceRecord]) -> str:
         bins = gather_steps(next(iter(paces.values())).steps_G, max_bins=len(pace_labels(paces)))
         text, whole = kinds[title].text, kinds[title].whole
         chart = lines_over_steps(lines, bins, text, small=True, axis=AXIS, whole=whole)
-        drawn += [f"<div><h3>{title}</h3>{chart}</div>"] if chart else []
+        drawn += [Html("<div><h3>{}</h3>{}</div>").format(title, chart)] if chart else []
     if not drawn:
-        return ""
-    body = f'<p class="note">{_NOTE}</p><div class="two">{"".join(drawn)}</div>'
+        return Html("")
+    body = Html('{}<div class="two">{}</div>').format(note(_NOTE), joined(drawn))
     return section("Time, loss and memory over the steps", body)
 
 
-def waited_for(ranks: RanksRecord | None) -> str:
+def waited_for(ranks: RanksRecord | None) -> Html:
     """A row for each rank, those first that came last most often; nothing where rows were not
     exchanged, or that is not known."""
     if ranks is None or not ranks.num_last_R.any():
-        return ""
+        return Html("")
     order = np.argsort(-ranks.num_last_R, kind="stable")
     most = float(ranks.num_last_R.max())
     rows = [
         [
-            escaped(rank_name(ranks, at)),
+            rank_name(ranks, at),
             thin_bars(rank_name(ranks, at), [(0, float(ranks.num_last_R[at]))], most),
             f"{ranks.num_last_R[at]:,}",
             f"{100 * ranks.num_last_R[at] / ranks.num_exchanges:.0f} %",
@@ -132,15 +133,14 @@ def waited_for(ranks: RanksRecord | None) -> str:
     body = table(headings, rows[:OPEN])
     if len(rows) > OPEN:
         more = counted(len(rows) - OPEN, "more rank")
-        body += f"<details><summary>{more}</summary>{table(headings, rows[OPEN:])}</details>"
-    note = (
+        body += folded(more, table(headings, rows[OPEN:]))
+    about = (
         f"Of {ranks.num_exchanges:,} exchanges of rows that each rank had in timed steps, to how "
         "many it came last: for it the others of its exchange waited. Seconds are of a step, on "
         "average; who waits least is waited for. Memory is the most so far."
     )
-    return section(
-        "Who the others waited for", f'<p class="note">{note}</p><div class="division">{body}</div>'
-    )
+    shown = Html('{}<div class="division">{}</div>').format(note(about), body)
+    return section("Who the others waited for", shown)
 
 
 def rank_name(ranks: RanksRecord, at: int) -> str:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.summary import Bins
-from ds_moe_ext.report.units import counted, escaped
+from ds_moe_ext.report.units import counted
 
 OPEN = 12  # small charts, or rows of a table, that are shown unasked
 
@@ -18,49 +19,63 @@ class Panel:
 
     name: str
     remark: str
-    body: str
+    body: Html
 
 
-def section(title: str, body: str) -> str:
+def section(title: str, body: Html) -> Html:
     """A card of the page."""
-    return f"<section><h2>{title}</h2>{body}</section>"
+    return Html("<section><h2>{}</h2>{}</section>").format(title, body)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """All entries are HTML."""
-    body = "".join(_row(row, "td") for row in rows)
-    return (
-        f'<div class="wide"><table><thead>{_row(headings, "th")}</thead>'
-        f"<tbody>{body}</tbody></table></div>"
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+    """Entries are text or markup."""
+    head = _row(headings, Html("<th>{}</th>"))
+    body = joined(_row(row, Html("<td>{}</td>")) for row in rows)
+    return Html('<div class="wide"><table><thead>{}</thead><tbody>{}</tbody></table></div>').format(
+        head, body
     )
 
 
-def _row(entries: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{entry}</{tag}>' for entry in entries)}</tr>"
+def _row(entries: Sequence[str], cell: Html) -> Html:
+    return Html("<tr>{}</tr>").format(joined(cell.format(entry) for entry in entries))
 
 
-def multiples(title: str, charts: Sequence[str]) -> str:
+def folded(summary: str, body: Html) -> Html:
+    """What opens at a click."""
+    return Html("<details><summary>{}</summary>{}</details>").format(summary, body)
+
+
+def note(text: str) -> Html:
+    """A paragraph in small print."""
+    return Html('<p class="note">{}</p>').format(text)
+
+
+def multiples(title: str, charts: Sequence[Html]) -> Html:
     """Small charts side by side; those beyond the first ones are folded away."""
-    shown = f'<h3>{title}</h3><div class="multiples">{"".join(charts[:OPEN])}</div>'
-    rest = "".join(charts[OPEN:])
+    beside = Html('<div class="multiples">{}</div>')
+    shown = Html("<h3>{}</h3>{}").format(title, beside.format(joined(charts[:OPEN])))
+    rest = joined(charts[OPEN:])
     if not rest:
         return shown
-    more = counted(len(charts) - OPEN, "more layer")
-    return f'{shown}<details><summary>{more}</summary><div class="multiples">{rest}</div></details>'
+    return shown + folded(counted(len(charts) - OPEN, "more layer"), beside.format(rest))
 
 
-def selectable(name: str, panels: Sequence[Panel], *, first: int) -> str:
+def selectable(name: str, panels: Sequence[Panel], *, first: int) -> Html:
     """Panels of which the script shows one at a time; without it all stand in a row."""
-    options = "".join(
-        f"<option{' selected' if index == first else ''}>{escaped(panel.name)} "
-        f"({escaped(panel.remark)})</option>"
+    options = joined(
+        Html("<option{}>{} ({})</option>").format(
+            Html(" selected") if index == first else "", panel.name, panel.remark
+        )
         for index, panel in enumerate(panels)
     )
-    picker = f'<label class="pick">Layer <select name="{name}">{options}</select></label>'
-    return (picker if len(panels) > 1 else "") + "".join(
-        f'<div data-panel="{name}"><h3><code>{escaped(panel.name)}</code></h3>{panel.body}</div>'
+    picker = Html('<label class="pick">Layer <select name="{}">{}</select></label>')
+    shown = joined(
+        Html('<div data-panel="{}"><h3><code>{}</code></h3>{}</div>').format(
+            name, panel.name, panel.body
+        )
         for panel in panels
     )
+    return picker.format(name, options) + shown if len(panels) > 1 else shown
 
 
 def thinned(bins: Bins, what: str) -> str:

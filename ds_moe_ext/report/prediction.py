@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 from ds_moe_ext.report.charts import key, thin_bars
-from ds_moe_ext.report.parts import section, table
+from ds_moe_ext.report.markup import Html
+from ds_moe_ext.report.parts import note, section, table
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.units import escaped, seconds_text
+from ds_moe_ext.report.units import seconds_text
 
 
-def expected(record: RunRecord) -> str:
+def expected(record: RunRecord) -> Html:
     """A row and two bars for each term; nothing of a run whose model was not checked."""
     if not record.terms:
-        return ""
+        return Html("")
     longest_s = max(max(term.said_s, term.found_s) for term in record.terms)
     headings = ["term", "", key(0, "expected"), key(1, "took"), "mean error"]
     rows = [
         [
-            escaped(term.name),
+            term.name,
             thin_bars(term.name, [(0, term.said_s), (1, term.found_s)], longest_s),
             seconds_text(term.said_s),
             seconds_text(term.found_s),
@@ -25,7 +26,7 @@ def expected(record: RunRecord) -> str:
         ]
         for term in record.terms
     ]
-    note = (
+    about = (
         f"{_steps(record.terms[0].steps)} Expected is what measured costs say of the rows that "
         "came and of who sends them, copies and gradients to whom. Seconds are of one layer in one "
         "step, forward and backward, on average. Each exchange of rows is counted as its last rank "
@@ -33,10 +34,8 @@ def expected(record: RunRecord) -> str:
         "as the mean rank saw them. The paper on Pro-Prophet claims a mean error of less than 5 % "
         "on its cluster."
     )
-    return section(
-        "What the plan expected",
-        f'<p class="note">{note}</p><div class="terms">{table(headings, rows)}</div>',
-    )
+    body = Html('{}<div class="terms">{}</div>').format(note(about), table(headings, rows))
+    return section("What the plan expected", body)
 
 
 def _steps(steps: tuple[int, ...]) -> str:

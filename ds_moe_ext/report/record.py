@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ds_moe_ext.files.documents import parsed
 from ds_moe_ext.load import balance_L
+from ds_moe_ext.report.quantities import (
+    Amount,
+    Amounts,
+    Count,
+    Counts,
+    KnownAmounts,
+    Losses,
+    Moment,
+    Positive,
+)
+from ds_moe_ext.strict import NOT_A_KEY, check_object, read_record
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,10 @@ class LayerRecord:
 
     name: str
     kind: str
-    num_experts: int
-    top_k: int
-    home_E: tuple[int, ...]
-    expert_bytes: int
+    num_experts: Count
+    top_k: Count
+    home_E: tuple[Count, ...]
+    expert_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -51,9 +64,9 @@ class Span:
     phase: str  # "forward" or "backward"
     layer: str
     chunk: str  # finest chunks covered, as "0" or "0-2"
-    start_s: float
-    end_s: float
-    bound_by: int | None = None
+    start_s: Moment
+    end_s: Moment
+    bound_by: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +80,16 @@ class TracedRecord:
     """
 
     timeline: tuple[Span, ...] = ()
-    traced_s: float = 0.0
+    traced_s: Amount = 0.0
 
 
 @dataclass(frozen=True)
 class Move:
     """Experts of one layer that changed their homes between two steps."""
 
-    step: int  # the first with the new homes; where records are thinned, the last recorded before
-    layer: int  # its index among the layers of the run
-    num_experts: int
+    step: Count  # the first with the new homes; where records are thinned, the last recorded before
+    layer: Count  # its index among the layers of the run
+    num_experts: Count
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +103,9 @@ class AddedRecord:
             number of passes that had it.
     """
 
-    copies_ILE: np.ndarray
-    num_passes: int
-    to: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+    copies_ILE: Counts
+    num_passes: Count
+    to: tuple[tuple[tuple[tuple[Count, Count], ...], ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +125,11 @@ class PlacementRecord:
         added: copies that were not planned; None if there were none, or that is not known.
     """
 
-    copies_ILE: np.ndarray
-    home_cell_rows_ILC: np.ndarray
+    copies_ILE: Counts
+    home_cell_rows_ILC: Counts
     moves: tuple[Move, ...]
-    last_step: int
-    copied_to: tuple[tuple[tuple[int, ...], ...], ...]
+    last_step: Count
+    copied_to: tuple[tuple[tuple[Count, ...], ...], ...]
     added: AddedRecord | None = None
 
     @property
@@ -139,11 +152,11 @@ class LooksRecord:
         num_nodes: that the cells are on.
     """
 
-    predicted_IL: np.ndarray
-    by_paper_IL: np.ndarray
-    left_IL: np.ndarray
-    crossed_IL: np.ndarray
-    num_nodes: int
+    predicted_IL: KnownAmounts
+    by_paper_IL: KnownAmounts
+    left_IL: KnownAmounts
+    crossed_IL: KnownAmounts
+    num_nodes: Positive
 
 
 @dataclass(frozen=True)
@@ -159,10 +172,10 @@ class TermRecord:
     """
 
     name: str
-    said_s: float
-    found_s: float
-    error: float
-    steps: tuple[int, ...] = ()
+    said_s: Amount
+    found_s: Amount
+    error: Amount
+    steps: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,10 +190,10 @@ class ChoiceRecord:
             empty if that is not known.
     """
 
-    step: int
+    step: Count
     name: str
     told: str
-    expected_s: dict[str, float] = field(default_factory=dict)
+    expected_s: dict[str, Amount] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,16 +217,16 @@ class PaceRecord:
         resident_G: most bytes of a process in the host's memory, likewise.
     """
 
-    steps_G: tuple[int, ...]
-    step_s_G: np.ndarray
-    tokens_per_s_G: np.ndarray
-    loss_G: np.ndarray
-    exposed_s_G: np.ndarray
-    waited_s_G: np.ndarray
-    sent_s_G: np.ndarray
-    allocated_G: np.ndarray
-    reserved_G: np.ndarray
-    resident_G: np.ndarray
+    steps_G: tuple[Count, ...]
+    step_s_G: KnownAmounts
+    tokens_per_s_G: KnownAmounts
+    loss_G: Losses
+    exposed_s_G: KnownAmounts
+    waited_s_G: KnownAmounts
+    sent_s_G: KnownAmounts
+    allocated_G: KnownAmounts
+    reserved_G: KnownAmounts
+    resident_G: KnownAmounts
 
 
 @dataclass(frozen=True)
@@ -226,7 +239,7 @@ class DeviceRecord:
     """
 
     name: str
-    num_cores: int
+    num_cores: Count
 
 
 class BadScores(NamedTuple):
@@ -238,9 +251,9 @@ class BadScores(NamedTuple):
         rank: one that had them.
     """
 
-    step: int
-    layer: int
-    rank: int
+    step: Count
+    layer: Count
+    rank: Count
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,19 +282,19 @@ class RanksRecord:
         bad_scores: None where all were finite.
     """
 
-    ranks_R: tuple[int, ...]
-    allocated_R: np.ndarray
-    reserved_R: np.ndarray
-    resident_R: np.ndarray
+    ranks_R: tuple[Count, ...]
+    allocated_R: Counts
+    reserved_R: Counts
+    resident_R: Counts
     kinds_K: tuple[str, ...]
-    seconds_KR: np.ndarray
-    exposed_s_R: np.ndarray
-    waited_s_R: np.ndarray
-    sent_s_R: np.ndarray
-    num_last_R: np.ndarray
-    num_exchanges: int
+    seconds_KR: Amounts
+    exposed_s_R: Amounts
+    waited_s_R: Amounts
+    sent_s_R: Amounts
+    num_last_R: Counts
+    num_exchanges: Count
     pace: PaceRecord
-    ep_rank_R: tuple[int, ...] = ()
+    ep_rank_R: tuple[Count, ...] = ()
     device: DeviceRecord | None = None
     bad_scores: BadScores | None = None
 
@@ -311,20 +324,20 @@ class RunRecord:
     """
 
     strategy: str
-    world_size: int
-    num_cells: int
+    world_size: Positive
+    num_cells: Positive
     layers: tuple[LayerRecord, ...]
-    steps_I: tuple[int, ...]
-    rows_ILE: np.ndarray
-    cell_rows_ILC: np.ndarray
-    seconds_by_kind: dict[str, float]
+    steps_I: tuple[Count, ...]
+    rows_ILE: Counts
+    cell_rows_ILC: Counts
+    seconds_by_kind: dict[str, Amount]
     versions: dict[str, str]
     placements: PlacementRecord | None = None
     terms: tuple[TermRecord, ...] = ()
     looks: LooksRecord | None = None
     choices: tuple[ChoiceRecord, ...] = ()
     ranks: RanksRecord | None = None
-    traced: TracedRecord = TracedRecord()
+    traced: TracedRecord = field(default=TracedRecord(), metadata=NOT_A_KEY)
 
     @property
     def timeline(self) -> tuple[Span, ...]:
@@ -367,39 +380,134 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
-        """Read what ``to_json`` wrote."""
-        data = json.loads(text)
-        data.pop("balance_by_layer")
-        timeline = tuple(Span(**span) for span in data.pop("timeline"))
-        traced_s = data.pop("traced_s", 0.0)
-        layers = tuple(
-            LayerRecord(**{**layer, "home_E": tuple(layer["home_E"])}) for layer in data["layers"]
+        """Read what ``to_json`` wrote, or that of an earlier version.
+
+        Raises:
+            ValueError: a value that no run has, with its key.
+        """
+        document = parsed(text)
+        check_object(_FILE, document)
+        data = dict(document)
+        data.pop("balance_by_layer", None)
+        traced = {name: data.pop(name) for name in ("timeline", "traced_s") if name in data}
+        record = dataclasses.replace(
+            read_record(cls, _with_memory(data), _FILE),
+            traced=read_record(TracedRecord, traced, _FILE),
         )
-        num_experts = max((layer.num_experts for layer in layers), default=0)
-        shape_IL = len(data["steps_I"]), len(layers)
-        shape_ILE, shape_ILC = (*shape_IL, num_experts), (*shape_IL, data["num_cells"])
-        placements, looks, ranks = (data.get(key) for key in ("placements", "looks", "ranks"))
-        return cls(
-            **{
-                **data,
-                "layers": layers,
-                "steps_I": tuple(data["steps_I"]),
-                "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
-                "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
-                "traced": TracedRecord(timeline, traced_s),
-                "terms": tuple(
-                    TermRecord(**{**term, "steps": tuple(term.get("steps", ()))})
-                    for term in data.get("terms", ())
-                ),
-                "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
-                "looks": looks and _looks_of(looks, shape_IL),
-                "choices": tuple(ChoiceRecord(**each) for each in data.get("choices", ())),
-                "ranks": ranks and _ranks_of(ranks, len(layers)),
-            }
-        )
+        return _checked(record)
 
 
-Shape = tuple[int, int, int]
+_FILE = "report"  # in errors
+
+
+def _with_memory(data: dict[str, Any]) -> dict[str, Any]:
+    """Earlier versions did not tell what memory was needed over the steps."""
+    match data:
+        case {"ranks": {"pace": {"steps_G": list(steps)}}}:
+            names = "allocated_G", "reserved_G", "resident_G"
+            unknown = dict.fromkeys(names, [None] * len(steps))
+            ranks = data["ranks"]
+            return {**data, "ranks": {**ranks, "pace": {**unknown, **ranks["pace"]}}}
+    return data
+
+
+def _checked(record: RunRecord) -> RunRecord:
+    """With tables of the shapes that the run has, which lists without entries do not tell.
+
+    Raises:
+        ValueError: parts that do not fit each other.
+    """
+    ranks, placements, layers = record.ranks, record.placements, record.layers
+    sizes = {"I": len(record.steps_I), "L": len(layers), "C": record.num_cells}
+    sizes |= {"E": max((layer.num_experts for layer in layers), default=0)}
+    _check_ascending("report.steps_I", record.steps_I)
+    for at, layer in enumerate(layers):
+        _check_length(f"report.layers[{at}].home_E", layer.home_E, layer.num_experts)
+        _check_below(f"report.layers[{at}].home_E", layer.home_E, record.num_cells)
+    _check_spans("report.timeline", record.timeline)
+    if placements is not None:
+        _check_below("report.placements.moves", [m.layer for m in placements.moves], len(layers))
+        _check_copies("report.placements.copied_to", placements.copied_to, record)
+    if placements is not None and placements.added is not None:
+        to = [[[cell for cell, _ in late] for late in of] for of in placements.added.to]
+        _check_copies("report.placements.added.to", to, record)
+    if ranks is not None:
+        sizes |= {"R": len(ranks.ranks_R), "K": len(ranks.kinds_K), "G": len(ranks.pace.steps_G)}
+        _check_ascending("report.ranks.ranks_R", ranks.ranks_R)
+        _check_ascending("report.ranks.pace.steps_G", ranks.pace.steps_G)
+        if ranks.ep_rank_R:
+            _check_length("report.ranks.ep_rank_R", ranks.ep_rank_R, sizes["R"])
+        bad = ranks.bad_scores
+        if bad is not None and bad.layer >= len(layers):
+            raise ValueError(f"report.ranks.bad_scores[1] names layer {bad.layer} of {len(layers)}")
+    return _shaped(_FILE, record, sizes)
+
+
+PartT = TypeVar("PartT")
+_WITH_ARRAYS = (PlacementRecord, AddedRecord, LooksRecord, RanksRecord, PaceRecord)
+
+
+def _shaped(where: str, part: PartT, sizes: Mapping[str, int]) -> PartT:
+    """A record with its arrays in the shapes that their names end in, and the records in it."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(part).items():
+        key = f"{where}.{name}"
+        if isinstance(value, np.ndarray):
+            shape = tuple(sizes[letter] for letter in name.rpartition("_")[2])
+            if value.shape != shape and (value.size or 0 not in shape):
+                raise ValueError(
+                    f"{key} has the shape {list(value.shape)}, but of this run it is {list(shape)}"
+                )
+            changed |= {name: value.reshape(shape)}
+        elif isinstance(value, _WITH_ARRAYS):
+            changed |= {name: _shaped(key, value, sizes)}
+    found: PartT = dataclasses.replace(part, **changed)  # type: ignore[type-var]
+    return found
+
+
+def _check_length(key: str, values: Sequence[Any], length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{key} has {len(values)} entries, but must have {length}")
+
+
+def _check_below(key: str, values: Sequence[int], number: int) -> None:
+    for at, value in enumerate(values):
+        if value >= number:
+            raise ValueError(f"{key}[{at}] names {value}, but must be below {number}")
+
+
+def _check_ascending(key: str, values: Sequence[int]) -> None:
+    for at, (before, value) in enumerate(pairwise(values), start=1):
+        if value <= before:
+            raise ValueError(f"{key}[{at}] is {value}, but must be more than {before}, before it")
+
+
+def _check_copies(key: str, to: Sequence[Sequence[Sequence[int]]], record: RunRecord) -> None:
+    """Cells by layer and expert."""
+    _check_length(key, to, len(record.layers))
+    for at, (layer, of_layer) in enumerate(zip(record.layers, to)):
+        _check_length(f"{key}[{at}]", of_layer, layer.num_experts)
+        for expert, cells in enumerate(of_layer):
+            _check_below(f"{key}[{at}][{expert}]", cells, record.num_cells)
+
+
+def _check_spans(key: str, spans: Sequence[Span]) -> None:
+    """A chain of tasks that waited for each other has an end."""
+    ends: set[int] = set()  # of tasks whose chain has one
+    for at, span in enumerate(spans):
+        if span.end_s < span.start_s:
+            raise ValueError(f"{key}[{at}].end_s is {span.end_s}, before start_s {span.start_s}")
+        chain: dict[int, None] = {}
+        by: int | None = at
+        while by is not None and by not in ends:
+            if by in chain or by >= len(spans):
+                raise ValueError(
+                    f"{key}[{[*chain][-1]}].bound_by is {by}, but must be a task of {len(spans)} "
+                    "that did not wait for this one"
+                )
+            chain |= {by: None}
+            by = spans[by].bound_by
+        ends |= chain.keys()
 
 
 def _listed(array: np.ndarray) -> list[Any]:
@@ -408,82 +516,3 @@ def _listed(array: np.ndarray) -> list[Any]:
         array = np.array([x if np.isfinite(x) else None for x in array.flat]).reshape(array.shape)
     listed: list[Any] = array.tolist()
     return listed
-
-
-def _integers(nested: list[Any], shape: Shape) -> np.ndarray:
-    return np.asarray(nested, dtype=np.int64).reshape(shape)
-
-
-def _placements_of(data: Mapping[str, Any], shape_ILE: Shape, shape_ILC: Shape) -> PlacementRecord:
-    added = data.get("added")
-    return PlacementRecord(
-        copies_ILE=_integers(data["copies_ILE"], shape_ILE),
-        home_cell_rows_ILC=_integers(data["home_cell_rows_ILC"], shape_ILC),
-        moves=tuple(Move(**move) for move in data["moves"]),
-        last_step=data["last_step"],
-        copied_to=tuple(tuple(tuple(cells) for cells in experts) for experts in data["copied_to"]),
-        added=added and _added_of(added, shape_ILE),
-    )
-
-
-def _added_of(data: Mapping[str, Any], shape_ILE: Shape) -> AddedRecord:
-    to = tuple(
-        tuple(tuple((cell, number) for cell, number in cells) for cells in experts)
-        for experts in data["to"]
-    )
-    return AddedRecord(_integers(data["copies_ILE"], shape_ILE), data["num_passes"], to)
-
-
-def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord:
-    def table(name: str) -> np.ndarray:
-        return np.array(data[name], dtype=np.float64).reshape(shape_IL)
-
-    return LooksRecord(
-        predicted_IL=table("predicted_IL"),
-        by_paper_IL=table("by_paper_IL"),
-        left_IL=table("left_IL"),
-        crossed_IL=table("crossed_IL"),
-        num_nodes=data["num_nodes"],
-    )
-
-
-def _ranks_of(data: Mapping[str, Any], num_layers: int) -> RanksRecord:
-    pace, device, bad = data["pace"], data.get("device"), data.get("bad_scores")
-    bad = bad and BadScores(*bad)
-    if bad and bad.layer not in range(num_layers):
-        raise ValueError(f"ranks.bad_scores names layer {bad.layer} of {num_layers}")
-    unknown = [None] * len(pace["steps_G"])  # in files of earlier versions
-    shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
-    return RanksRecord(
-        ranks_R=tuple(data["ranks_R"]),
-        bad_scores=bad,
-        allocated_R=np.asarray(data["allocated_R"], dtype=np.int64),
-        reserved_R=np.asarray(data["reserved_R"], dtype=np.int64),
-        resident_R=np.asarray(data["resident_R"], dtype=np.int64),
-        kinds_K=tuple(data["kinds_K"]),
-        seconds_KR=_floats(data["seconds_KR"]).reshape(shape_KR),
-        exposed_s_R=_floats(data["exposed_s_R"]),
-        waited_s_R=_floats(data["waited_s_R"]),
-        sent_s_R=_floats(data["sent_s_R"]),
-        num_last_R=np.asarray(data["num_last_R"], dtype=np.int64),
-        num_exchanges=data["num_exchanges"],
-        pace=PaceRecord(
-            tuple(pace["steps_G"]),
-            step_s_G=_floats(pace["step_s_G"]),
-            tokens_per_s_G=_floats(pace["tokens_per_s_G"]),
-            loss_G=_floats(pace["loss_G"]),
-            exposed_s_G=_floats(pace["exposed_s_G"]),
-            waited_s_G=_floats(pace["waited_s_G"]),
-            sent_s_G=_floats(pace["sent_s_G"]),
-            allocated_G=_floats(pace.get("allocated_G", unknown)),
-            reserved_G=_floats(pace.get("reserved_G", unknown)),
-            resident_G=_floats(pace.get("resident_G", unknown)),
-        ),
-        ep_rank_R=tuple(data.get("ep_rank_R", ())),
-        device=device and DeviceRecord(**device),
-    )
-
-
-def _floats(nested: list[Any]) -> np.ndarray:
-    """Null is nan."""
-    return np.array(nested, dtype=np.float64)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_moe_ext.report.charts import axis_labels
+from ds_moe_ext.report.markup import Html, in_script, joined
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
+from ds_moe_ext.report.units import counted, round_steps, seconds_text, short_names
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     GRADIENTS,
@@ -113,18 +114,17 @@ def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
     return frozenset(ordered[:MAX_BOXES])
 
 
-def hidden(timeline: Sequence[Span]) -> str:
+def hidden(timeline: Sequence[Span]) -> Html:
     """How long copies travelled, dense gradients were reduced in slices and the next step was
     planned, and how much of each was hidden; nothing of what there was none of."""
     computed = [s for s in timeline if s.lane == COMPUTE.name and s.name not in _WAITS]
     sent = [span for span in timeline if span.lane in (INTER.name, INTRA.name)]
-    told = ""
+    told = Html("")
     if travels := [span for span in timeline if span.lane == PARAM.name]:
-        told += (
-            f" Weights and gradients of copies travelled for {_beside(travels, computed)} this "
-            "rank computed. They may travel while another layer is at work; a layer's drawing has "
-            "them all."
-        )
+        told += Html(
+            " Weights and gradients of copies travelled for {} this rank computed. They may travel "
+            "while another layer is at work; a layer's drawing has them all."
+        ).format(_beside(travels, computed))
     if slices := [span for span in timeline if span.name == GRADIENTS.name]:
         told += (
             " Slices of the dense gradients were reduced for "
@@ -217,7 +217,7 @@ def _between(before: Span | None, after: Span | None) -> str:
     return f"between {before.layer} and {after.layer}, {after.phase}"
 
 
-def overview(step: Step, classes: dict[str, str]) -> str:
+def overview(step: Step, classes: dict[str, str]) -> Html:
     """The whole step: which layer was at work, every task of every lane, and the rest of the model.
 
     The script draws the same by what it is told of the tasks, nearer and with who waited for whom.
@@ -226,22 +226,33 @@ def overview(step: Step, classes: dict[str, str]) -> str:
     lanes = in_order(span.lane for span in step.spans)
     height = _ROW * len(lanes)
     short = short_names(list(dict.fromkeys(span.layer for span in step.spans)))
-    rows = "".join(_pass_box(one, window, short=short[one.layer]) for one in stretches(step.spans))
+    rows = joined(_pass_box(one, window, short=short[one.layer]) for one in stretches(step.spans))
     everything = [*step.spans, *others]
     styles = {**classes, HOST_WORK: "kh"}
-    paths = "".join(
-        f'<path class="{styles[kind]}" d="{_merged(everything, window, lanes=lanes, kind=kind)}"/>'
+    paths = joined(
+        Html('<path class="{}" d="{}"/>').format(
+            styles[kind], _merged(everything, window, lanes=lanes, kind=kind)
+        )
         for kind in sorted({span.name for span in everything})
     )
-    return (
-        f'<figure class="timeline"><div class="axes time">'
-        f'<div class="lanes" style="height:{height + _ROW}px"><span>layer'
-        f"</span>{_lane_names(lanes, step.spans, window.length_s)}</div>"
-        f'<svg class="plot" height="{height + _ROW}" role="img" aria-label="the whole step">'
-        f'{_time_grid(window)}{rows}<svg y="{_ROW}" width="100%" height="{height}" '
-        f'viewBox="0 0 {_FINE} {height}" preserveAspectRatio="none">{paths}</svg></svg>'
-        f'{_time_axis(window)}</div><script type="application/json">'
-        f"{_told(step, others, lanes, styles, short)}</script></figure>"
+    return Html(
+        '<figure class="timeline"><div class="axes time">'
+        '<div class="lanes" style="height:{whole}px"><span>layer</span>{lanes}</div>'
+        '<svg class="plot" height="{whole}" role="img" aria-label="the whole step">'
+        '{grid}{rows}<svg y="{row}" width="100%" height="{height}" '
+        'viewBox="0 0 {fine} {height}" preserveAspectRatio="none">{paths}</svg></svg>'
+        '{axis}</div><script type="application/json">{told}</script></figure>'
+    ).format(
+        whole=height + _ROW,
+        lanes=_lane_names(lanes, step.spans, window.length_s),
+        grid=_time_grid(window),
+        rows=rows,
+        row=_ROW,
+        height=height,
+        fine=_FINE,
+        paths=paths,
+        axis=_time_axis(window),
+        told=_told(step, others, lanes, styles, short),
     )
 
 
@@ -251,7 +262,7 @@ def _told(
     lanes: Sequence[str],
     styles: Mapping[str, str],
     short: Mapping[str, str],
-) -> str:
+) -> Html:
     """The longest tasks for the script, microseconds from the left edge."""
     spans, start_s = step.spans, step.window.start_s
     kept = sorted(range(len(spans)), key=lambda at: spans[at].start_s - spans[at].end_s)[:MAX_TASKS]
@@ -290,7 +301,7 @@ def _told(
         "last": new.get(_last(spans)),
         "length": max(_microseconds(step.window.length_s), 0.1),
     }
-    return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+    return in_script(json.dumps(told, separators=(",", ":")))
 
 
 class _Numbers(dict[str, int]):
@@ -343,26 +354,34 @@ def critical(spans: Sequence[Span]) -> str:
 
 def pass_chart(
     one: Pass, classes: dict[str, str], *, length_s: float, drawn: frozenset[Span]
-) -> str:
+) -> Html:
     """The tasks of one layer in one phase, on a scale of ``length_s`` seconds."""
     window = _window(one.start_s, length_s)
     lanes = in_order(span.lane for span in one.spans)
     height = _ROW * len(lanes)
-    boxes = "".join(
+    boxes = joined(
         _box(span, window, row=lanes.index(span.lane), style=classes[span.name])
         for span in one.spans
         if span in drawn
     )
     busy_s = sum(span.end_s - span.start_s for span in one.spans)
-    return (
-        f'<figure class="pass"><figcaption><b>{escaped(one.phase)}</b> '
-        f"{counted(len(one.spans), 'task')} in {seconds_text(one.length_s)}, from "
-        f"{seconds_text(one.start_s)} into the step; "
-        f"{busy_s / max(one.length_s, 1e-12):.2f} lanes at work on average</figcaption>"
-        f'<div class="axes time"><div class="lanes" style="height:{height}px">'
-        f"{_lane_names(lanes, one.spans, one.length_s)}</div>"
-        f'<svg class="plot" height="{height}" role="img" aria-label="{escaped(one.phase)} tasks">'
-        f"{_time_grid(window)}{boxes}</svg>{_time_axis(window)}</div></figure>"
+    return Html(
+        '<figure class="pass"><figcaption><b>{phase}</b> {tasks} in {length}, from {start} into '
+        "the step; {busy:.2f} lanes at work on average</figcaption>"
+        '<div class="axes time"><div class="lanes" style="height:{height}px">{lanes}</div>'
+        '<svg class="plot" height="{height}" role="img" aria-label="{phase} tasks">'
+        "{grid}{boxes}</svg>{axis}</div></figure>"
+    ).format(
+        phase=one.phase,
+        tasks=counted(len(one.spans), "task"),
+        length=seconds_text(one.length_s),
+        start=seconds_text(one.start_s),
+        busy=busy_s / max(one.length_s, 1e-12),
+        height=height,
+        lanes=_lane_names(lanes, one.spans, one.length_s),
+        grid=_time_grid(window),
+        boxes=boxes,
+        axis=_time_axis(window),
     )
 
 
@@ -370,17 +389,19 @@ def _window(start_s: float, length_s: float) -> Window:
     return Window(start_s, max(length_s, 1e-9))
 
 
-def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> str:
+def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> Html:
     busy_s = dict.fromkeys(lanes, 0.0)
     for span in spans:
         busy_s[span.lane] += span.end_s - span.start_s
-    return "".join(
-        f"<span><b>{escaped(lane)}</b> {100 * busy_s[lane] / max(length_s, 1e-12):.0f} %</span>"
+    return joined(
+        Html("<span><b>{}</b> {:.0f} %</span>").format(
+            lane, 100 * busy_s[lane] / max(length_s, 1e-12)
+        )
         for lane in lanes
     )
 
 
-def _box(span: Span, window: Window, *, row: int, style: str) -> str:
+def _box(span: Span, window: Window, *, row: int, style: str) -> Html:
     length_s = span.end_s - span.start_s
     x, width = window.percent(span.start_s), 100 * length_s / window.length_s
     y = row * _ROW + (_ROW - _BOX) // 2
@@ -388,32 +409,32 @@ def _box(span: Span, window: Window, *, row: int, style: str) -> str:
         f"{span.name}, chunk {span.chunk}, lane {span.lane}\n{_stamp(span.start_s)} to "
         f"{_stamp(span.end_s)}, {seconds_text(length_s)}"
     )
-    rect = (
-        f'<rect class="{style} task" x="{x:.3f}%" y="{y}" width="{width:.3f}%" height="{_BOX}" '
-        f'rx="2"><title>{escaped(title)}</title></rect>'
-    )
+    rect = Html(
+        '<rect class="{} task" x="{:.3f}%" y="{}" width="{:.3f}%" height="{}" '
+        'rx="2"><title>{}</title></rect>'
+    ).format(style, x, y, width, _BOX, title)
     labels = (f"{span.name} {span.chunk}", span.chunk)
     label = next((label for label in labels if _fits(label, width)), None)
     if label is None:
         return rect
     ink = style.replace("k", "t")
-    return (
-        f'{rect}<svg x="{x:.3f}%" y="{y}" width="{width:.3f}%" height="{_BOX}">'
-        f'<text class="{ink}" x="5" y="14">{escaped(label)}</text></svg>'
-    )
+    return rect + Html(
+        '<svg x="{:.3f}%" y="{}" width="{:.3f}%" height="{}">'
+        '<text class="{}" x="5" y="14">{}</text></svg>'
+    ).format(x, y, width, _BOX, ink, label)
 
 
-def _pass_box(one: Pass, window: Window, *, short: str) -> str:
+def _pass_box(one: Pass, window: Window, *, short: str) -> Html:
     """A box of the overview's top row: when a layer was at work in a phase."""
     x, width = window.percent(one.start_s), 100 * one.length_s / window.length_s
     title = f"{one.layer}, {one.phase}\n{_stamp(one.start_s)} to {_stamp(one.end_s)}"
     labels = (f"{short} {one.phase}", short)
     label = next((label for label in labels if _fits(label, width)), "")
-    return (
-        f'<svg x="{x:.3f}%" y="3" width="{width:.3f}%" height="{_BOX}"><rect class="pass-box" '
-        f'width="100%" height="100%" rx="2"><title>{escaped(title)}</title></rect>'
-        f'<text x="5" y="14">{escaped(label)}</text></svg>'
-    )
+    return Html(
+        '<svg x="{:.3f}%" y="3" width="{:.3f}%" height="{}"><rect class="pass-box" '
+        'width="100%" height="100%" rx="2"><title>{}</title></rect>'
+        '<text x="5" y="14">{}</text></svg>'
+    ).format(x, width, _BOX, title, label)
 
 
 def _fits(label: str, width: float) -> bool:
@@ -443,15 +464,16 @@ def _time_ticks(window: Window) -> list[float]:
     return [i * step for i in range(int(window.length_s / step * 1.0001) + 1)]
 
 
-def _time_grid(window: Window) -> str:
-    return "".join(
-        f'<line x1="{100 * tick / window.length_s:.3f}%" x2="{100 * tick / window.length_s:.3f}%" '
-        'y1="0" y2="100%"/>'
+def _time_grid(window: Window) -> Html:
+    return joined(
+        Html('<line x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="100%"/>').format(
+            x=100 * tick / window.length_s
+        )
         for tick in _time_ticks(window)
     )
 
 
-def _time_axis(window: Window) -> str:
+def _time_axis(window: Window) -> Html:
     ticks = _time_ticks(window)
     return axis_labels(
         [seconds_text(tick) for tick in ticks], [100 * tick / window.length_s for tick in ticks]

@@ -13,15 +13,16 @@ from ds_moe_ext.report.charts import key
 from ds_moe_ext.report.colours import classes_of
 from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.headline import facts_line
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.over_steps import over_steps
 from ds_moe_ext.report.pace import AXIS, pace_charts, pace_labels, paces_of
 from ds_moe_ext.report.page import bars_by_phase, heat_bins, html_document, line_bins
-from ds_moe_ext.report.parts import Panel, section, selectable, table
+from ds_moe_ext.report.parts import Panel, note, section, selectable, table
 from ds_moe_ext.report.record import PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import Bins, outcome_of, step_s_of
 from ds_moe_ext.report.time_saved import no_measure_of
 from ds_moe_ext.report.timeline import Step
-from ds_moe_ext.report.units import EN_DASH, counted, escaped, ratio_text, seconds_text
+from ds_moe_ext.report.units import EN_DASH, counted, ratio_text, seconds_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +33,11 @@ class Shown:
     record: RunRecord
 
     @property
-    def heading(self) -> str:
-        """HTML: with its strategy, unless it is called by that."""
+    def heading(self) -> Html:
+        """With its strategy, unless it is called by that."""
         if self.name == self.record.strategy:
-            return escaped(self.name)
-        return f"{escaped(self.name)} <small>({escaped(self.record.strategy)})</small>"
+            return Html.escape(self.name)
+        return Html("{} <small>({})</small>").format(self.name, self.record.strategy)
 
     @property
     def tasks_s(self) -> float:
@@ -44,7 +45,7 @@ class Shown:
         return sum(self.record.seconds_by_kind.values())
 
 
-def page_beside(first: Shown, second: Shown) -> str:
+def page_beside(first: Shown, second: Shown) -> Html:
     """One self-contained HTML page about two runs. Pure.
 
     Raises:
@@ -89,32 +90,34 @@ def _placements_at(placements: PlacementRecord, at: np.ndarray) -> PlacementReco
     )
 
 
-def _header(runs: Sequence[Shown]) -> str:
+def _header(runs: Sequence[Shown]) -> Html:
     first, second = runs
     ours, theirs = (float(each.record.balance_IL().mean()) for each in runs)
     if abs(ours - theirs) < 0.005:
-        told = f"were as balanced, the busiest EP rank with <b>{ours:.2f} times the mean</b>"
+        told = Html(
+            "were as balanced, the busiest EP rank with <b>{:.2f} times the mean</b>"
+        ).format(ours)
     else:
         better = first if ours < theirs else second
-        told = (
-            f"had their busiest EP rank at <b>{ours:.2f}</b> and <b>{theirs:.2f} times the mean"
-            f"</b>; with {escaped(better.name)} experts end after "
-            f"<b>{100 * min(ours, theirs) / max(ours, theirs):.0f} %</b> of the other's time "
-            "(estimated: expert seconds scale with rows)"
-        )
-    times = ""
+        told = Html(
+            "had their busiest EP rank at <b>{:.2f}</b> and <b>{:.2f} times the mean</b>; with {} "
+            "experts end after <b>{:.0f} %</b> of the other's time (estimated: expert seconds "
+            "scale with rows)"
+        ).format(ours, theirs, better.name, 100 * min(ours, theirs) / max(ours, theirs))
+    times = Html("")
     steps_s = [step_s_of(each.record) for each in runs]
     if not np.isnan(steps_s).any():
-        times = (
-            f" A step took {seconds_text(steps_s[0])} and {seconds_text(steps_s[1])}: "
-            f"<b>{steps_s[0] / steps_s[1]:.2f} times</b> as fast with {escaped(second.name)} "
-            "(medians, measured)."
-        )
+        times = Html(
+            " A step took {} and {}: <b>{:.2f} times</b> as fast with {} (medians, measured)."
+        ).format(*map(seconds_text, steps_s), steps_s[0] / steps_s[1], second.name)
     elif first.tasks_s and second.tasks_s:
-        times = (
-            f" A rank spent {seconds_text(first.tasks_s)} a step in tasks of the layers, and "
-            f"{seconds_text(second.tasks_s)}: <b>{first.tasks_s / second.tasks_s:.2f} times</b> "
+        times = Html(
+            " A rank spent {} a step in tasks of the layers, and {}: <b>{:.2f} times</b> "
             "(measured)."
+        ).format(
+            seconds_text(first.tasks_s),
+            seconds_text(second.tasks_s),
+            first.tasks_s / second.tasks_s,
         )
     if why := next(filter(None, (no_measure_of(each.record) for each in runs)), ""):
         times += f" On a CPU these times are no measure of a cluster: {why}."
@@ -124,15 +127,21 @@ def _header(runs: Sequence[Shown]) -> str:
         f"{len(first.record.layers)} and {counted(len(second.record.layers), 'MoE layer')}",
         f"{counted(len(steps), 'common step')}, {steps[0]:,} to {steps[-1]:,}",
     )
-    return (
-        f"<header><h1>{first.heading} beside {second.heading}</h1>"
-        f"{facts_line(facts)}"
-        f'<p class="verdict">{escaped(first.name)} and {escaped(second.name)} {told}.{times}</p>'
-        f"{legend()}</header>"
+    return Html(
+        '<header><h1>{} beside {}</h1>{}<p class="verdict">{} and {} {}.{}</p>{}</header>'
+    ).format(
+        first.heading,
+        second.heading,
+        facts_line(facts),
+        first.name,
+        second.name,
+        told,
+        times,
+        legend(),
     )
 
 
-def _figures(runs: Sequence[Shown]) -> str:
+def _figures(runs: Sequence[Shown]) -> Html:
     outcomes = [outcome_of(each.record) for each in runs]
     rows = [
         ["mean balance", *(ratio_text(one.balance) for one in outcomes)],
@@ -144,7 +153,7 @@ def _figures(runs: Sequence[Shown]) -> str:
         ["in tasks, a step", *(_known(each.tasks_s) for each in runs)],
         ["the traced step", *(_known(each.record.traced_s) for each in runs)],
     ]
-    names = (key(slot, escaped(each.name)) for slot, each in enumerate(runs))
+    names = (key(slot, each.name) for slot, each in enumerate(runs))
     return section("In figures", table(["", *names], rows))
 
 
@@ -152,62 +161,71 @@ def _known(seconds: float) -> str:
     return EN_DASH if not seconds or np.isnan(seconds) else seconds_text(seconds)
 
 
-def _balance(runs: Sequence[Shown], bins: Bins) -> str:
+def _balance(runs: Sequence[Shown], bins: Bins) -> Html:
     values = {each.name: each.record.balance_IL().mean(axis=1) for each in runs}
-    note = "Rows of the busiest EP rank over the mean, mean of the layers, at each common step."
-    return over_steps("Balance over the steps", note, values, bins, ratio_text)
+    about = "Rows of the busiest EP rank over the mean, mean of the layers, at each common step."
+    return over_steps("Balance over the steps", about, values, bins, ratio_text)
 
 
-def _loads(runs: Sequence[Shown], bins: Bins) -> str:
+def _loads(runs: Sequence[Shown], bins: Bins) -> Html:
     octaves = max(heatmap.load_octaves(each.record, bins) for each in runs)
     panels = []
     for index, (ours, theirs) in enumerate(zip(*(each.record.layers for each in runs))):
         names = dict.fromkeys((ours.name, theirs.name))
-        drawn = "".join(
-            f"<div><h4>{each.heading}</h4>"
-            f"{heatmap.load_heatmap(each.record, index, bins=bins, octaves=octaves)}</div>"
+        drawn = joined(
+            Html("<div><h4>{}</h4>{}</div>").format(
+                each.heading,
+                heatmap.load_heatmap(each.record, index, bins=bins, octaves=octaves),
+            )
             for each in runs
         )
         ratios = (float(each.record.balance_IL()[:, index].mean()) for each in runs)
         remark = f"balance {' and '.join(map(ratio_text, ratios))}"
-        panels.append(Panel(" and ".join(names), remark, f'<div class="two">{drawn}</div>'))
-    return section(
-        "Load of the experts",
-        f'<div class="scales">{heatmap.load_scale(octaves)}</div>'
-        f"{selectable('heat', panels, first=0)}",
+        panels.append(Panel(" and ".join(names), remark, _TWO.format(drawn)))
+    body = Html('<div class="scales">{}</div>{}').format(
+        heatmap.load_scale(octaves), selectable("heat", panels, first=0)
     )
+    return section("Load of the experts", body)
 
 
-def _seconds(runs: Sequence[Shown]) -> str:
+_TWO = Html('<div class="two">{}</div>')
+
+
+def _seconds(runs: Sequence[Shown]) -> Html:
     by_phase = [bars_by_phase(each.record) for each in runs]
     every = [bar for phases in by_phase for bars in phases.values() for bar in bars]
     if not every:
-        return ""
+        return Html("")
     classes = classes_of(bar.kind for bar in every)
     longest = max(bar.seconds for bar in every)
-    drawn = "".join(
-        f"<div><h3>{escaped(each.name)}, {escaped(phase)}: "
-        f"{seconds_text(sum(bar.seconds for bar in bars))}</h3>"
-        f"{charts.bars(bars, classes, longest=longest, total=each.tasks_s)}</div>"
+    drawn = joined(
+        Html("<div><h3>{}, {}: {}</h3>{}</div>").format(
+            each.name,
+            phase,
+            seconds_text(sum(bar.seconds for bar in bars)),
+            charts.bars(bars, classes, longest=longest, total=each.tasks_s),
+        )
         for phase in ("forward", "backward")
         for each, phases in zip(runs, by_phase)
         if (bars := phases.get(phase, []))
     )
-    note = '<p class="note">Time of a rank in tasks, a step on average, on one scale.</p>'
-    return section("Seconds by kind of task", f'{note}<div class="two">{drawn}</div>')
+    about = note("Time of a rank in tasks, a step on average, on one scale.")
+    return section("Seconds by kind of task", about + _TWO.format(drawn))
 
 
-def _timelines(runs: Sequence[Shown]) -> str:
+def _timelines(runs: Sequence[Shown]) -> Html:
     traced = [each for each in runs if each.record.timeline]
     if not traced:
-        return ""
+        return Html("")
     classes = classes_of(span.name for each in traced for span in each.record.timeline)
     steps = [Step(each.record.timeline, each.record.traced_s) for each in traced]
     shown_s = max(step.window.length_s for step in steps)
-    body = "".join(
-        f'<h3>{each.heading}</h3><p class="note">{timeline.hidden(step.spans)}'
-        f"{timeline.critical(step.spans)}</p>"
-        f"{timeline.overview(replace(step, shown_s=shown_s), classes)}"
+    body = joined(
+        Html("<h3>{}</h3>{}{}").format(
+            each.heading,
+            note(timeline.hidden(step.spans) + timeline.critical(step.spans)),
+            timeline.overview(replace(step, shown_s=shown_s), classes),
+        )
         for each, step in zip(traced, steps)
     )
-    return section("Timeline of one step", f"{charts.kind_legend(classes)}{body}")
+    return section("Timeline of one step", charts.kind_legend(classes) + body)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections.abc import Sequence
+
+from ds_moe_ext.report.markup import Html
 
 TIMES = "\u00d7"
 EN_DASH = "\u2013"
@@ -15,18 +16,9 @@ _COUNTS = ("", "K", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def escaped(text: str) -> str:
-    """``text`` for HTML and SVG, in element content and in quoted attributes.
-
-    Characters that XML forbids become U+FFFD.
-    """
-    legal = "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" for c in text)
-    return html.escape(legal, quote=True)
-
-
-def dotted(name: str) -> str:
-    """``name`` escaped, free to be broken after its dots."""
-    return escaped(name).replace(".", ".<wbr>")
+def dotted(name: str) -> Html:
+    """``name``, free to be broken after its dots."""
+    return Html(".<wbr>").join(name.split("."))
 
 
 def counted(number: int, noun: str) -> str:

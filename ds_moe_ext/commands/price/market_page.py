@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds_moe_ext.commands.price.cases import Market
@@ -22,10 +22,12 @@ from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
 from ds_moe_ext.report.colours import classes_of
 from ds_moe_ext.report.glossary import legend
+from ds_moe_ext.report.headline import facts_line
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.parts import section, table
+from ds_moe_ext.report.parts import note, section, table
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, escaped, ratio_text, seconds_text
+from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
 _ABOUT_PARTS = (
@@ -44,7 +46,7 @@ def write_page(path: Path, market: Market, pays: Sequence[str]) -> None:
     path.write_text(page_of(market, pays), "utf-8")
 
 
-def page_of(market: Market, pays: Sequence[str]) -> str:
+def page_of(market: Market, pays: Sequence[str]) -> Html:
     """One self-contained HTML page. Pure.
 
     Args:
@@ -57,35 +59,43 @@ def page_of(market: Market, pays: Sequence[str]) -> str:
     return html_document(f"Price of {market.case.shape.name}", parts, steps)
 
 
-def _header(market: Market) -> str:
-    facts = "".join(f"<span>{escaped(fact)}</span>" for fact in about(market).split("; "))
+def _header(market: Market) -> Html:
     told = verdict(market)
-    return (
-        f"<header><h1>Price of <code>{escaped(market.case.shape.name)}</code></h1>"
-        f'<p class="facts">{facts}</p><p class="verdict">{escaped(told[0].upper() + told[1:])}.</p>'
-        f"{legend()}</header>"
+    return Html(
+        '<header><h1>Price of <code>{}</code></h1>{}<p class="verdict">{}.</p>{}</header>'
+    ).format(
+        market.case.shape.name,
+        facts_line(about(market).split("; ")),
+        told[0].upper() + told[1:],
+        legend(),
     )
 
 
-def _name(market: Market, priced: Priced) -> str:
+def _name(market: Market, priced: Priced) -> Html:
     """A way, and what it is to the reader."""
     is_what = ("fastest", market.best), ("yours", market.own_best), ("best ep", market.base)
-    marks = "".join(f" <mark>{what}</mark>" for what, which in is_what if which is priced)
-    return f"{escaped(priced.way.name)} <small>{escaped(grid_text(priced.way.grid))}</small>{marks}"
+    marks = joined(
+        Html(" <mark>{}</mark>").format(what) for what, which in is_what if which is priced
+    )
+    return Html("{} <small>{}</small>{}").format(priced.way.name, grid_text(priced.way.grid), marks)
 
 
 def _is_pipeline(market: Market) -> bool:
     return market.case.training.parallel.pipeline > 1
 
 
-def _ways(market: Market) -> str:
+def _ways(market: Market) -> Html:
     parts = parts_of(market)
     headings = ["strategy and grid", "step", "tokens/s", "gain", *parts]
     headings += ["balance", "copies", "GiB a rank"]
     rows = []
     for each in market.priced:
         gain = market.gain(each)
-        row = [_name(market, each), seconds_text(each.step_s), f"{each.tokens_per_s:,.0f}"]
+        row: list[str] = [
+            _name(market, each),
+            seconds_text(each.step_s),
+            f"{each.tokens_per_s:,.0f}",
+        ]
         row.append(EN_DASH if gain is None else ratio_text(gain))
         row += [seconds_text(each.mean(part)) for part in parts.values()]
         memory = f"{each.memory.total / GIB:,.0f}"
@@ -93,8 +103,8 @@ def _ways(market: Market) -> str:
         row.append(memory if market.fits(each) else f"{memory} too much")
         rows.append(row)
     about_bubble = _ABOUT_BUBBLE if _is_pipeline(market) else ""
-    note = f'<p class="note">{_ABOUT_PARTS}{about_bubble}</p>'
-    return section("Ways to run it, the fastest first", note + table(headings, rows))
+    ways = note(_ABOUT_PARTS + about_bubble) + table(headings, rows)
+    return section("Ways to run it, the fastest first", ways)
 
 
 def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str]) -> list[Stack]:
@@ -104,7 +114,7 @@ def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str
     ]
 
 
-def _seconds(market: Market) -> str:
+def _seconds(market: Market) -> Html:
     names = parts_of(market)
     parts = [[each.mean(part) for part in names.values()] for each in market.priced]
     told = [seconds_text(each.step_s) for each in market.priced]
@@ -112,7 +122,7 @@ def _seconds(market: Market) -> str:
     return section("Where the time of a step goes", bars)
 
 
-def _memory(market: Market) -> str:
+def _memory(market: Market) -> Html:
     parts = [[vars(each.memory)[name] for name in MEMORY] for each in market.priced]
     told = [bytes_text(int(each.memory.total)) for each in market.priced]
     has = market.case.hardware.device.memory_bytes
@@ -123,67 +133,74 @@ def _memory(market: Market) -> str:
     return section("Memory of the fullest rank", bars)
 
 
-def _balance(market: Market) -> str:
+def _balance(market: Market) -> Html:
     parts = [[1.0, each.mean("balance") - 1] for each in market.priced]
     told = [ratio_text(each.mean("balance")) for each in market.priced]
     names = ("the mean cell", "what the busiest has more")
     bars = stacked_bars(_stacks(market, parts, told), names, lambda part: f"{part:.2f}{TIMES}")
-    note = '<p class="note">Rows of the busiest cell over the mean, mean of the layers.</p>'
-    return section("Balance", note + bars)
+    rows = note("Rows of the busiest cell over the mean, mean of the layers.")
+    return section("Balance", rows + bars)
 
 
-def _plans(market: Market, pays: Sequence[str]) -> str:
-    told = "".join(
-        f"<h3>{escaped(name[0].upper() + name[1:])}</h3><p>{escaped(plan_words(each))}</p>"
+def _plans(market: Market, pays: Sequence[str]) -> Html:
+    told = joined(
+        Html("<h3>{}</h3><p>{}</p>").format(name[0].upper() + name[1:], plan_words(each))
         for name, each in market.named
     )
-    told += "".join(f"<h3>Zebra</h3><p>{escaped(line)}</p>" for line in zebra_words(market))
+    told += joined(Html("<h3>Zebra</h3><p>{}</p>").format(line) for line in zebra_words(market))
     if pays:
-        told += "<h3>From where it pays</h3>" + "".join(f"<p>{escaped(line)}</p>" for line in pays)
+        told += Html("<h3>From where it pays</h3>") + _paragraphs(pays)
     return section("The plans in words", told)
 
 
-def _timelines(market: Market) -> list[str]:
+def _paragraphs(lines: Iterable[str]) -> Html:
+    return joined(Html("<p>{}</p>").format(line) for line in lines)
+
+
+def _timelines(market: Market) -> list[Html]:
     """Of the named ways: the busiest cells and the idlest, and one layer of the busiest."""
     return [
         section(
-            f"Timeline of {escaped(name)}: {_name(market, each)}", _pipeline(each) + _timeline(each)
+            Html("Timeline of {}: {}").format(name, _name(market, each)),
+            _pipeline(each) + _timeline(each),
         )
         for name, each in market.named
     ]
 
 
-def _pipeline(priced: Priced) -> str:
+def _pipeline(priced: Priced) -> Html:
     """A row a pipeline stage."""
     drawn = turn_spans(priced)
     if not drawn:
-        return ""
-    body = '<p class="note">The passes of a step, a row a pipeline stage.</p>'
+        return Html("")
+    body = note("The passes of a step, a row a pipeline stage.")
     return body + timeline.overview(timeline.Step(drawn), classes_of(span.name for span in drawn))
 
 
-def _timeline(priced: Priced) -> str:
+def _timeline(priced: Priced) -> Html:
     names = class_names(priced)
     drawn = [spans(priced, number) for number in range(len(names))]
     shown = sorted(range(len(names)), key=lambda number: _busy_s(drawn[number]))
     shown = [shown[-1]] + ([shown[0]] if len(shown) > 1 else [])
     classes = classes_of(span.name for number in shown for span in drawn[number])
-    body = '<p class="note">One pass of a step as simulated, a row a lane, with the percent of the '
-    body += (
-        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}"
-        f"{timeline.critical(drawn[shown[0]])}</p>{kind_legend(classes)}"
+    busiest = drawn[shown[0]]
+    simulated = (
+        "One pass of a step as simulated, a row a lane, with the percent of the time that the lane "
+        "was busy."
     )
+    body = note(simulated + timeline.hidden(busiest) + timeline.critical(busiest))
+    body += kind_legend(classes)
     for number in shown:
         step = timeline.Step(drawn[number])
-        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(step, classes)}"
-    passes = timeline.passes_of(drawn[shown[0]])
+        body += Html("<h3>{}</h3>{}").format(names[number], timeline.overview(step, classes))
+    passes = timeline.passes_of(busiest)
     layers = sorted({one.layer for one in passes}, key=lambda layer: int(layer.split()[-1]))
     middle = layers[len(layers) // 2]
     its = [one.own for one in passes if one.layer == middle]
     boxed = timeline.boxed([span for one in its for span in one.spans])
     longest = max(one.length_s for one in its)
-    body += f"<h3>{escaped(middle)}, {escaped(names[shown[0]])}</h3>"
-    return body + "".join(
+    body += Html("<h3>{}, {}</h3>").format(middle, names[shown[0]])
+    return body + joined(
         timeline.pass_chart(one, classes, length_s=longest, drawn=boxed) for one in its
     )
 
@@ -192,14 +209,10 @@ def _busy_s(drawn: Sequence[Span]) -> float:
     return sum(span.end_s - span.start_s for span in drawn if span.name == EXPERT.name)
 
 
-def _rests_on(market: Market) -> str:
-    told = "".join(f"<p>{escaped(line)}</p>" for line in assumed(market))
-    told += "".join(
-        f"<p>{escaped(each.way.name)} on {escaped(grid_text(each.way.grid))} cannot be: "
-        f"{escaped(each.why)}</p>"
+def _rests_on(market: Market) -> Html:
+    refused = (
+        f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
         for each in market.refused
     )
-    sources = "".join(
-        f"<p>{escaped(each.name)}: {escaped(each.source)}</p>" for each in market.case.clusters
-    )
-    return section("What this rests on", told + sources)
+    sources = (f"{each.name}: {each.source}" for each in market.case.clusters)
+    return section("What this rests on", _paragraphs([*assumed(market), *refused, *sources]))

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of files whose strings are markup: it is shown as text, and a browser runs none of it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext import cli
+from ds_moe_ext.commands.report import draw
+from ds_moe_ext.papers.figure import Claim, Curve, Figure, Paper, Row
+from ds_moe_ext.papers.figure_page import page_of as paper_page
+from ds_moe_ext.report.markup import Html, in_script
+from ds_moe_ext.report.page import html_document, page_of
+from ds_moe_ext.report.record import RunRecord, TracedRecord
+from ds_moe_ext.report.two_runs import Shown, page_beside
+from tests.pricing.test_price import ASKED, JOB, TINY, cluster
+from tests.test_rank_figures import with_ranks
+from tests.test_report import TERMS, added, looked_at, step_of_two_layers
+from tests.test_time_saved import chosen
+
+IMAGE = "dispatch<img src=x onerror=alert(1)>\"onmouseover=\"x'onclick='x"  # may name a file
+MARK = f"{IMAGE}</title></svg></style></script><script>alert(1)</script><b>"
+
+
+class Shape(HTMLParser):
+    """What a browser acts on: tags, their attributes, scripts and style sheets."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.attributes: set[tuple[str, str]] = set()
+        self.code: list[str] = []  # of scripts that run, and of style sheets
+        self.policy = ""
+        self._is_code = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.attributes |= {(tag, name) for name in ("", *given)}
+        for name in ("src", "href"):
+            assert given.get(name, "data:").startswith("data:"), given
+        self._is_code = tag in ("script", "style") and "type" not in given
+        if self._is_code:
+            self.code.append("")
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_code = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_code:
+            self.code[-1] += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(data)
+
+
+def check_same_shape(marked: str, plain: str) -> None:
+    ours, theirs = Shape(marked), Shape(plain)
+    assert ours.attributes <= theirs.attributes, ours.attributes - theirs.attributes
+    assert not [name for _, name in ours.attributes if name.startswith("on")]
+    assert ours.code == theirs.code and ours.policy == theirs.policy
+
+
+def whole_run() -> dict[str, Any]:
+    """A report.json with all that a page has a place for."""
+    run = dataclasses.replace(
+        looked_at(),
+        placements=added().placements,
+        traced=TracedRecord(step_of_two_layers(), 10.0),
+        terms=TERMS,
+        choices=chosen().choices,
+        ranks=with_ranks().ranks,
+    )
+    document: dict[str, Any] = json.loads(run.to_json())
+    document["ranks"]["device"] = {"name": "cpu", "num_cores": 1}
+    document["ranks"]["bad_scores"] = [5, 1, 1]
+    return document
+
+
+def strings_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every string with the key that it stands under; of keys that a file makes up, with ``name``
+    of the object, in brackets."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each, key)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if key in FREE:
+                yield f"{key}[]", name
+            yield from strings_of(each, name if key not in FREE else key)
+
+
+FREE = ("versions", "seconds_by_kind", "expected_s")
+"""Objects whose keys a file makes up."""
+UNSEEN = {"expected_s[]", "kinds_K"}
+"""No page shows these."""
+KEYS = sorted({key for key, _ in strings_of(whole_run())})
+
+
+def marked(value: Any, which: Callable[[str], bool], key: str = "") -> Any:
+    """With the mark behind every string whose key is wanted."""
+    if isinstance(value, str):
+        return value + MARK if which(key) else value
+    if isinstance(value, list):
+        return [marked(each, which, key) for each in value]
+    if isinstance(value, dict):
+        is_free = key in FREE
+        return {
+            (name + MARK if is_free and which(f"{key}[]") else name): marked(
+                each, which, key if is_free else name
+            )
+            for name, each in value.items()
+        }
+    return value
+
+
+def record_of(document: Any) -> RunRecord:
+    return RunRecord.from_json(json.dumps(document))
+
+
+def test_a_report_has_strings_of_all_kinds() -> None:
+    wanted = {"strategy", "kind", "name", "lane", "phase", "layer", "chunk", "told", "kinds_K"}
+    assert wanted | {f"{name}[]" for name in FREE} <= set(KEYS)
+
+
+@pytest.mark.parametrize("key", [None, *KEYS])
+def test_marked_reports(key: str | None) -> None:
+    """All strings at once; and those of one key, beside which the rest is known."""
+    plain = whole_run()
+    run = record_of(marked(plain, lambda name: key in (None, name)))
+    check_same_shape(page_of(run), page_of(record_of(plain)))
+    assert ("alert(1)" in page_of(run)) == (key not in UNSEEN)
+    ours, theirs = (
+        page_beside(Shown("ours", each), Shown("theirs", record_of(plain)))
+        for each in (run, record_of(plain))
+    )
+    check_same_shape(ours, theirs)
+
+
+def test_marked_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs are called by their folders; charts are files of their own."""
+    texts = {}
+    for name in ("plain", IMAGE):
+        for folder in (tmp_path / name, tmp_path / name / "other"):
+            folder.mkdir()
+            document = whole_run() if name == "plain" else marked(whole_run(), lambda _: True)
+            (folder / "report.json").write_text(json.dumps(document))
+        folder = tmp_path / name
+        beside = folder / "other" / "report.json"
+        draw(folder / "report.json", beside, folder / "charts")
+        texts[name] = (
+            (folder / "beside.html").read_text("utf-8"),
+            [path.read_text("utf-8") for path in (folder / "charts").iterdir()],
+        )
+    check_same_shape(texts[IMAGE][0], texts["plain"][0])
+    assert texts[IMAGE][0].count("alert(1)") > 20
+    names = {name for text in texts["plain"][1] for name in Shape(text).attributes}
+    assert texts[IMAGE][1] and any("alert(1)" in text for text in texts[IMAGE][1])
+    for text in texts[IMAGE][1]:
+        assert Shape(text).attributes <= names
+
+
+def test_marked_papers() -> None:
+    def page(mark: str) -> str:
+        texts = (f"text{mark}",)
+        figure = Figure(
+            name=f"Figure{mark}",
+            title=f"title{mark}",
+            rows=(Row(name=f"row{mark}", paper=2.0, ours=3.0),),
+            claims=(Claim(f"claim{mark}", True), Claim(f"other{mark}", False)),
+            assumed=texts,
+            because=f"because{mark}",
+            curves=(Curve(f"curve{mark}", (f"1{mark}", f"2{mark}"), (1.0, 3.0)),),
+        )
+        paper = Paper(
+            name=f"name{mark}",
+            title=f"title{mark}",
+            inputs=texts,
+            assumed=texts,
+            fitted=texts,
+            left_out=texts,
+            figures=(),
+        )
+        return paper_page([(paper, [figure])])
+
+    check_same_shape(page(MARK), page(""))
+    assert page(MARK).count("alert(1)") >= 14
+
+
+def test_marked_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {}
+    for mark, file_mark in (("", ""), (MARK, IMAGE)):
+        folder = tmp_path / (file_mark or "plain")
+        folder.mkdir()
+        model = folder / f"tiny{file_mark}.json"
+        model.write_text(json.dumps({**TINY, "hidden_size": 32, "vocab_size": 100}))
+        (folder / "job.json").write_text(json.dumps(JOB))
+        device = cluster(1e9).device
+        device = dataclasses.replace(
+            device, name=device.name + mark, memory_bytes=16 * 2**30, memory_bytes_per_s=1e9
+        )
+        hardware = cluster(device=device)
+        hardware = dataclasses.replace(
+            hardware, name=hardware.name + mark, source=hardware.source + mark
+        )
+        (folder / "two.json").write_text(hardware.to_json())
+        monkeypatch.chdir(folder)
+        words = ["job.json", "--model", model.name, *ASKED[2:], "--html", "page.html"]
+        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "price", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        pages[mark] = (folder / "page.html").read_text("utf-8")
+    check_same_shape(pages[MARK], pages[""])
+    assert pages[MARK].count("alert(1)") >= 3
+
+
+# The type, and what stands behind it.
+
+
+def test_what_is_no_markup_is_escaped() -> None:
+    assert Html("<b>{}</b>").format("<i>") == "<b>&lt;i&gt;</b>"
+    assert Html("<b>{}</b>").format(Html("<i>")) == "<b><i></b>"
+    assert Html("<b>{:.2f}</b>").format(1) == "<b>1.00</b>"
+    assert Html(", ").join(["<i>", Html("<b>")]) == "&lt;i&gt;, <b>"
+    assert Html("<b>") + "<i>" == "<b>&lt;i&gt;" and "<i>" + Html("<b>") == "&lt;i&gt;<b>"
+    forgotten = Html("{}").format(f"<b>{Html('<i>')}</b>")
+    assert forgotten == "&lt;b&gt;&lt;i&gt;&lt;/b&gt;"
+    assert Html.escape("\"'&\x00\t\ud800") == "&quot;&#x27;&amp;\ufffd\t\ufffd"
+    told = json.dumps(["</script><!--"])
+    assert "<" not in in_script(told) and json.loads(in_script(told)) == json.loads(told)
+
+
+def test_the_policy_names_our_script_and_style_alone() -> None:
+    shape = Shape(html_document("title", [Html("<p></p>")]))
+    rules = dict(rule.split(" ", 1) for rule in shape.policy.split("; "))
+    style, script = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+        for code in shape.code
+    )
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": script,
+        "style-src-elem": style,
+        "style-src-attr": "'unsafe-inline'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not re.search(r"\b(eval|Function)\(|\.on[a-z]+=|javascript:", shape.code[1])
