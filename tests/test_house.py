@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "ds_moe_ext"
 
 LAYERS = (
+    ("_ds_moe_ext_autoload",),  # beside the package; imports it by name
     ("_autoload",),  # names the patches, and imports nothing of ours
     (
         "strict",
@@ -117,8 +118,8 @@ class Source:
 
 SOURCES = tuple(
     Source(str(path.relative_to(ROOT)), path.read_text())
-    for folder in (PACKAGE, "patches")
-    for path in sorted((ROOT / folder).rglob("*.py"))
+    for pattern in ("*.py", f"{PACKAGE}/**/*.py", "patches/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
 )
 OURS = {source.module for source in SOURCES}
 
@@ -320,7 +321,8 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 @rule
 def no_environment(source: Source) -> Iterator[Finding]:
-    places = "hosts", "attachment.launcher", "attachment.outputs", "_autoload", BINDING
+    places = "hosts", "attachment.launcher", "attachment.outputs", BINDING
+    places += "_autoload", "_ds_moe_ext_autoload"
     if source.lies_in(*places):
         return
     for node in source.nodes:
