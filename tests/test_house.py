@@ -429,7 +429,8 @@ def is_texts(node: ast.AST) -> bool:
 
 @rule
 def no_choices_by_string(source: Source) -> Iterator[Finding]:
-    if source.lies_in("settings", "files", "_autoload", *FOREIGN):  # where text comes in
+    places = "settings", "files", "_autoload", "_ds_moe_ext_autoload", *FOREIGN
+    if source.lies_in(*places):  # where text comes in
         return
     for node in source.nodes:
         if isinstance(node, ast.MatchValue) and is_text(node.value):
