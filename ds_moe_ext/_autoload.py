@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a script that knows nothing of us gets us: an import hook, installed when torch loads.
 
-torch calls ``autoload`` at the end of its own import (entry point group ``torch.backends``). It
-only puts a finder on ``sys.meta_path`` that patches a host when the host is imported; nothing else
-is loaded before that, and nothing that goes wrong here can break ``import torch``.
+torch imports the package at the end of its own import (entry point group ``torch.backends``, in the
+module ``_ds_moe_ext_autoload`` beside the package), and the package calls ``autoload``. It only
+puts a finder on ``sys.meta_path`` that patches a host when the host is imported; nothing else is
+loaded before that, and nothing that goes wrong here can break ``import torch``.
 
 Off: ``DS_MOE_EXT_AUTOLOAD=0`` (ours alone) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (all of torch's).
 """
@@ -147,7 +148,7 @@ def switched_off_by() -> list[str]:
 
 
 def autoload() -> None:
-    """Entry point of torch."""
+    """Attach to the hosts, unless that is switched off."""
     try:
         if OWN_SWITCH not in switched_off_by():
             install()

@@ -114,10 +114,13 @@ def _saved(original: Any) -> Any:
         parted, chosen = active_settings.worlds(), active_settings.chosen()
         if chosen is None:
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from ds_moe_ext.hosts.megatron import checkpoint_sums, role_checkpoint
+        from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums, role_checkpoint
 
         sealed = functools.partial(
-            checkpoint_sums.save_sealed, chosen.settings.checkpoint.checksums, original
+            checkpoint_sums.save_sealed,
+            chosen.settings.checkpoint.checksums,
+            checkpoint.routing(),
+            original,
         )
         if parted is None:
             return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -130,11 +133,14 @@ def _saved(original: Any) -> Any:
 def _checked(original: Any) -> Any:
     @functools.wraps(original)
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if active_settings.chosen() is not None:
-            from ds_moe_ext.hosts.megatron import checkpoint_sums
+        if active_settings.chosen() is None:
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums
 
-            checkpoint_sums.check(checkpoint_dir)
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        checkpoint_sums.check(checkpoint_dir)
+        state = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        checkpoint.compare_routing(checkpoint_sums.routing_of(checkpoint_dir), checkpoint_dir)
+        return state
 
     return load
 

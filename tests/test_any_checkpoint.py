@@ -49,8 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         step=7,
         save="an id",
         files=sums,
+        routing={name: {"top_k": 2, "capacity_factor": None} for name in EXPERTS},
     ).write(made)
-    document = {"format": 1, "files": sums}
+    document = {"format": 1, "files": sums, "routing": {"moe_router_topk": 2}}
     with_sum = {**document, "crc32": file_sums.sum_of_document(document)}
     file_sums.write_whole(made / SUMS_FILE, json.dumps(with_sum))
     weight = torch.arange(12.0).reshape(3, 4)

@@ -105,6 +105,17 @@ def test_doctor_says_what_switches_us_off(
     assert f"autoload: off, by {variable}=0" in done.stdout
 
 
+def test_doctor_says_what_is_in_our_way(here: Callable[..., Done]) -> None:
+    beside = Path("ds_moe_ext.py").absolute()
+    beside.write_text("")
+    done = here("doctor")
+    assert done.returncode == 0
+    told = " ".join(done.stdout.split())
+    assert f"autoload: off for scripts of this folder: {beside} has its name" in told
+    beside.unlink()
+    assert "autoload: on, by torch's entry points" in here("doctor").stdout
+
+
 @pytest.mark.slow  # quick: where patches are broken, and in test_loading.py
 def test_doctor_fails_where_a_host_has_another_version(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "ds_moe_ext"
 
 LAYERS = (
+    ("_ds_moe_ext_autoload",),  # beside the package; imports it by name
     ("_autoload",),  # names the patches, and imports nothing of ours
     (
         "strict",
@@ -118,8 +119,8 @@ class Source:
 
 SOURCES = tuple(
     Source(str(path.relative_to(ROOT)), path.read_text())
-    for folder in (PACKAGE, "patches")
-    for path in sorted((ROOT / folder).rglob("*.py"))
+    for pattern in ("*.py", f"{PACKAGE}/**/*.py", "patches/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
 )
 OURS = {source.module for source in SOURCES}
 
@@ -321,7 +322,8 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 @rule
 def no_environment(source: Source) -> Iterator[Finding]:
-    places = "hosts", "attachment.launcher", "attachment.outputs", "_autoload", BINDING
+    places = "hosts", "attachment.launcher", "attachment.outputs", BINDING
+    places += "_autoload", "_ds_moe_ext_autoload"
     if source.lies_in(*places):
         return
     for node in source.nodes:
@@ -456,7 +458,8 @@ def is_texts(node: ast.AST) -> bool:
 
 @rule
 def no_choices_by_string(source: Source) -> Iterator[Finding]:
-    if source.lies_in("settings", "files", "_autoload", *FOREIGN):  # where text comes in
+    places = "settings", "files", "_autoload", "_ds_moe_ext_autoload", *FOREIGN
+    if source.lies_in(*places):  # where text comes in
         return
     for node in source.nodes:
         if isinstance(node, ast.MatchValue) and is_text(node.value):

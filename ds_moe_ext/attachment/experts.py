@@ -33,6 +33,7 @@ from ds_moe_ext.attachment.host_layer import (
     shape_of,
 )
 from ds_moe_ext.attachment.lost_hooks import warn_of_hooks
+from ds_moe_ext.attachment.routing_facts import ROUTERS, stated
 from ds_moe_ext.attachment.stored_weights import InOne, Stored
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
@@ -207,6 +208,7 @@ def found_experts(
 
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
+    block = model.get_submodule(name.rpartition(".")[0])
     first = [stored.first(module) for stored in description.stored]
     num = description.num_experts
     trained = [
@@ -224,6 +226,7 @@ def found_experts(
         adopt=adopt,
         stored=description.stored,
         num_factors=description.num_factors,
+        routing=stated(block, *(block._modules.get(name) for name in ROUTERS)),
     )
 
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from ds_moe_ext.attachment.routing_facts import Facts
 from ds_moe_ext.attachment.stored_weights import Stored
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.gate import RunRows
@@ -118,6 +119,7 @@ class Found:
         stored: how the host keeps each weight of all experts, where these are one module of its.
         num_factors: of an expert's weights, the last ones, those that experts do not compute with,
             but that change others before, as adapters do.
+        routing: what the host's router says of itself.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Found:
     stack: int = 0
     stored: tuple[Stored, ...] = ()
     num_factors: int = 0
+    routing: Facts = field(default_factory=dict)
 
     @property
     def computed(self) -> ExpertShape:

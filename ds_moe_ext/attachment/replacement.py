@@ -7,7 +7,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -22,6 +22,7 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
+from ds_moe_ext.attachment.routing_facts import Facts, facts_of
 from ds_moe_ext.attachment.tied_weights import check_not_tied
 from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.comm import connect, gather_objects, take_first
@@ -65,6 +66,7 @@ class AttachedLayer:
         expert_bytes: of expert weights that it holds now; a host that shards them later leaves less
             to look at.
         num_factors: see ``Found``.
+        routing: how it routes; without the number of choices where no attribute says it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class AttachedLayer:
     stack: int
     expert_bytes: int
     num_factors: int = 0
+    routing: Facts = field(default_factory=dict)
 
     @property
     def routed(self) -> RoutedExperts:
@@ -86,7 +89,7 @@ class AttachedLayer:
         return parameters_of(self.hosted)
 
     @classmethod
-    def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
+    def of(cls, found: Found, adopted: Adopted, routing: Facts) -> AttachedLayer:
         before = {p for sources in adopted.sources.values() for p in sources}
         return cls(
             found.name,
@@ -96,6 +99,7 @@ class AttachedLayer:
             found.stack,
             bytes_of(parameters_of(adopted.hosted)),
             found.num_factors,
+            routing,
         )
 
     def computed(self, slot: Slot) -> tuple[nn.Parameter, ...]:
@@ -376,7 +380,9 @@ def _adopted(
         adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
         if around is not None:
             adopted.hosted.run = around(index, adopted.hosted)
-        layer = AttachedLayer.of(found, adopted)
+        gate = None if router is None else router.gate
+        routing = facts_of(found.routing, gate, blueprint.settings, strategy)
+        layer = AttachedLayer.of(found, adopted, routing)
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
         _allow_copies(blueprint, [layer for layer, _ in attached], device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Adopted, Found, keep_marks
+from ds_moe_ext.attachment.routing_facts import ROUTERS
 from ds_moe_ext.moe.gate import Choice, Gate, GateWeight, count
 from ds_moe_ext.settings import BLOCK
 
@@ -105,7 +106,7 @@ def _of_hugging_face(model: nn.Module, layer: Found, gate: Gate) -> Router:
     blocks = [m for m in model.modules() if any(c is experts for c in m._modules.values())]
     if len(blocks) > 1:
         raise ValueError(f"{len(blocks)} blocks share its experts, with a router each")
-    routers = [blocks[0]._modules.get(name) for name in ("gate", "router")]
+    routers = [blocks[0]._modules.get(name) for name in ROUTERS]
     router = next((module for module in routers if module is not None), None)
     if router is None:
         raise ValueError(f"{type(blocks[0]).__name__} has no gate or router beside the experts")

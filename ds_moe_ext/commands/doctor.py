@@ -6,11 +6,15 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import sys
 import warnings
+from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
+import _ds_moe_ext_autoload
 from ds_moe_ext import _autoload
 from ds_moe_ext.files.console import wide_console
 
@@ -63,14 +67,18 @@ def examine(model: str | None) -> int:
 
 
 def _loading() -> str:
-    names = [e.value for e in importlib.metadata.entry_points(group="torch.backends")]
-    if f"{_autoload.__name__}:autoload" not in names:
+    names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
+    if _ds_moe_ext_autoload.PACKAGE not in names:
         return (
             "autoload: the entry point is not installed; pip install ds-moe-ext, or import "
             "ds_moe_ext in the script"
         )
     for variable in _autoload.switched_off_by():
         return f"autoload: off, by {variable}=0"
+    # None where the package is found by an editable install alone.
+    spec = PathFinder.find_spec(_ds_moe_ext_autoload.PACKAGE, [os.getcwd(), *sys.path])
+    if spec is not None and (other := _ds_moe_ext_autoload.shadow(spec)):
+        return f"autoload: off for scripts of this folder: {other}"
     return "autoload: on, by torch's entry points"
 
 

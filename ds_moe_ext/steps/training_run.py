@@ -37,6 +37,7 @@ from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.monitor import Monitor
 from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.steps.saved_routing import SavedRouting
 from ds_moe_ext.steps.tracer import Tracer
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
@@ -80,6 +81,7 @@ class Run:
         monitor: what the host's own shows meanwhile.
         files: written meanwhile; None on a rank that writes none.
         block_hooks: by which copies are launched as blocks begin.
+        routing: held against that of checkpoints.
     """
 
     blueprint: Blueprint
@@ -91,6 +93,7 @@ class Run:
     monitor: Monitor
     files: ReportFiles | None
     block_hooks: tuple[RemovableHandle, ...]
+    routing: SavedRouting
 
     @classmethod
     def start(
@@ -145,7 +148,16 @@ class Run:
             with or_warn(f"the report of an earlier run in {report.path!r}"):
                 planning.tell(keep_earlier(files.folder))
         run = cls(
-            blueprint, tuple(layers), planning, mover, recorder, rank, monitor, files, block_hooks
+            blueprint,
+            tuple(layers),
+            planning,
+            mover,
+            recorder,
+            rank,
+            monitor,
+            files,
+            block_hooks,
+            SavedRouting(layers, is_first=rank == 0),
         )
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
@@ -183,6 +195,7 @@ class Run:
     def after_step(self, step: int) -> None:
         """Record the optimizer step that has been taken, and plan the next. Collective."""
         rows = self.planning.take_rows()
+        self.routing.after_step()
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
         self.recorder.terms = self.planning.checks.terms

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -118,6 +120,41 @@ def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
     assert {name: size for name, (size, _) in document["files"].items()} == files
 
 
+def told_of_routing(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    """What runs with other routing, and one with the same, are told when they load; at last of a
+    checkpoint that does not say."""
+    other = replace(RUN, topk=3), replace(RUN, config=(("moe_router_pre_softmax", True),))
+    with megatron(RUN, block("ep")):
+        training = Training(RUN)
+        steps(training, 0, 1)
+        save(training, folder, FULLY)
+    told = [_told(run, folder) for run in (*other, RUN)]
+    if rank == 0:
+        path = Path(folder) / SUMS_FILE
+        document = json.loads(path.read_text())
+        assert document.pop("routing")
+        path.write_text(json.dumps({**document, "crc32": None}))
+    dist.barrier()
+    return [*told, _told(other[0], folder)]
+
+
+def _told(run: MegatronRun, folder: str) -> list[str]:
+    with megatron(run, block("fssdp")), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        load(Training(run), folder, FULLY)
+    return [text for each in seen if "routes tokens" in (text := str(each.message))]
+
+
+def test_a_model_that_routes_otherwise_is_told(tmp_path: Path) -> None:
+    first, second = pool_of(2).run(told_of_routing, str(tmp_path))
+    assert not any(second)
+    (top_k,), (scoring,), same, silent = first
+    assert top_k.startswith(f"{tmp_path} was saved by a model that routes tokens otherwise: ")
+    assert "otherwise: moe_router_topk was 2 and is 3 in " in top_k
+    assert "otherwise: moe_router_pre_softmax was False and is True in " in scoring
+    assert same == silent == []
+
+
 def saved_beside(rank: int, world_size: int, folder: str) -> bool:
     """A save that goes on in processes of its own while training does; whether its sums were there
     before it had ended."""
@@ -178,7 +215,7 @@ def loads_after_a_stop(rank: int, world_size: int, folder: str) -> str:
         save(training, folder, FULLY)
         dist.barrier()
         with pytest.raises(Stopped):
-            save_sealed(True, stopped, {}, folder)
+            save_sealed(True, None, stopped, {}, folder)
         dist.barrier()
         with pytest.raises(ValueError) as caught:
             load(training, folder, FULLY)

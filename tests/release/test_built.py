@@ -66,6 +66,7 @@ def test_the_source_has_all(built: Path) -> None:
     }
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
     wanted |= {"CITATION.cff", "mkdocs.yml", "pyproject.toml", "ruff.toml", "setup.cfg"}
+    wanted.add("_ds_moe_ext_autoload.py")
     assert wanted <= names
     assert not [name for name in names if name.endswith(".pyc")]
 
@@ -80,6 +81,7 @@ def test_the_wheel_has_all(built: Path) -> None:
     }
     within |= {f"ds_moe_ext/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.json")}
     within |= {f"ds_moe_ext/{p.relative_to(ROOT)}" for p in (ROOT / "patches").glob("*.py")}
+    within.add("_ds_moe_ext_autoload.py")
     beside = {name for name in names if ".dist-info/" in name}
     assert names - beside == within
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in beside)
@@ -121,6 +123,16 @@ def test_commands_find_configs_by_name(installed: Path, tmp_path: Path) -> None:
 
     figures = run(command, "reproduce", "--help", folder=tmp_path)
     assert "usage" in figures
+
+
+@pytest.mark.slow
+def test_torch_loads_it_where_no_module_of_its_name_is(installed: Path, tmp_path: Path) -> None:
+    code = "import sys, torch, ds_moe_ext; print(ds_moe_ext.__file__, len(sys.meta_path))"
+    place, finders = run(installed / "python", "-c", code, folder=tmp_path).split()
+    assert Path(place).is_relative_to(installed.parent)
+    (tmp_path / "ds_moe_ext.py").write_text("")
+    place, without = run(installed / "python", "-c", code, folder=tmp_path).split()
+    assert (place, int(without)) == (str(tmp_path / "ds_moe_ext.py"), int(finders) - 1)
 
 
 @pytest.mark.slow

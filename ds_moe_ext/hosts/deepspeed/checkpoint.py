@@ -142,6 +142,7 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
     ):
         path, client = load_rest(**{**arguments, "load_optimizer_states": False})
     _apply(engine, run, loaded, asked)
+    run.routing.compare(loaded.layout.routing, str(asked.folder))
     for name in ("optimizer", SAVE):  # DeepSpeed takes them for the client's
         client.pop(name, None)
     return path, client
@@ -164,9 +165,11 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
     own_homes = {
         layer.name: home.owner_E.tolist() for layer, home in zip(run.layers, run.planning.job.homes)
     }
-    told = gather_objects((uuid4().hex, own, own_homes), None)
-    names = {expert: name for _, theirs, _ in told for expert, name in theirs.items()}
-    homes = {layer: home for _, _, theirs in told for layer, home in theirs.items()}
+    told = gather_objects((uuid4().hex, own, own_homes, run.routing.facts()), None)
+    names = {expert: name for _, theirs, _, _ in told for expert, name in theirs.items()}
+    homes = {layer: home for _, _, theirs, _ in told for layer, home in theirs.items()}
+    # The first ranks' last: those of a role may have seen no choices.
+    routing = {layer: facts for *_, theirs in reversed(told) for layer, facts in theirs.items()}
     optimizer, grid = base_optimizer(engine), run.blueprint.grid
     return SavedLayout(
         strategy=run.blueprint.settings.strategy,
@@ -185,6 +188,7 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
         tensor_parallel_size=TensorParallel.of(engine.mpu).size,
         pipeline_stages=num_stages(engine.module),
         save=told[0][0],
+        routing=routing,
     )
 
 

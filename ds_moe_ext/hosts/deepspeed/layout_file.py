@@ -47,6 +47,8 @@ class SavedLayout:
         save: id of the save; None before format 4.
         files: lengths and checksums, by name from the folder; of all files but this, and those that
             DeepSpeed goes on writing.
+        routing: of each layer how it routed, see ``attachment/routing_facts``; None where a
+            checkpoint does not say.
     """
 
     strategy: str
@@ -63,6 +65,7 @@ class SavedLayout:
     pipeline_stages: int = 1
     save: str | None = None
     files: Mapping[str, FileSum] | None = None
+    routing: Mapping[str, Mapping[str, Any]] | None = None
 
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""

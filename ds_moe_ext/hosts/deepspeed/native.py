@@ -30,6 +30,7 @@ from ds_moe_ext.attachment.host_layer import (
     shape_of,
     weights_of,
 )
+from ds_moe_ext.attachment.routing_facts import stated
 from ds_moe_ext.moe.expert import ModuleExperts, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -101,6 +102,7 @@ def _found(name: str, moe: MoE) -> Found:
         may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
         split=cache(lambda size: ways_to_split(name, function, [*first.parameters()], size)),
         adopt=adopt,
+        routing=stated(moe.deepspeed_moe.gate),
     )
 
 

@@ -12,16 +12,47 @@ rank that asks alone for ``state_dict`` would wait for the others where experts 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from ds_moe_ext.attachment.routing_facts import Facts
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts
 from ds_moe_ext.hosts.megatron.state_places import main_gradient
 from ds_moe_ext.steps.training_run import Run
 
 ASKS = ("state_dict", "sharded_state_dict", "save_parameter_state")
 LOADS = ("load_state_dict", "load_parameter_state")
+
+
+_LAST_ASKED: list[weakref.ref[Run]] = []  # of this process: one or none
+
+
+def _last_asked() -> Run | None:
+    """The run whose weights were asked for by name last, as Megatron asks before it saves or loads
+    them; None where that was none."""
+    return _LAST_ASKED[0]() if _LAST_ASKED else None
+
+
+def routing() -> Facts | None:
+    """Of the layers that are about to be saved, which have one configuration; None without any."""
+    run = _last_asked()
+    return None if run is None else next(iter(run.routing.facts().values()))
+
+
+def compare_routing(saved: Facts | None, folder: Any) -> None:
+    """Warn where a checkpoint was saved by a model that routes otherwise than the one that has
+    asked for its weights.
+
+    Args:
+        saved: see ``routing``; None where the checkpoint does not say.
+        folder: it lies in.
+    """
+    run = _last_asked()
+    if run is not None and saved is not None:
+        names = [layer.name for layer in run.layers]
+        run.routing.compare(dict.fromkeys(names, saved), str(folder))
 
 
 class FirstHomes:
@@ -33,11 +64,13 @@ class FirstHomes:
 
     def __init__(self, run: Run) -> None:
         self._planning, self._layers, self._mover = run.planning, run.layers, run.mover
+        self._run = weakref.ref(run)
         self._homes = run.planning.job.homes
         self._seats = run.mover.slots(self._homes)
 
     def come_home(self) -> None:
         """Bring the experts home, if they are not; also within a step. Collective."""
+        _LAST_ASKED[:] = [self._run]
         planning = self._planning
         if planning.job.homes is self._homes:  # as nothing has moved since, on every rank alike
             return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint in Megatron's distributed form is whole, or it is refused: lengths and checksums of
-all its files lie beside them, in a file that is written last.
+all its files lie beside them, in a file that is written last. It says how layers routed, too.
 
 Megatron looks at no file that it does not know; a checkpoint without that file, as stock Megatron
 writes it, is loaded as Megatron loads it. Megatron's own ``metadata.json``, which it writes when
@@ -13,10 +13,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ds_moe_ext.attachment.routing_facts import Facts
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.file_sums import FileSum
@@ -28,6 +29,7 @@ FORMAT = 1
 
 def save_sealed(
     checksums: bool,
+    routing: Facts | None,
     save: Callable[..., Any],
     state: Any,
     folder: Any,
@@ -38,6 +40,7 @@ def save_sealed(
 
     Args:
         checksums: else lengths alone.
+        routing: of the layers of this rank, which are alike; None where it has none.
         save: Megatron's.
         state: of it.
         folder: likewise.
@@ -52,9 +55,9 @@ def save_sealed(
     gather_objects(None, None)  # nobody writes before
     request = save(state, folder, *args, **kwargs)
     if request is None:
-        _seal(path, checksums)
+        _seal(path, checksums, routing)
     else:
-        request.finalize_fns.append(lambda: _seal(path, checksums))
+        request.finalize_fns.append(lambda: _seal(path, checksums, routing))
     return request
 
 
@@ -85,21 +88,32 @@ def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
             f"{folder} has no {LAST_FILE}, which Megatron writes last: writing did not end, or the "
             "file is missing; copy the whole folder again, or choose another checkpoint"
         )
-    sums = _read(folder / SUMS_FILE)
+    sums = _read(folder / SUMS_FILE).files
     names = sorted(sums)[place::num_places]
     file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
 
 
-def _seal(folder: Path, checksums: bool) -> None:
+def routing_of(folder: Any) -> Facts | None:
+    """How the layers of a checkpoint routed; None where it does not say.
+
+    Raises:
+        ValueError: the file that says it is damaged.
+    """
+    return _read(Path(folder) / SUMS_FILE).routing
+
+
+def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
     """Collective."""
     if not gather_objects(folder.is_dir(), None)[0]:  # in an object store
         return
     rank = dist.get_rank()
     own = [name for name in _names(folder) if _writer(name) == rank]
-    told = gather_objects(file_sums.sums_of(folder, own, checksums=checksums), None)
+    sums = file_sums.sums_of(folder, own, checksums=checksums)
+    told = gather_objects((sums, routing), None)
     if rank == 0:
-        files = {name: each for theirs in told for name, each in theirs.items()}
-        document = {"format": FORMAT, "files": files}
+        files = {name: each for theirs, _ in told for name, each in theirs.items()}
+        routing = next((facts for _, facts in told if facts is not None), None)
+        document = {"format": FORMAT, "files": files, "routing": routing}
         text = json.dumps({**document, "crc32": file_sums.sum_of_document(document)}, indent=1)
         file_sums.write_whole(folder / SUMS_FILE, text)
 
@@ -115,20 +129,34 @@ def _writer(name: str) -> int:
     return rank if rank < dist.get_world_size() else 0
 
 
-def _read(path: Path) -> Mapping[str, FileSum]:
+class _Said(NamedTuple):
+    """What the file says.
+
+    Attributes:
+        files: sums by name.
+        routing: see ``routing_of``.
+    """
+
+    files: Mapping[str, FileSum]
+    routing: Facts | None
+
+
+def _read(path: Path) -> _Said:
     """What the file says; nothing where it is not there.
 
     Raises:
         ValueError: it is damaged.
     """
     if not path.exists():
-        return {}
+        return _Said({}, None)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         crc = document.pop("crc32")
         if crc is not None and crc != file_sums.sum_of_document(document):
             raise ValueError("its crc32 is another")
-        return {name: file_sums.read_sum(told) for name, told in document["files"].items()}
+        files = {name: file_sums.read_sum(told) for name, told in document["files"].items()}
+        routing = document.get("routing")  # not in those of earlier versions
+        return _Said(files, None if routing is None else dict(routing))
     except Exception as error:  # what is damaged may be anything
         raise ValueError(
             f"{path} cannot be read ({error}): it is damaged; copy the whole folder again, or "

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, RoutedOf, Wanted
 from ds_moe_ext.attachment.refusal import refuse
+from ds_moe_ext.attachment.routing_facts import stated
 from ds_moe_ext.hosts.megatron.active_settings import worlds
 from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
@@ -182,4 +183,5 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
         split=lambda num_shards: ways_of(layer.config),
         adopt=adopt,
         stack=chunk,
+        routing=stated(choices.config),
     )
