@@ -83,7 +83,7 @@ class Airfield:
         self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # what nobody has joined, and maybe no pass will
         self._kept: Destination | None = (
-            None  # with copies that a micro-batch of the step has added
+            None  # with copies that a micro-batch added
         )
         self._kept_slab: Slab | None = None  # where these lie, once they have been asked for
 
