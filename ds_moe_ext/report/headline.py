@@ -19,12 +19,13 @@ from ds_moe_ext.report.units import (
     ratio_text,
     short_count,
 )
+from ds_moe_ext.report.verdict import verdict
 
 _SAME = 0.03  # balances that differ by a smaller share are called the same
 
 
 def header(record: RunRecord, summary: Summary | None) -> str:
-    """Strategy, sizes, versions, and the verdict."""
+    """Strategy, sizes, versions, the verdict, and below it what it rests on."""
     facts = [
         counted(record.world_size, "rank"),
         counted(record.num_cells, "EP rank"),
@@ -32,13 +33,13 @@ def header(record: RunRecord, summary: Summary | None) -> str:
         _steps_fact(record),
     ]
     versions = [f"{escaped(name)} {escaped(text)}" for name, text in record.versions.items()]
-    nothing = "No steps were recorded." if record.layers else "No layer was replaced."
-    verdict = _verdict(record, summary) if summary else nothing
+    opened = verdict(record)
+    balances = f'<p class="note">{_balances(record, summary)}</p>' if summary else ""
     return (
         f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
         f"{facts_line(facts)}{facts_line(versions)}"
-        f"{_in_time(record)}"
-        f'<p class="verdict">{verdict}</p>{legend()}</header>'
+        f'<p class="verdict">{escaped(opened[0].upper() + opened[1:])}.</p>'
+        f"{_in_time(record)}{balances}{legend()}</header>"
     )
 
 
@@ -61,10 +62,10 @@ def _in_time(record: RunRecord) -> str:
         line for told in (scores_line, saved_line, took_line, choice_line) if (line := told(record))
     ]
     told = "".join(f"{escaped(line[:1].upper() + line[1:])}. " for line in lines)
-    return f'<p class="verdict">{told.strip()}</p>' if told else ""
+    return f'<p class="note">{told.strip()}</p>' if told else ""
 
 
-def _verdict(record: RunRecord, summary: Summary) -> str:
+def _balances(record: RunRecord, summary: Summary) -> str:
     """How balanced the run was, in words."""
     idle = 1 - 1 / summary.mean
     worst = record.layers[summary.worst_layer].name

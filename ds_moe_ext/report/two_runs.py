@@ -22,6 +22,7 @@ from ds_moe_ext.report.summary import Bins, outcome_of, step_s_of
 from ds_moe_ext.report.time_saved import no_measure_of
 from ds_moe_ext.report.timeline import Step
 from ds_moe_ext.report.units import EN_DASH, counted, escaped, ratio_text, seconds_text
+from ds_moe_ext.report.verdict import verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,7 @@ def _header(runs: Sequence[Shown]) -> str:
         )
     if why := next(filter(None, (no_measure_of(each.record) for each in runs)), ""):
         times += f" On a CPU these times are no measure of a cluster: {why}."
+    alone = " ".join(f"{escaped(f'{each.name}: {verdict(each.record)}')}." for each in runs)
     steps = first.record.steps_I
     facts = (
         f"{first.record.world_size} and {counted(second.record.world_size, 'rank')}",
@@ -128,6 +130,7 @@ def _header(runs: Sequence[Shown]) -> str:
         f"<header><h1>{first.heading} beside {second.heading}</h1>"
         f"{facts_line(facts)}"
         f'<p class="verdict">{escaped(first.name)} and {escaped(second.name)} {told}.{times}</p>'
+        f'<p class="note">{alone}</p>'
         f"{legend()}</header>"
     )
 
