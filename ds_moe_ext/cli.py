@@ -29,7 +29,9 @@ class _Version(argparse.Action):
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ds-moe-ext", description="What a run with ds_moe_ext would do, would gain, and did."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, parsed
-from ds_moe_ext.strict import nearest, read_record
+from ds_moe_ext.strict import nearest_and_all, read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +322,8 @@ def read_hardware(path: str | Path) -> Hardware:
     except ValueError as error:
         raise ValueError(
             f"hardware file {str(path)!r} cannot be read ({error}); write one with ds-moe-ext "
-            f"profile, or name one of configs/hardware: {nearest(str(path), names_of(_KIND))}"
+            "profile, or name one of configs/hardware: "
+            f"{nearest_and_all(str(path), names_of(_KIND))}"
         ) from error
     try:
         return Hardware.from_json(text)

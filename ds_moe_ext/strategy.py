@@ -511,6 +511,12 @@ class Strategy(ABC):
         """When it decides anew. Pure."""
         return Rhythm()
 
+    @property
+    def expected(self) -> str:
+        """What it does, by the keys that were chosen, and where a gain is expected: a phrase for a
+        person at start; empty says nothing. Pure."""
+        return ""
+
     # Homes.
 
     @property

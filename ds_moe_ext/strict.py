@@ -189,9 +189,32 @@ def shortened(message: str, most: int) -> str:
 def nearest(word: object, known: Iterable[str]) -> str:
     """The end of an error about an unknown word."""
     known = sorted(known)
+    return _guess(word, known) or _all_of(known)
+
+
+def nearest_and_all(
+    word: str, known: Iterable[str], synonyms: Mapping[str, str] = types.MappingProxyType({})
+) -> str:
+    """The end of an error about an unknown name from a list that a person may not know.
+
+    Args:
+        word: as a person writes it.
+        known: names that exist.
+        synonyms: other words for some of them.
+    """
+    known = sorted(known)
+    guess = f"did you mean {synonyms[word]!r}?" if word in synonyms else _guess(word, known)
+    return f"{guess} {_all_of(known)}".lstrip()
+
+
+def _guess(word: object, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(word), known, n=1)
-    told = map(repr, known) if any("," in name for name in known) else known
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(told) or 'none'}"
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _all_of(known: Sequence[str]) -> str:
+    names = map(repr, known) if any("," in name for name in known) else known
+    return f"known: {', '.join(names) or 'none'}"
 
 
 def one_of(key: str, value: object, known: Collection[str]) -> None:

@@ -715,7 +715,10 @@ def _laid(strategy: Strategy, case: Case) -> Strategy | str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m ds_moe_ext.testing NAME``: 0 if all is equal, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m ds_moe_ext.testing", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ds_moe_ext.testing",
+        description="Compare a strategy with the dense reference, in float64 on a CPU.",
+    )
     parser.add_argument("strategy", help="my_package.my_module:MyStrategy, or a registered name")
     parser.add_argument("--options", type=json.loads, default={}, help="its keys, as JSON")
     given = parser.parse_args(arguments)

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from ds_moe_ext import cli
+from ds_moe_ext import cli, testing
+from ds_moe_ext.commands import cluster_profile
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
 
@@ -156,6 +157,49 @@ def test_doctor_goes_without_a_host(
     done = here("doctor")
     assert done.returncode == 0
     assert "accelerate: not installed" in done.stdout
+
+
+def test_doctor_lists_layers_without_hosts_that_the_model_does_not_load(tmp_path: Path) -> None:
+    """Their imports took most of its time. Patches of those that it does load are looked at."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    script = (
+        "import sys\nfrom ds_moe_ext import cli\n"
+        "try:\n    cli.main()\n"
+        "finally:\n    print([n for n in ('megatron', 'transformers.trainer') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "doctor", "--model", "config.json"],
+        cwd=tmp_path,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "COLUMNS": "250"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.2.mlp.experts" in done.stdout and "deepspeed " in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+COMMANDS = ("", "doctor", "report", "price", "loads", "reproduce", "plan", "profile", "compare")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "verify", "convert"])
+def test_help_is_plain_text(command: str, here: Callable[..., Done]) -> None:
+    """Without the marks of a docstring."""
+    done = here(*command.split(), "--help")
+    assert done.returncode == 0 and "usage: ds-moe-ext" in done.stdout
+    assert "`" not in done.stdout
+
+
+def test_help_of_modules_is_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["it", "--help"])
+    for main in (cluster_profile.main, testing.main):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0 and "`" not in capsys.readouterr().out
 
 
 MIXTRAL = {

@@ -29,6 +29,7 @@ from ds_moe_ext.commands.compare import (
 )
 from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
+from ds_moe_ext.report.verdict import verdict
 from tests.test_report import UNKNOWN
 from tests.test_time_saved import pace, ranks
 
@@ -114,13 +115,17 @@ def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
         "homes moved": ["0", "0", ""],
         "expert weights, rank 0": ["2 KiB", "2 KiB", ""],
     }
-    losses, found, balance, *pages = remarks(*runs)
+    losses, found, balance, *alone, first_page, second_page = remarks(*runs)
     assert found == (
         "Found: a step took 500 ms with ep and 400 ms with fssdp, 1.25 times as fast (measured in "
         "both runs)."
     )
     assert "equal within 1e-05 in the first 3 steps" in losses and "1 at best" in balance
-    assert pages == [f"Pictures: {run.folder / 'report.html'}" for run in runs]
+    assert [first_page, second_page] == [f"Pictures: {run.folder / 'report.html'}" for run in runs]
+    assert alone == [
+        f"{run.name} by its own report: {verdict(run.record)}." for run in runs if run.record
+    ]
+    assert len(alone) == 2
 
 
 def test_ranks_of_one_cpu_measure_no_speed(runs: tuple[Finished, Finished]) -> None:

@@ -56,6 +56,7 @@ from ds_moe_ext.report.summary import (
 from ds_moe_ext.report.timeline import MAX_BOXES, Step, critical, stretches
 from ds_moe_ext.report.two_runs import Shown, at_steps, page_beside
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
+from ds_moe_ext.report.verdict import verdict
 
 VOID = {"meta", "img", "wbr", "br", "link"}
 NASTY = "a<b>&\"c'</script>"
@@ -444,8 +445,15 @@ def test_page_of_a_run_with_copies_made_after_the_gate() -> None:
     assert [ADDED_INK in ink for ink in inks] == [False, True, True, False]
 
 
+def opening(run: RunRecord) -> str:
+    """What the page of a run says first."""
+    told = verdict(run)
+    return f"{told[0].upper()}{told[1:]}."
+
+
 def test_page_of_a_run_without_copies_says_nothing_of_them() -> None:
     page = checked(worked())
+    page = page.replace(opening(worked()), "")  # which says what they could gain
     style = page[: page.index("</style>")]
     assert "copies" not in page.removeprefix(style).partition("<script>")[0]
     assert 'class="map"' not in page and 'class="mark"' not in page
@@ -523,10 +531,10 @@ def test_layers_with_different_numbers_of_experts() -> None:
 
 def test_no_steps_no_tasks_no_layers() -> None:
     page = checked(record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64)))
-    assert "No steps were recorded" in page and "report.trace_step" in page
+    assert "no step was recorded." in page and "report.trace_step" in page
     nothing = record((), np.zeros((0, 0, 0), dtype=np.int64), seconds_by_kind={}, versions={})
     page = checked(nothing)
-    assert "No layer was replaced" in page and "No task was timed" in page
+    assert "no layer was replaced." in page and "No task was timed" in page
 
 
 def test_one_step() -> None:

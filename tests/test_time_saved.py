@@ -174,7 +174,7 @@ def test_the_page_begins_with_time() -> None:
     assert took_line(with_pace(worked())) == (
         "a step took 2.5 s, 12 tokens a second (median up to step 49, measured)"
     )
-    said = f'<p class="verdict">A{took_line(with_pace(worked()))[1:]}.</p>'
+    said = f'<p class="note">A{took_line(with_pace(worked()))[1:]}.</p>'
     assert said in page and ranks_line(with_pace(worked())).startswith("a step took 2.5 s, ")
     assert page.index(said) < page.index("The busiest EP rank")
 

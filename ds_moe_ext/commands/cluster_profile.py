@@ -159,7 +159,11 @@ def copies_text(hardware: Hardware, expert_bytes: int, window_s: float | None) -
 
 def main() -> int:
     """Entry point of each rank."""
-    parser = argparse.ArgumentParser(prog="ds_moe_ext.profile_run", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ds_moe_ext.profile_run",
+        description="Measure this cluster, and write a hardware file of it; torchrun starts it on "
+        "every rank.",
+    )
     add_options(parser)
     try:
         return profile(parser.parse_args())

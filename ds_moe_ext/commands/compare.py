@@ -19,6 +19,7 @@ from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, RunR
 from ds_moe_ext.report.summary import Outcome, outcome_of, typical
 from ds_moe_ext.report.time_saved import ON_CPU, no_measure
 from ds_moe_ext.report.units import bytes_text, seconds_text
+from ds_moe_ext.report.verdict import verdict
 
 REPORT, SUMMARY = "report.json", "summary.json"
 SAME = ("model", "text", "seed", "dtype", "tokens_per_step", "first_step")
@@ -418,6 +419,11 @@ def remarks(first: Finished, second: Finished) -> list[str]:
     lines.append(
         "Balance: rows of the busiest rank over the mean; all others wait for it. It is 1 at best."
     )
+    lines += [
+        f"{run.name} by its own report: {verdict(run.record)}."
+        for run in (first, second)
+        if run.record is not None
+    ]
     pages = (run.folder / "report.html" for run in (first, second) if run.record is not None)
     lines += [f"Pictures: {page}" for page in pages]
     return lines

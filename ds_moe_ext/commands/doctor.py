@@ -9,9 +9,11 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 import _ds_moe_ext_autoload
@@ -36,18 +38,37 @@ def add_doctor(commands: Any) -> None:
 
 def examine(model: str | None) -> int:
     """Print what is loaded and patched; or a line of it, and the layers of a model. 0 if all is
-    well."""
+    well.
+
+    With a model, hosts that it does not load are left out: their imports take most of the time.
+    """
     console = wide_console()
     console.print(_loading())
+    layers, hosts = None, PATCHED
+    if model is not None:
+        from ds_moe_ext.commands import model_layers  # loads torch
+
+        layers = model_layers.layers_table(model)
+        hosts = tuple(host for host in PATCHED if host.module in sys.modules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what else Megatron would like
+        well = _are_in(hosts, console, is_brief=model is not None)
+    if layers is not None:
+        console.print(layers)
+    return 0 if well else 1
+
+
+def _are_in(hosts: Sequence[PatchedHost], console: Console, *, is_brief: bool) -> bool:
+    """Print which patches are in, and whether all are."""
     well = True
-    for host in PATCHED:
+    for host in hosts:
         version = _version(host)
         if version is None:
             console.print(f"{host.name}: {host.absent}")
             continue
         title = f"{host.name} {version}{host.when}"
         rows = _patch_rows(host)
-        if model is not None and not any(row.failure for row in rows):
+        if is_brief and not any(row.failure for row in rows):
             console.print(f"{title}: all {len(rows)} patches are in", highlight=False)
             continue
         table = Table(title=title, title_justify="left")
@@ -59,11 +80,7 @@ def examine(model: str | None) -> int:
         for failure in dict.fromkeys(row.failure for row in rows if row.failure):
             console.print(failure, soft_wrap=True, markup=False)
             well = False
-    if model is not None:
-        from ds_moe_ext.commands import model_layers  # loads torch
-
-        console.print(model_layers.layers_table(model))
-    return 0 if well else 1
+    return well
 
 
 def _loading() -> str:
@@ -147,10 +164,8 @@ class PatchRow(NamedTuple):
 
 def _patch_rows(host: PatchedHost) -> list[PatchRow]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of what else Megatron would like
-            importlib.import_module(host.module)
-            module = importlib.import_module(host.patches)
+        importlib.import_module(host.module)
+        module = importlib.import_module(host.patches)
     except Exception as error:
         return [PatchRow("all", repr(error), "", "")]
     try:

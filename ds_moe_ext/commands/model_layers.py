@@ -23,7 +23,7 @@ from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
 from ds_moe_ext.pricing.model_shape import MOST_LAYERS
-from ds_moe_ext.strict import check_object, nearest
+from ds_moe_ext.strict import check_object, nearest_and_all
 
 
 def layers_table(model: str) -> Table:
@@ -69,7 +69,7 @@ def _built(model: str) -> nn.Module:
     else:
         raise ValueError(
             f"--model is {model!r}, which is neither a file or folder nor 'package.module:function'"
-            f", nor a name of configs/models; {nearest(model, names_of('models'))}"
+            f", nor a name of configs/models; {nearest_and_all(model, names_of('models'))}"
         )
     if not isinstance(built, nn.Module):
         raise ValueError(f"--model is {model!r}, which gives no module but {built!r}")

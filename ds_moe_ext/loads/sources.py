@@ -18,11 +18,14 @@ from ds_moe_ext.loads.run_reports import read_report
 from ds_moe_ext.loads.sizes import Sizes
 from ds_moe_ext.loads.workloads import WORKLOADS, workload_rows
 from ds_moe_ext.loads.zipf import TRAINED, Zipf, zipf_rows
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import nearest_and_all
 
 DISTRIBUTIONS = {"zipf": Zipf(1.2), "trained": TRAINED}
 NAMES = (*WORKLOADS, *DISTRIBUTIONS)
 """Of generators."""
+
+SYNONYMS = {"uniform": "balanced", "even": "balanced", "skewed": "zipf"}
+"""Words that errors understand: a person may know loads by these."""
 
 WRITERS: dict[str, Callable[[Path, Loads], None]] = {".npz": write_table, ".jsonl": write_traces}
 
@@ -148,7 +151,7 @@ def _read(given: str, experts: int | None) -> Loads:
     if not is_folder and path.suffix not in readers:
         raise ValueError(
             f"{given!r} is neither the name of loads nor ends on {', '.join(readers)}; "
-            f"{nearest(given.partition(':')[0], NAMES)}"
+            f"{nearest_and_all(given.partition(':')[0], NAMES, SYNONYMS)}"
         )
     if not (is_folder or path.is_file()):
         raise ValueError(f"{given!r} is no file that is there; give the path of one")

@@ -19,12 +19,13 @@ from ds_moe_ext.report.units import (
     ratio_text,
     short_count,
 )
+from ds_moe_ext.report.verdict import verdict
 
 _SAME = 0.03  # balances that differ by a smaller share are called the same
 
 
 def header(record: RunRecord, summary: Summary | None) -> Html:
-    """Strategy, sizes, versions, and the verdict."""
+    """Strategy, sizes, versions, the verdict, and below it what it rests on."""
     facts = [
         counted(record.world_size, "rank"),
         counted(record.num_cells, "EP rank"),
@@ -32,16 +33,17 @@ def header(record: RunRecord, summary: Summary | None) -> Html:
         _steps_fact(record),
     ]
     versions = [f"{name} {text}" for name, text in record.versions.items()]
-    nothing = "No steps were recorded." if record.layers else "No layer was replaced."
-    verdict = _verdict(record, summary) if summary else nothing
+    opened = verdict(record)
+    balances = Html('<p class="note">{}</p>').format(_balances(record, summary)) if summary else ""
     return Html(
-        '<header><h1>MoE run with <code>{}</code></h1>{}{}{}<p class="verdict">{}</p>{}</header>'
+        '<header><h1>MoE run with <code>{}</code></h1>{}{}<p class="verdict">{}.</p>{}{}{}</header>'
     ).format(
         record.strategy,
         facts_line(facts),
         facts_line(versions),
+        opened[0].upper() + opened[1:],
         _in_time(record),
-        verdict,
+        balances,
         legend(),
     )
 
@@ -66,10 +68,10 @@ def _in_time(record: RunRecord) -> Html:
         line for told in (scores_line, saved_line, took_line, choice_line) if (line := told(record))
     ]
     told = " ".join(f"{line[:1].upper()}{line[1:]}." for line in lines)
-    return Html('<p class="verdict">{}</p>').format(told) if told else Html("")
+    return Html('<p class="note">{}</p>').format(told) if told else Html("")
 
 
-def _verdict(record: RunRecord, summary: Summary) -> Html:
+def _balances(record: RunRecord, summary: Summary) -> Html:
     """How balanced the run was, in words."""
     idle = 1 - 1 / summary.mean
     worst = record.layers[summary.worst_layer].name

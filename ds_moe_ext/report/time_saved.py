@@ -6,13 +6,14 @@ Shape letters: G points, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.report.exposure import TRAVELS, WAITS
-from ds_moe_ext.report.record import ChoiceRecord, DeviceRecord, RunRecord
+from ds_moe_ext.report.record import ChoiceRecord, DeviceRecord, RanksRecord, RunRecord
 from ds_moe_ext.report.summary import division_of, outcome_of, typical
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.task import EXPERT
@@ -67,20 +68,32 @@ def saved_of(record: RunRecord) -> Saved | None:
     ranks, outcome = record.ranks, outcome_of(record)
     if ranks is None or not outcome.copies:
         return None
-    names_K = [kind.rpartition(":")[2] for kind in ranks.kinds_K]
-    expert_s_R, travelled_s_R, copies_s_R = (
-        ranks.seconds_KR[[name in those for name in names_K]].sum(axis=0)
-        for those in ((EXPERT.name,), TRAVELS, WAITS)
-    )
-    if not expert_s_R.any():
+    expert_s = expert_s_of(record)
+    if np.isnan(expert_s):
         return None
     return Saved(
-        float(expert_s_R[expert_s_R > 0].mean()),
+        expert_s,
         outcome.home_balance,
         outcome.balance,
-        float(travelled_s_R.mean()),
-        float(copies_s_R.mean()),
+        float(_seconds_R(ranks, TRAVELS).mean()),
+        float(_seconds_R(ranks, WAITS).mean()),
     )
+
+
+def expert_s_of(record: RunRecord) -> float:
+    """Seconds of a step in experts, forward and backward, mean of the ranks that have some; nan
+    where nobody knows. Pure."""
+    if record.ranks is None:
+        return NAN
+    expert_s_R = _seconds_R(record.ranks, (EXPERT.name,))
+    return float(expert_s_R[expert_s_R > 0].mean()) if expert_s_R.any() else NAN
+
+
+def _seconds_R(ranks: RanksRecord, names: Collection[str]) -> np.ndarray:
+    """Of tasks with these names, both ways."""
+    is_one_K = [kind.rpartition(":")[2] in names for kind in ranks.kinds_K]
+    seconds_R: np.ndarray = ranks.seconds_KR[is_one_K].sum(axis=0)
+    return seconds_R
 
 
 def saved_line(record: RunRecord) -> str:

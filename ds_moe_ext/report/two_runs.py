@@ -23,6 +23,7 @@ from ds_moe_ext.report.summary import Bins, outcome_of, step_s_of
 from ds_moe_ext.report.time_saved import no_measure_of
 from ds_moe_ext.report.timeline import Step
 from ds_moe_ext.report.units import EN_DASH, counted, ratio_text, seconds_text
+from ds_moe_ext.report.verdict import verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,7 @@ def _header(runs: Sequence[Shown]) -> Html:
         )
     if why := next(filter(None, (no_measure_of(each.record) for each in runs)), ""):
         times += f" On a CPU these times are no measure of a cluster: {why}."
+    alone = " ".join(f"{each.name}: {verdict(each.record)}." for each in runs)
     steps = first.record.steps_I
     facts = (
         f"{first.record.world_size} and {counted(second.record.world_size, 'rank')}",
@@ -128,7 +130,8 @@ def _header(runs: Sequence[Shown]) -> Html:
         f"{counted(len(steps), 'common step')}, {steps[0]:,} to {steps[-1]:,}",
     )
     return Html(
-        '<header><h1>{} beside {}</h1>{}<p class="verdict">{} and {} {}.{}</p>{}</header>'
+        '<header><h1>{} beside {}</h1>{}<p class="verdict">{} and {} {}.{}</p>'
+        '<p class="note">{}</p>{}</header>'
     ).format(
         first.heading,
         second.heading,
@@ -137,6 +140,7 @@ def _header(runs: Sequence[Shown]) -> Html:
         second.name,
         told,
         times,
+        alone,
         legend(),
     )
 

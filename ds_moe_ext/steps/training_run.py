@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +32,7 @@ from ds_moe_ext.report.report_files import NAMES, ReportFiles, keep_earlier
 from ds_moe_ext.report.summary import bad_scores_line, outcomes_by_layer, ranks_line, scores_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text
+from ds_moe_ext.report.verdict import verdict
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.settings import Settings
@@ -171,6 +173,7 @@ class Run:
             )
         way = told_way(blueprint.strategy, layout)
         for line in (
+            expected_line(blueprint),
             way,
             settings.hooks.rule,
             *planning.remarks,
@@ -237,12 +240,16 @@ def leave_report(
 
 
 def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) -> None:
-    """Tell a person what a run was like, with remarks, and write the report if a folder was
-    named."""
-    record = recorder.record()
-    if not record.steps_I:
-        return
-    console = wide_console()
+    """Tell a person what a run was like, with remarks, write the report if a folder was named, and
+    end on the verdict."""
+    record, console = recorder.record(), wide_console()
+    if record.steps_I:
+        _tell(record, console, path, remarks)
+    console.print(f"ds_moe_ext: {verdict(record)}", soft_wrap=True, highlight=False)
+
+
+def _tell(record: RunRecord, console: Console, path: str | None, remarks: Sequence[str]) -> None:
+    """What the verdict rests on, and the files."""
     console.print(end_table(record))
     for told in (division_line, ranks_line, scores_line, saved_line, choice_line):
         if line := told(record):
@@ -305,6 +312,13 @@ def _strategy(settings: Settings) -> str:
     """What was chosen, by name."""
     over = "" if settings.balance is None else f" over {settings.balance}"
     return f"{settings.strategy}{over}"
+
+
+def expected_line(blueprint: Blueprint) -> str:
+    """What was chosen, and what a person may expect of it; empty where the strategy does not say.
+    Pure."""
+    expected = blueprint.strategy.expected
+    return f"{_strategy(blueprint.settings)}: {expected}" if expected else ""
 
 
 def _told(blueprint: Blueprint) -> str:

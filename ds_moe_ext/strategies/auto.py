@@ -173,6 +173,14 @@ class Auto(Choosing):
 
     # Plans.
 
+    @property
+    def expected(self) -> str:
+        return (
+            "experts compute at home until costs are measured, and then by whichever of "
+            f"{', '.join(self._candidates)} is priced lowest, chosen anew every {self.interval} "
+            "steps"
+        )
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         if not _are_costs_known(job):
             return self._first.plan(job)

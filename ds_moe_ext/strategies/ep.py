@@ -54,6 +54,10 @@ class ExpertParallel(Strategy):
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER),)  # no copies
 
+    @property
+    def expected(self) -> str:
+        return "experts compute at home, and all ranks wait for the busiest one"
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = map(Plan.at_home, job.homes)
         return tuple(replace(plan, sends_once=self.send_once) for plan in plans)

@@ -191,6 +191,14 @@ class ExpertSharding(Overlay):
         rhythm = self.placing.rhythm()
         return replace(rhythm, measures=rhythm.measures or self.measures)
 
+    @property
+    def expected(self) -> str:
+        own = (
+            "rows travel in chunks beside what experts compute; a gain is expected where exchanges "
+            "take about as long as experts"
+        )
+        return "; ".join(filter(None, (own, self.placing.expected)))
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = self.placing.plan(job)
         if job.pipelines is None:

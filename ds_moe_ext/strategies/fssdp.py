@@ -163,6 +163,14 @@ class FullySharded(Strategy):
             shard_every=every,
         )
 
+    @property
+    def expected(self) -> str:
+        return (
+            f"busy experts are copied for a step, by share {self.share!r}; a gain is "
+            "expected where the busiest rank has well over the mean's rows, none where loads are "
+            "even"
+        )
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         if self._is_papers:
             return self._by_paper(job, self._wanted(job))

@@ -172,6 +172,14 @@ class ProProphet(Strategy):
     def rhythm(self) -> Rhythm:
         return Rhythm(window=1, plan_every=1)
 
+    @property
+    def expected(self) -> str:
+        return (
+            f"busy experts are copied where that is priced to pay, by share {self.share!r}; a gain "
+            "is expected where the busiest rank has well over the mean's rows, none where loads "
+            "are even"
+        )
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         num_cells = job.homes[0].num_cells
         if self.num_excluded is not None and self.num_excluded >= num_cells:

@@ -204,6 +204,13 @@ class Zebra(Strategy):
             "moved, or profile to have it measured (under DeepSpeed)",
         )
 
+    @property
+    def expected(self) -> str:
+        return (
+            "attention and experts run on ranks of their own; a gain is expected where their "
+            "devices are unlike"
+        )
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(map(Plan.at_home, job.homes))
 

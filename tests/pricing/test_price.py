@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +21,10 @@ from ds_moe_ext import cli
 from ds_moe_ext.commands.price.cases import Case, Market
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_of
 from ds_moe_ext.commands.price.market import priced_market
-from ds_moe_ext.commands.price.table import PARTS
+from ds_moe_ext.commands.price.market_page import page_of
+from ds_moe_ext.commands.price.table import PARTS, print_market
 from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
+from ds_moe_ext.commands.price.words import block_words, grid_text, verdict
 from ds_moe_ext.files import commented
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads, write_loads
@@ -29,6 +33,7 @@ from ds_moe_ext.pricing.training_shape import Training
 from tests.pricing.models import TINY, cluster
 from tests.pricing.test_model_shape import DEEPSEEK, FLAGS, MIXTRAL, QWEN
 
+ROOT = Path(__file__).parents[2]
 README = {"enabled": True, "strategy": "fssdp"}
 JOB = {
     "train_micro_batch_size_per_gpu": 2,
@@ -168,6 +173,26 @@ def test_states_in_host_memory_are_not_on_the_device(
     assert bytes_of[1] == bytes_of[0] * (1 - share)
     assert (f"{share:.0%} of the optimizer's states lie in host memory" in told[1]) == (share > 0)
     assert "host memory" not in told[0]
+
+
+def test_a_class_of_one_s_own_is_priced(
+    priced: Callable[..., str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name alone, beside the class of the job's file, whose options are its own; and with a
+    pipeline over it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    shutil.copy(ROOT / "examples/own_strategy.py", files / "priced_alone.py")
+    shutil.copy(ROOT / "examples/own_strategy.py", files / "priced_own.py")
+    own = {"strategy": "priced_own:Busiest", "options": {"num_copied": 2}}
+    (files / "own.json").write_text(json.dumps({**JOB, "ds_moe_ext": {"enabled": True, **own}}))
+    asked = "ep,priced_alone:Busiest,esp over priced_alone:Busiest"
+    priced("own.json", *ASKED, "--strategies", asked, "--json", "out.json")
+    ways = json.loads((files / "out.json").read_text())["ways"]
+    names = (*asked.split(","), "priced_own:Busiest")
+    assert {each["strategy"] for each in ways} == set(names)
+    copies = {each["strategy"]: each["copies"] for each in ways if each["expert_parallel_size"] > 2}
+    assert copies["priced_own:Busiest"] > copies["priced_alone:Busiest"] > copies["ep"] == 0
+    priced("job.json", *ASKED, "--strategies", "priced_alone:Busiest")
 
 
 def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(
@@ -346,12 +371,23 @@ def test_without_hjson_comments_are_told_of(
         (("none.json", *ASKED), r"'none.json' cannot be read .* name a DeepSpeed JSON"),
         (("job.json", *ASKED[2:]), r"does not say the model's sizes; name its config.json"),
         (("job.json", "--model", "mixtrl_tiny", *ASKED[2:]), r"did you mean 'mixtral_tiny'"),
-        (("job.json", *ASKED[:3], "dgx_h10"), r"'dgx_h10' cannot be .* did you mean 'dgx_h100'"),
+        (
+            ("job.json", *ASKED[:3], "dgx_h800"),
+            r"'dgx_h800' cannot be .* did you mean 'dgx_h100'\? known: dgx_a100, dgx_h100, fsmoe_a",
+        ),
         (
             ("job.json", *ASKED, "--strategies", "fsdp"),
-            r"'fsdp', which is not priced; did you mean",
+            r"'fsdp', which is not priced; did you mean 'fssdp'\? known: ep, .* class of your own",
+        ),
+        (
+            ("job.json", *ASKED, "--strategies", "json:dumps"),
+            r"strategy is 'json:dumps', which is not a dataclass",
         ),
         (("job.json", *ASKED, "--loads", "zip:1"), r"'zip:1' is neither the name of loads"),
+        (
+            ("job.json", *ASKED, "--loads", "uniform"),
+            r"'uniform' is neither .* did you mean 'balanced'\? known: balanced, burst",
+        ),
         (("job.json", *ASKED, "--length", "0"), r"length is 0; give at least 1"),
         (("layout.sh", *ASKED[2:]), r"says --pipeline-model-parallel-layout, which is not priced"),
         (("alone.sh", *ASKED[2:]), r"without --sequence-parallel, which Megatron .* add it"),
@@ -424,6 +460,42 @@ SHORT = {
     "qwen": {**QWEN, "num_hidden_layers": 2},
     "deepseek": {**DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 1},
 }
+
+
+def with_memory(market: Market, num_bytes: float) -> Market:
+    """The same on devices with so much memory."""
+    clusters = [
+        replace(each, device=replace(each.device, memory_bytes=int(num_bytes)))
+        for each in market.case.clusters
+    ]
+    return replace(market, case=replace(market.case, clusters=tuple(clusters)))
+
+
+def test_what_does_not_fit_is_never_the_fastest() -> None:
+    """The fastest way of plenty of memory is not among those that fit into less."""
+    market = market_of(SHORT["mixtral"], ["dgx_h100"], [8])
+    fastest = market.priced[0]
+    needs = sorted(each.memory.total for each in market.priced)
+    assert needs[0] < fastest.memory.total
+    plenty = with_memory(market, 2 * needs[-1])
+    assert plenty.best is fastest and plenty.too_large is None
+    assert verdict(plenty).startswith("fastest: ") and "does not fit" not in verdict(plenty)
+
+    less = with_memory(market, fastest.memory.total - 1)
+    assert less.best is not None and less.fits(less.best) and less.too_large is fastest
+    assert verdict(less).startswith(f"fastest that fits into memory: {less.best.way.name} on ")
+    assert verdict(less).endswith("would be faster, and does not fit")
+    assert f"{fastest.way.name} on {grid_text(fastest.way.grid)} (" in verdict(less)
+
+    none = with_memory(market, needs[0] - 1)
+    assert none.best is None and none.traced is not None
+    assert verdict(none).startswith("nothing fits into memory: ")
+    assert block_words(none) == [] and "the fastest" not in dict(none.named)
+    to = Console(record=True, width=200, file=io.StringIO())
+    print_market(none, (), to)
+    assert "│ >" not in to.export_text() and "to run the fastest" not in to.export_text()
+    page = page_of(none, ())
+    assert "<mark>fastest</mark>" not in page and not Parsed.of(page).left_open
 
 
 @pytest.mark.parametrize(("hardware", "nodes"), CLUSTERS)

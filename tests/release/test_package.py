@@ -121,3 +121,19 @@ def test_a_block_is_read_by_its_name(name: str) -> None:
     document = read_file(name, "told")
     settings, strategy = read_settings(document)
     assert settings.strategy == document["ds_moe_ext"]["strategy"] and strategy is not None
+
+
+def test_pages_say_the_same_of_versions_and_minutes() -> None:
+    """As setup.cfg and the quickstart do."""
+    readme, all_pages, megatron, started = (
+        (ROOT / name).read_text()
+        for name in ("README.md", "docs/README.md", "docs/megatron.md", "launch/quickstart.sh")
+    )
+    low, below = re.findall(r"megatron-core>=0\.(\d+),<0\.(\d+)", (ROOT / "setup.cfg").read_text())[
+        0
+    ]
+    admitted = f"0.{low} to 0.{int(below) - 1}"
+    assert admitted in readme and admitted in megatron.splitlines()[2]
+    (minutes,) = re.findall(r"(\w+) minutes on two quiet cores", started)
+    assert f"shows what there is: {minutes.lower()} minutes" in readme
+    assert f"(measurements.md#the-main-job) in {minutes.lower()} minutes" in all_pages

@@ -173,18 +173,23 @@ class Market:
 
     @property
     def best(self) -> Priced | None:
-        """The fastest of all; likewise."""
-        return self._fastest(self.priced)
+        """The fastest of those that fit; None where none does."""
+        return next(filter(self.fits, self.priced), None)
+
+    @property
+    def too_large(self) -> Priced | None:
+        """The fastest, where it does not fit."""
+        return next((each for each in self.priced[:1] if not self.fits(each)), None)
 
     @property
     def own_best(self) -> Priced | None:
-        """The fastest of the job's own strategy; likewise."""
+        """The fastest of the job's own strategy; of those that fit, if any does."""
         return self._fastest_of(self.own)
 
     @property
     def traced(self) -> Priced | None:
-        """The fastest of the only strategy that was asked for, else of all."""
-        return self._fastest_of(self.asked) or self.best
+        """The fastest of the only strategy that was asked for, else of all; likewise."""
+        return self._fastest_of(self.asked) or self.best or next(iter(self.priced), None)
 
     @property
     def named(self) -> list[tuple[str, Priced]]:
@@ -208,8 +213,5 @@ class Market:
         return None if self.base is None else self.base.step_s / priced.step_s
 
     def _fastest_of(self, name: str) -> Priced | None:
-        return self._fastest([each for each in self.priced if each.way.name == name])
-
-    def _fastest(self, priced: Sequence[Priced]) -> Priced | None:
-        fitting = [each for each in priced if self.fits(each)]
-        return next(iter(fitting or priced), None)
+        named = [each for each in self.priced if each.way.name == name]
+        return next(filter(self.fits, named), None) or next(iter(named), None)

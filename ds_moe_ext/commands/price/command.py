@@ -24,7 +24,7 @@ def add_price(commands: Any) -> None:
     )
     add("--nodes", type=int, nargs="+", help="of each cluster, where not those of its file")
     add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
-    add("--strategies", default="all", help="names with commas between, or all")
+    add("--strategies", default="all", help="names with commas between, or all; or module:Class")
     add("--grids", choices=("few", "all"), default="few", help="of ranks that are tried")
     add("--length", type=int, help="tokens of a sample")
     add("--micro-batch", type=int, help="samples of a rank in one pass")

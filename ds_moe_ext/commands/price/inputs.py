@@ -19,7 +19,7 @@ from ds_moe_ext.pricing.model_parallel import ALONE
 from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import nearest_and_all
 
 CONFIG = "config.json"
 DEFAULT_LENGTH = 4096  # tokens of a sample, where nobody says
@@ -185,7 +185,7 @@ def read_model(path: Path) -> ModelShape:
     except ValueError as error:
         raise ValueError(
             f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config.json,"
-            f" or one of configs/models: {nearest(str(path), names_of('models'))}"
+            f" or one of configs/models: {nearest_and_all(str(path), names_of('models'))}"
         ) from error
     inner = document.get("config")
     name = file.resolve().parent.name if file.name == CONFIG else file.stem

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from ds_moe_ext.settings import read_settings
 
 def price(given: argparse.Namespace) -> int:
     """Price a job and show what came out. 0, or 1 if no way can be."""
+    sys.path.insert(0, "")  # as the interpreter itself has it: for a strategy of the user's own
     asked = read_job(given.job)
     clusters = read_clusters(given.hardware, given.nodes)
     shape = asked.shape if given.model is None else read_model(given.model)

@@ -11,12 +11,12 @@ from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Way, grids_for
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import nearest_and_all
 
 BASE = "ep"
 OVER = " over "
 ALL = (BASE, "fssdp", "prophet", "esp", f"esp{OVER}fssdp", f"esp{OVER}prophet")
-EVERY, SEVERAL = "all", ","
+EVERY, SEVERAL, OWN = "all", ",", ":"
 
 
 class Chosen(NamedTuple):
@@ -42,10 +42,10 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
     Args:
         document: with our block.
         asked: ``"all"``, or names with commas between; ``"esp over fssdp"`` lays a pipeline over
-            another.
+            another, ``"my_package.my_module:MyStrategy"`` is one of the user's own.
 
     Raises:
-        ValueError: an unknown name, or what is wrong in the block.
+        ValueError: an unknown name, a class that cannot be, or what is wrong in the block.
     """
     block = document.get(BLOCK) or {}
     settings, _ = read_settings(document)
@@ -54,13 +54,14 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
         own = f"{settings.strategy}{OVER}{settings.balance}"
     names = list(ALL) if asked == EVERY else [name.strip() for name in asked.split(SEVERAL)]
     for name in names:
-        if name not in (*ALL, own):
+        if name not in (*ALL, own) and OWN not in name:
             raise ValueError(
-                f"--strategies has {name!r}, which is not priced; {nearest(name, ALL)}"
+                f"--strategies has {name!r}, which is not priced; {nearest_and_all(name, ALL)}, or "
+                "a class of your own, as my_package.my_module:MyStrategy"
             )
     chosen = []
     for name in dict.fromkeys((own, BASE, *names)):
-        strategy = _strategy(document, block, name)
+        strategy = _strategy(document, block, name, is_own=name == own)
         if strategy.has_roles:
             continue
         given = settings.expert_parallel_size, settings.expert_sharding_size
@@ -69,9 +70,13 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
     return chosen
 
 
-def _strategy(document: Mapping[str, Any], block: Mapping[str, Any], name: str) -> Strategy:
+def _strategy(
+    document: Mapping[str, Any], block: Mapping[str, Any], name: str, *, is_own: bool
+) -> Strategy:
     laid, _, over = name.partition(OVER)
     changed = {**block, "enabled": True, "strategy": laid, "balance": over or None}
+    if not is_own:
+        changed.pop("options", None)  # keys of the file's own class
     strategy = read_settings({**document, BLOCK: changed})[1]
     assert strategy is not None
     return strategy

@@ -13,7 +13,7 @@ from ds_moe_ext.commands.price.cases import Market
 from ds_moe_ext.commands.price.ways import OVER
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, most_copies
-from ds_moe_ext.report.units import counted
+from ds_moe_ext.report.units import bytes_text, counted
 from ds_moe_ext.settings import BLOCK
 
 
@@ -66,26 +66,44 @@ def grid_text(grid: Grid) -> str:
 
 
 def verdict(market: Market) -> str:
-    """The fastest, and what it gains."""
+    """The fastest that fits into memory, and what it gains."""
     best, base, own = market.best, market.base, market.own_best
-    if best is None:
+    if not market.priced:
         return "no way can be"
-    told = f"fastest: {best.way.name} on {grid_text(best.way.grid)}"
+    if best is None:
+        least = min(market.priced, key=lambda each: each.memory.total)
+        return (
+            f"nothing fits into memory: {_with_memory(market, least)} needs least; take more "
+            "nodes, --recomputes, shorter samples or a higher ZeRO stage"
+        )
+    which = "fastest" if market.too_large is None else "fastest that fits into memory"
+    told = f"{which}: {best.way.name} on {grid_text(best.way.grid)}"
     if best is base:
         told += ", the best plain expert parallelism"
     elif base is None:
         told += f", {best.tokens_per_s:,.0f} tokens/s"
     else:
         told += f", {_times(market, best)}"
-        told += f" (which is on {grid_text(base.way.grid)})"
+        told += f" (which is on {grid_text(base.way.grid)}{_unless_it_fits(market, base)})"
     if own is not None and own is not best and own is not base and base is not None:
         told += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
-    if not market.fits(best):
-        told += (
-            "; nothing fits into memory: take more nodes, --recomputes, shorter samples or a "
-            "higher ZeRO stage"
-        )
+        told += _unless_it_fits(market, own)
+    if market.too_large is not None:
+        told += f"; {_with_memory(market, market.too_large)} would be faster, and does not fit"
     return told
+
+
+def _unless_it_fits(market: Market, priced: Priced) -> str:
+    return "" if market.fits(priced) else ", and does not fit into memory"
+
+
+def _with_memory(market: Market, priced: Priced) -> str:
+    has = market.case.hardware.device.memory_bytes
+    assert has is not None, "without it all fit"
+    return (
+        f"{priced.way.name} on {grid_text(priced.way.grid)} "
+        f"({bytes_text(int(priced.memory.total))} of {bytes_text(has)})"
+    )
 
 
 def _times(market: Market, priced: Priced) -> str:

@@ -82,9 +82,7 @@ class Airfield:
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # what nobody has joined, and maybe no pass will
-        self._kept: Destination | None = (
-            None  # with copies that a micro-batch added
-        )
+        self._kept: Destination | None = None  # with copies that a micro-batch added
         self._kept_slab: Slab | None = None  # where these lie, once they have been asked for
 
     def serving(self, destination: Destination) -> Destination:
