@@ -44,7 +44,7 @@ def examine(model: str | None) -> int:
     """
     console = wide_console()
     console.print(_loading())
-    layers, hosts = None, PATCHED
+    layers, hosts = None, tuple(PATCHED)
     if model is not None:
         from ds_moe_ext.commands import model_layers  # loads torch
 

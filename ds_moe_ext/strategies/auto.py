@@ -23,7 +23,7 @@ from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategies.shares import PAPER, PRICED
+from ds_moe_ext.strategies.shares import SHARES, with_share
 from ds_moe_ext.strategy import (
     Choice,
     Choosing,
@@ -47,8 +47,6 @@ _DEFAULTS: Mapping[str, Callable[[], Strategy]] = {
     "fssdp": FullySharded,
     "prophet": ProProphet,
 }
-SHARES = {", paper share": PAPER, ", priced share": PRICED}
-"""Behind the name of a strategy that copies: how copies divide rows, whatever its block says."""
 USUAL = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
 COPYING = tuple(name for name in USUAL if name.endswith(("fssdp", "prophet")))
 NAMES = (*USUAL, *(name + share for share in SHARES for name in COPYING))
@@ -67,8 +65,7 @@ def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
     laid, _, over = whole.partition(OVER)
     strategy = blocks.get(over or (BASE if laid == PIPELINE else laid)) or _DEFAULTS[over or laid]()
     if share:
-        assert isinstance(strategy, (FullySharded, ProProphet))
-        strategy = replace(strategy, share=SHARES[comma + share])
+        strategy = with_share(strategy, SHARES[comma + share])
     if laid != PIPELINE:
         return strategy
     esp = blocks.get(PIPELINE)

@@ -17,12 +17,21 @@ from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model
 from ds_moe_ext.commands.price.market_page import write_page
 from ds_moe_ext.commands.price.pays import told_of_scans
 from ds_moe_ext.commands.price.table import print_market
-from ds_moe_ext.commands.price.ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
+from ds_moe_ext.commands.price.ways import (
+    EVERY,
+    SEVERAL,
+    Chosen,
+    by_other_shares,
+    chosen_strategies,
+    ways_of,
+)
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.pricing.candidates import Priced, Refused, price_way
+from ds_moe_ext.pricing.candidates import Priced, Refused, Way, price_way
 from ds_moe_ext.pricing.zebra_price import ZebraPrice
 from ds_moe_ext.settings import read_settings
+
+ALIKE = 1e-3  # part of a step, by which two shares must differ to be shown both
 
 
 def price(given: argparse.Namespace) -> int:
@@ -80,15 +89,27 @@ def priced_market(
     ways = list(
         ways_of(chosen, case.hardware, ranks, case.shape.num_experts, every_grid=every_grid)
     )
-    priced, refused = list[Priced](), list[Refused]()
-    with Progress(console=to, transient=True) as progress:
-        for _, way in progress.track(ways, description="pricing"):
+    refused = list[Refused]()
+
+    def price_all(ways: Sequence[Way], about: str, progress: Progress) -> list[Priced]:
+        found = list[Priced]()
+        for way in progress.track(ways, description=about):
             try:
                 run = case.run(way.grid)
-                priced.append(price_way(way, run, rows.rows_ILCE, num_priced=case.num_priced))
+                found.append(price_way(way, run, rows.rows_ILCE, num_priced=case.num_priced))
             except ValueError as error:
                 refused.append(Refused(way, str(error)))
+        return sorted(found, key=lambda each: each.step_s)
+
+    with Progress(console=to, transient=True) as progress:
+        priced = price_all([way for _, way in ways], "pricing", progress)
+        others = price_all(list(by_other_shares(priced)), "by other shares", progress)
     own = next((each.name for each in chosen if each.is_own), "")
+    known_s = {(each.way.name, each.way.grid): each.step_s for each in priced}
+    for each in others:
+        alike_s = known_s[each.way.name.partition(", ")[0], each.way.grid]
+        if abs(each.step_s - alike_s) > ALIKE * alike_s:
+            priced.append(each)
     priced.sort(key=lambda each: each.step_s)
     market = Market(case, rows.source, own, tuple(priced), tuple(refused))
     return replace(market, zebra=_zebra(case, rows)) if case.has_two_kinds else market

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Way, grids_for
+from ds_moe_ext.pricing.candidates import Priced, Way, grids_for
 from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.strategies.shares import PAPER, PRICED, SHARES, share_of, with_share
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.strict import nearest_and_all
 
@@ -132,3 +134,21 @@ def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
         if alike[-1] not in kept:
             kept.append(alike[-1])
     return kept
+
+
+def by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
+    """The fastest way of each strategy that copies, by the share that it does not have: by the
+    paper's, or by price.
+
+    Args:
+        priced: ways, the fastest first.
+    """
+    fastest: dict[str, Way] = {}
+    for each in priced:
+        fastest.setdefault(each.way.name, each.way)
+    for way in fastest.values():
+        share = share_of(way.strategy)
+        if share is not None and way.grid.num_cells > 1:
+            other = PAPER if share == PRICED else PRICED
+            name = next(name for name, each in SHARES.items() if each == other)
+            yield replace(way, name=way.name + name, strategy=with_share(way.strategy, other))
