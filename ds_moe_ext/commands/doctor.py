@@ -44,12 +44,12 @@ def examine(model: str | None) -> int:
     """
     console = wide_console()
     console.print(_loading())
-    layers, hosts = None, tuple(PATCHED)
+    layers, hosts = None, list(PATCHED)
     if model is not None:
         from ds_moe_ext.commands import model_layers  # loads torch
 
         layers = model_layers.layers_table(model)
-        hosts = tuple(host for host in PATCHED if host.module in sys.modules)
+        hosts = [host for host in PATCHED if host.module in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what else Megatron would like
         well = _are_in(hosts, console, is_brief=model is not None)

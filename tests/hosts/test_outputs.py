@@ -138,13 +138,13 @@ class Owner:
     """What a run lives with."""
 
 
-def ended(rank: int, world_size: int) -> str:
-    """What is shown as a run ends that has planned by forecasts."""
+def ended(rank: int, world_size: int, **keys: Any) -> str:
+    """What is shown as a run starts and ends that has planned by forecasts."""
     from ds_moe_ext.steps.training_run import leave_report, run_of
 
-    engine = engine_of(world_size, strategy="fssdp")
     shown, owner = StringIO(), Owner()
     with redirect_stdout(shown):
+        engine = engine_of(world_size, strategy="fssdp", **keys)
         for step in range(3):
             engine.backward(loss_of(engine, micro_batch(step, rank)))
             engine.step()
@@ -160,6 +160,15 @@ def ended(rank: int, world_size: int) -> str:
 def test_how_loads_were_predicted_is_told_at_the_end() -> None:
     told = pool_of(2).run(ended)[0]
     assert re.search(r"ds_moe_ext: loads were predicted by .*\d % of the rows went to other", told)
+
+
+def test_a_run_says_what_is_expected_and_ends_on_whether_it_gained() -> None:
+    """The share is named at start; three steps are too few to have timed any."""
+    told = pool_of(2).run(ended, report={"enabled": True})[0].splitlines()
+    (expected,) = (line for line in told if line.startswith("ds_moe_ext: fssdp: "))
+    assert "by share 'nearest'; a gain is expected where the busiest rank has well over" in expected
+    assert re.match(r"ds_moe_ext: (gain not known, as|no gain by copies, as none was)", told[-1])
+    assert "in 3 recorded steps: the busiest rank had" in told[-1]
 
 
 # SIGTERM.

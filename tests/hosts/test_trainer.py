@@ -72,6 +72,65 @@ def trained(rank: int, world_size: int, asked: list[tuple[str, str, bool]]) -> l
     return told
 
 
+def trained_from_nothing(
+    rank: int, world_size: int, config: str, output: str
+) -> tuple[list[str], float, float]:
+    """The same with a model on the meta device: weights that are there still, the loss of an
+    evaluation, and that of the stock class with what was saved."""
+    from transformers import MixtralForCausalLM, Trainer, TrainingArguments, set_seed
+
+    rows = torch.randint(0, 64, (20, 12), generator=torch.Generator().manual_seed(3))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    set_seed(0)
+    with torch.device("meta"):
+        model = families.build("mixtral")
+    own = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=output,
+            deepspeed=config,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=10,
+            max_steps=3,
+            learning_rate=1e-2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=data,
+        eval_dataset=data,
+    )
+    own.train()
+    own.model.config.output_router_logits = False  # whose loss is of a batch, and not of all rows
+    loss = own.evaluate()["eval_loss"]
+    own.save_model(output + "/saved")
+    torch.distributed.barrier()
+    saved = MixtralForCausalLM.from_pretrained(output + "/saved")
+    with torch.no_grad():
+        stock = float(saved(input_ids=rows, labels=rows, output_router_logits=False).loss)
+    left = [name for name, each in own.model.named_parameters() if each.is_meta]
+    return left, loss, stock
+
+
+@pytest.mark.slow
+def test_trains_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "ds_moe_ext": {"enabled": True},
+    }
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(document))
+    pool = Pool(2)
+    try:
+        told = pool.run(trained_from_nothing, str(config), str(tmp_path / "out"))
+    finally:
+        pool.close()
+    for left, loss, stock in told:
+        assert left == [] and loss == pytest.approx(stock, rel=1e-4)
+
+
 METRICS = """
     import torch
     from transformers import Trainer, TrainingArguments
