@@ -114,14 +114,19 @@ def test_a_library_that_cannot_be_loaded(kept: Path, temporary: Path) -> None:
 
 
 def read(strategy: str, share: str) -> str:
-    """What is warned where the settings are read, by a process that has compiled nothing yet."""
+    """What is warned as a run of a strategy starts, in a process that has compiled nothing yet; by
+    its settings alone nothing is compiled."""
     block = {"enabled": True, "strategy": strategy, strategy: {"share": share}}
     compiled.library.cache_clear()
     row_levels.is_compiled.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            assert read_settings({"ds_moe_ext": block})[1] is not None
+            chosen = read_settings({"ds_moe_ext": block})[1]
+            assert (
+                chosen is not None and not told and not row_levels.is_compiled.cache_info().misses
+            )
+            chosen.settled(list, None)
     finally:
         compiled.library.cache_clear()
         row_levels.is_compiled.cache_clear()
