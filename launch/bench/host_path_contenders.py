@@ -139,7 +139,7 @@ class Way:
 
 
 _FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
-_EVERYWHERE = {"overlap_degree": 1024, "copies_per_rank": 1024, "reshard_interval": 0}
+_EVERYWHERE = {**_FSSDP, "overlap_degree": 1024, "copies_per_rank": 1024, "share": "paper"}
 _PROPHET = {"rematerialize": False}
 """As where a GPU has room; a rank of a CPU does as if it had little."""
 
@@ -157,12 +157,11 @@ WAYS = (
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
     Way("fssdp, all everywhere", {"strategy": "fssdp", "fssdp": _EVERYWHERE}),
-    Way("fssdp, priced share", {"strategy": "fssdp", "fssdp": {**_FSSDP, "share": "priced"}}),
+    Way("fssdp, nothing copied", {"strategy": "fssdp", "fssdp": {**_FSSDP, "copies_per_rank": 0}}),
+    Way("fssdp, paper share", {"strategy": "fssdp", "fssdp": {**_FSSDP, "share": "paper"}}),
     Way("prophet", {"strategy": "prophet", "prophet": _PROPHET}),
     Way("prophet, freed", {"strategy": "prophet", "prophet": {"rematerialize": True}}),
-    Way(
-        "prophet, priced share", {"strategy": "prophet", "prophet": {**_PROPHET, "share": "priced"}}
-    ),
+    Way("prophet, paper share", {"strategy": "prophet", "prophet": {**_PROPHET, "share": "paper"}}),
     Way("esp, degree 2, over fssdp", esp(2, balance="fssdp", fssdp=_FSSDP)),
     Way("esp, degree 2, over prophet", esp(2, balance="prophet", prophet=_PROPHET)),
     Way("esp, degree 2, threads", esp(2), has_threads=True),

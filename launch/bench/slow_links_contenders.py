@@ -53,12 +53,12 @@ def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[
     for copies in copies_per_rank:
         given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
         yield _fssdp(f"m = {copies}", **given)
-        yield _fssdp(f"m = {copies}, priced share", **given, share="priced")
+        yield _fssdp(f"m = {copies}, paper share", **given, share="paper")
     if copies_per_rank:
         yield _fssdp("the same, rematerialized", **given, rematerialize=True)
         yield replace(_fssdp("the same, late", **given), is_early=False)
     yield _fssdp("fssdp, t and m measured")
-    yield _fssdp("the same, priced share", share="priced")
+    yield _fssdp("the same, paper share", share="paper")
 
 
 def _fssdp(name: str, **keys: Any) -> Way:
@@ -69,7 +69,7 @@ def prophet_ways() -> Iterator[Way]:
     """As it comes; then with one thing changed; last as "own block", but kept and launched late."""
     yield _prophet("prophet")
     yield _prophet("prophet, kept", rematerialize=False)
-    yield _prophet("prophet, priced share", share="priced")
+    yield _prophet("prophet, paper share", share="paper")
     yield _prophet("prophet, shadow", planner="shadow")
     yield _prophet("prophet, own block", scheduler=False)
     bare = _prophet("prophet, not hidden", scheduler=False, rematerialize=False)

@@ -55,11 +55,12 @@ MOST: Mapping[str, Most] = {
     "fssdp": Most(1, 1, 11),
     # Counts, and of each of two weights what each of 8 homes broadcasts and what comes back to it.
     "fssdp, all everywhere": Most(1, 2, 33),
-    "fssdp, priced share": Most(1, 1, 11),
+    "fssdp, nothing copied": Most(1, 1, 5),  # as ep
+    "fssdp, paper share": Most(1, 1, 11),
     # Which experts it copies depends on what the machine's first steps took.
     "prophet": Most(1, 2, 16),
     "prophet, freed": Most(1, 2, 20),
-    "prophet, priced share": Most(1, 2, 16),
+    "prophet, paper share": Most(1, 2, 16),
     "esp, degree 2, over fssdp": Most(1, 1, 15),
     "esp, degree 2, over prophet": Most(1, 3, 20),
     "esp, degree 2, threads": Most(1, 1, 9),
@@ -134,7 +135,7 @@ def _launched_after_waits(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
     return found
 
 
-KNOWN_AHEAD = ("ep", "esp, degree 1", "esp, degree 4", "prophet")
+KNOWN_AHEAD = ("ep", "esp, degree 1", "esp, degree 4", "prophet, paper share")
 """Where rows are in send order before the ranks have told each other how many they are."""
 
 

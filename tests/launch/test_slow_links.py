@@ -181,7 +181,7 @@ def test_contenders_agree_and_copies_level_the_ranks() -> None:
 def test_contenders_of_the_command_line() -> None:
     """Without copies given, HECATE's strategy finds its own."""
     chosen = slow_links.parse_arguments(("--strategies", "fssdp", "--copies"))
-    measured = "fssdp, t and m measured", "the same, priced share"
+    measured = "fssdp, t and m measured", "the same, paper share"
     assert [way.name for way in slow_links.ways(chosen)] == ["ep", *measured]
     names = [way.name for way in slow_links.ways(slow_links.parse_arguments(()))]
     assert len(set(names)) == len(names) == 17
