@@ -489,7 +489,7 @@ FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
         moves,
     ),
     "all everywhere": (
-        {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0},
+        {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0, "share": "paper"},
         exchanges_nothing,
     ),
     "rematerialized": (
