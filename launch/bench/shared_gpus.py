@@ -29,9 +29,7 @@ def share_gpus(rank: int, num_ranks: int) -> torch.device:
     num_devices = torch.cuda.device_count()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if num_ranks > num_devices:
-        os.environ.update(
-            NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1"
-        )
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     number = rank % num_devices
     os.environ["LOCAL_RANK"] = str(number)
     torch.cuda.set_device(number)
