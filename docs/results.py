@@ -23,9 +23,10 @@ INTRODUCTION = """\
 # Results of days on GPUs
 
 Each section is one file of `docs/results/`, as [`launch/gpu_day.sh`](gpu_day.md) wrote it on
-somebody's GPUs: every figure with its command and its spread. To add yours, copy your `gpu_day.json` to
-`docs/results/NAME.json`, run `python docs/results.py`, and send both. A rehearsal is refused.
-Figures from before there was such a command are in [measurements.md](measurements.md#on-one-h200).
+somebody's GPUs: every figure with its command and its spread. To add yours, copy your
+`gpu_day.json` to `docs/results/NAME.json`, run `python docs/results.py`, and send both. A rehearsal
+is refused. Figures from before there was such a command are in
+[measurements.md](measurements.md#on-one-h200).
 """
 NONE_YET = "\nThere is no file yet.\n"
 

@@ -59,7 +59,8 @@ def fill_te(experts: Any, problem: Problem) -> None:
         experts.linear_fc2.get_parameter(f"weight{number}").copy_(down_DF)
 
 
-GROUPED = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
+GROUPED = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True, "bf16": True}
+"""It asks for bf16, whatever the weights are."""
 TE = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 WAYS = {
     "Megatron, expert by expert": Way("megatron.core", {}, fill_sequential),
@@ -114,10 +115,9 @@ def _build(way: Way, problem: Problem) -> Any:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        bf16=problem.x_TD.dtype == torch.bfloat16,
         params_dtype=problem.x_TD.dtype,
         perform_initialization=False,
-        **way.keys,
+        **{"bf16": problem.x_TD.dtype == torch.bfloat16, **way.keys},
     )
     spec = get_moe_module_spec(
         use_te=way.package == "transformer_engine",

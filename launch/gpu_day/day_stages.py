@@ -21,7 +21,11 @@ from day_figures import Reader
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 480.0  # of a row; a lent machine may take a command back after ten minutes
-GPU_TESTS = ("comm", "direct_launch", "graphs", "kernels", "lanes", "layer", "ranges", "sync")
+GPU_TESTS = {
+    **dict.fromkeys(("comm", "direct_launch", "graphs", "ranges", "sync"), 1),
+    **dict.fromkeys(("kernels", "lanes", "layer"), 2),
+}
+"""Files of tests/gpu, and in how many parts each runs."""
 NUM_PARTS = 16  # in which the slow parity rows run
 T = TypeVar("T")
 
@@ -35,12 +39,17 @@ class Place:
         ranks: one a GPU, of all machines; two in a rehearsal.
         launch: starts ranks, see ``torchrun``; None for those of this machine.
         checkout: of Megatron-LM.
+        device: what the GPUs are called.
     """
 
     devices: int
     ranks: int
     launch: str | None = None
     checkout: Path | None = None
+    device: str = "GPU"
+
+    def __str__(self) -> str:
+        return f"{self.devices} x {self.device}, {self.ranks} rank(s)"
 
     @property
     def is_rehearsal(self) -> bool:
@@ -124,10 +133,12 @@ def environment(place: Place) -> Iterator[Row]:
 
 
 def tests(place: Place) -> Iterator[Row]:
-    for name in place.pick(GPU_TESTS, GPU_TESTS[:1]):
-        shared = name == "comm" and place.shares(4)
-        command = f"pytest -vv tests/gpu/test_{name}.py"
-        yield Row("tests", name, command, figures.tests, is_shared=shared)
+    for file, num_parts in place.pick(GPU_TESTS, {"comm": 1}).items():
+        shared = file == "comm" and place.shares(4)
+        for number in range(1, num_parts + 1):
+            command = f"pytest -vv tests/gpu/test_{file}.py --part {number}/{num_parts}"
+            name = f"{file}, part {number} of {num_parts}"
+            yield Row("tests", name, command, figures.tests, is_shared=shared)
 
 
 def parity(place: Place) -> Iterator[Row]:

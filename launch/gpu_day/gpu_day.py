@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections import Counter
@@ -157,6 +158,7 @@ class Day:
 
     def _environment(self, here: Path) -> dict[str, str]:
         environment = {**os.environ, "OUT": str(self.folder), "HERE": str(here)}
+        environment["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
         environment["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore::UserWarning"
         if self.place.checkout is not None:
             environment["MEGATRON_LM"] = str(self.place.checkout)
@@ -168,10 +170,9 @@ class Day:
     def record(self, row: Row, **found: Any) -> dict[str, Any]:
         """Note what is known of a row, and write all of the day."""
         about = {"stage": row.stage, "name": row.name, "command": row.command}
-        where = f"{self.place.devices} GPU(s), {self.place.ranks} rank(s)"
-        date = time.strftime("%Y-%m-%d")
+        about |= {"where": str(self.place), "date": time.strftime("%Y-%m-%d")}
         shared = {"is_shared": row.is_shared, "documents": dict(row.documents)}
-        self.records[row.id] = {**about, **shared, "where": where, "date": date, **found}
+        self.records[row.id] = {**about, **shared, **found}
         order = {row.id: number for number, row in enumerate(rows_of(self.place))}
         known = sorted(self.records, key=lambda each: order.get(each, len(order)))
         document = {
@@ -247,7 +248,8 @@ def place_of(given: argparse.Namespace) -> Place:
     """This machine's GPUs, and what the command line says."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     checkout = given.megatron and given.megatron.resolve()
-    return Place(devices, given.ranks or devices or 2, given.launch, checkout)
+    name = torch.cuda.get_device_name() if devices else "GPU"
+    return Place(devices, given.ranks or devices or 2, given.launch, checkout, name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
