@@ -87,7 +87,9 @@ def resolved(wanted: Sequence[str], given: argparse.Namespace) -> list[Mapping[s
 def left(found: Sequence[Mapping[str, Any]], wanted: Sequence[str], python: str) -> Iterator[str]:
     """Name and version of what is reached from what is wanted without passing through what is
     present, nor is brought by it."""
-    metadata = {canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in found}
+    metadata: dict[str, Any] = {
+        canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in found
+    }
     environment = {"python_version": python, "sys_platform": "linux", "platform_system": "Linux"}
     environment |= {"platform_machine": "x86_64", "extra": ""}
 

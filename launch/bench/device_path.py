@@ -182,7 +182,7 @@ def measure(
     """All of them, turn by turn. Collective."""
     num_profiled = NUM_PROFILED if sizes.device.type == "cuda" else 0
     seen: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in contenders}
-    profiled: dict[str, list[tuple[float, int]]] = {each.name: [] for each in contenders}
+    profiled: dict[str, list[tuple[float, float]]] = {each.name: [] for each in contenders}
     with no_collector():
         for number in range(warm_ups + rounds + num_profiled):
             batch = Batch.of(sizes, number + 1, is_settled=is_settled)

@@ -91,8 +91,8 @@ def tests(folder: Path) -> Iterator[Figure]:
         found[outcome[1]] += 1
         if outcome[1] in BAD:
             bad.append(test[0].strip())
-    for outcome, number in found.items():
-        yield Figure(outcome.lower(), number, "tests")
+    for name, number in found.items():
+        yield Figure(name.lower(), number, "tests")
     for name in bad:
         yield Figure("failed", name)
 
@@ -193,7 +193,8 @@ def trained(folder: Path) -> Iterator[Figure]:
             yield Figure("a step, priced", 1e3 * own["step_s"], "ms")
             ratio = own["step_s"] / statistics.median(seconds)
             yield Figure("a step, priced over measured", round(ratio, 4), "x")
-            priced_bytes = own["memory_bytes"]["total"]
+            parts = own["memory_bytes"]
+            priced_bytes = parts["total"] - parts["runtime"]  # which torch does not count
             yield Figure("memory of the fullest rank, priced", priced_bytes / 2**30, "GiB")
             ratio = priced_bytes / peak_bytes
             yield Figure("memory, priced over measured", round(ratio, 4), "x")

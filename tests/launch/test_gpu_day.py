@@ -215,7 +215,8 @@ def test_a_run_stands_beside_its_price(tmp_path: Path) -> None:
         "balance_by_layer": {"a": 2.0},
     }
     ways = [
-        {"is_own": own, "step_s": 1.0, "memory_bytes": {"total": 2**30}} for own in (False, True)
+        {"is_own": own, "step_s": 1.0, "memory_bytes": {"total": 3 * 2**30, "runtime": 2**31}}
+        for own in (False, True)
     ]
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").write_text(json.dumps(summary))
