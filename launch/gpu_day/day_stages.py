@@ -318,7 +318,7 @@ def megatron(place: Place) -> Iterator[Row]:
             "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
             "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
             "--moe-aux-loss-coeff 0.01 --mock-data --tokenizer-type NullTokenizer "
-            f"--vocab-size 4097 --log-interval 1 --eval-iters 0{ours}"
+            f"--vocab-size 4097 --log-interval 1 --eval-iters 1 --eval-interval 1000{ours}"
         )
         needs = [megatron_lm]
         yield Row("megatron", f"pretrain_gpt, {name}", command, figures.pretrain_gpt, needs)
