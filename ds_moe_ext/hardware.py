@@ -250,6 +250,8 @@ class Hardware:
             link = self.copy or self.inter_collectives.copy or self.inter
         else:
             link = self.intra_collectives.copy or self.intra
+        if link is None and num_ranks == 1:
+            return Link(bytes_per_s=1e18)  # a lone rank sends nothing, and it takes no time
         if link is None:
             where = "between nodes" if spans_nodes else "within a node"
             key = "inter" if spans_nodes else "intra"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 import time
 import traceback
@@ -192,7 +193,7 @@ class Trained(Protocol):
 
 
 def summarize(trainer: Trained, records: Sequence[StepRecord], packages: Sequence[str]) -> Summary:
-    """Condense the steps of a run.
+    """Condense the steps of a run. Collective.
 
     Args:
         packages: whose versions matter.
@@ -213,9 +214,22 @@ def summarize(trainer: Trained, records: Sequence[StepRecord], packages: Sequenc
         held_out_losses=trainer.held_out_losses,
         tokens_per_s=trainer.tokens_per_step / seconds_per_step_s,
         seconds_per_step_s=seconds_per_step_s,
+        seconds_s=[record.seconds_s for record in records],
+        peak_bytes=most_bytes(trainer.device),
         balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
         versions=versions_of(packages),
     )
+
+
+def most_bytes(device: torch.device) -> int:
+    """Bytes of the fullest rank so far: allocated on its GPU, or resident on a CPU. Collective."""
+    if device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(device)
+    else:
+        own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = torch.tensor(own, dtype=torch.int64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _name_of(device: torch.device) -> str:

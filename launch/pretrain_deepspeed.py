@@ -316,8 +316,8 @@ def main() -> None:
     with display.bar:
         records = trainer.train(display)
 
+    summary = summarize(trainer, records, PACKAGES)
     if dist.get_rank() == 0:
-        summary = summarize(trainer, records, PACKAGES)
         leave_summary(display, summary, run.output, arguments.save)
     dist.destroy_process_group()
 

@@ -28,6 +28,8 @@ class Summary:
     held_out_losses: dict[int, float]  # by step
     tokens_per_s: float  # all ranks, without the first step
     seconds_per_step_s: float
+    seconds_s: list[float]  # one a step
+    peak_bytes: int  # of the fullest rank: allocated on its GPU, or resident on a CPU
     balance_by_layer: dict[str, float]
     versions: dict[str, str]
 

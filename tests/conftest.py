@@ -26,8 +26,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("launch", "launch/bench", "docs")
+SCRIPTS = ("launch", "launch/bench", "launch/gpu_day", "docs")
 sys.path[:0] = [str(ROOT / folder) for folder in SCRIPTS]  # as when a script there runs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "run one of N equal parts of the tests, the first is 1/N"
+    parser.addoption("--part", metavar="I/N", default="1/1", help=help_text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, num_parts = map(int, config.getoption("--part").split("/"))
+    chosen = items[number - 1 :: num_parts]
+    if num_parts > 1:
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,9 +2,8 @@
 """Ranks for tests: a pool of processes that stays for the session, on CPUs over gloo.
 
 ``RANKS_ON=cuda`` puts them on the GPUs that there are, over NCCL, several on one where they are
-more: each says that it is a host of its own, for NCCL refuses two ranks of a host on one GPU, and
-they meet by sockets. What is computed is the same; what it takes says nothing. ``RANKS_ON=way``
-leaves them on CPUs, and has them go the way of a GPU there (``tests/gpu/way.py``).
+more (``launch/bench/shared_gpus.py``). ``RANKS_ON=way`` leaves them on CPUs, and has them go the
+way of a GPU there (``tests/gpu/way.py``).
 """
 
 from __future__ import annotations
@@ -75,8 +74,10 @@ def _environment(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     if ON_CUDA:
+        from shared_gpus import share_gpus
+
         os.dup2(2, 1)  # where a kernel that fails says why, which workers of pytest throw away
-        share_gpus(rank)
+        share_gpus(rank, world_size)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if _ON == "way":
@@ -85,22 +86,6 @@ def _environment(rank: int, world_size: int, port: int) -> None:
 
         _HELD.enter_context(on_this_way(QueuedLanes(Queues())))
     gc.freeze()  # what the forkserver has loaded: each look for garbage there takes 0.3 s
-
-
-def share_gpus(rank: int) -> Any:
-    """Whatever this process does with CUDA, it does on the rank's GPU, which is told."""
-    import torch
-
-    os.environ.update(
-        NCCL_HOSTID=f"rank {rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        CUBLAS_WORKSPACE_CONFIG=":4096:8",
-    )
-    number = rank % torch.cuda.device_count()
-    os.environ["LOCAL_RANK"] = str(number)
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
 
 
 _KEPT = {

@@ -50,6 +50,8 @@ def summary(strategy: str, losses: list[float], **other: object) -> Summary:
         held_out_losses={2: 4.0},
         tokens_per_s=2000.0,
         seconds_per_step_s=0.5,
+        seconds_s=[0.5] * len(losses),
+        peak_bytes=2**30,
         balance_by_layer={"a": 1.5},
         versions={"torch": "2.13.0"},
     )

@@ -113,6 +113,11 @@ def test_copies_wait_for_the_slow_level_and_what_was_measured_counts() -> None:
     assert cluster(intra=FAST, intra_collectives=within, copy=over_all).copy_link(4) == MEASURED
 
 
+def test_a_lone_rank_needs_no_link() -> None:
+    assert cluster().copy_link(1).seconds(2**40) < 1e-5
+    assert cluster(intra=FAST).copy_link(1) == FAST
+
+
 def test_what_is_not_known_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"between nodes, and 8 ranks with 4 .* key 'inter'"):
         cluster(intra=FAST).copy_link(8)

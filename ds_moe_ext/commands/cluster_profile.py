@@ -93,6 +93,9 @@ def table_of(hardware: Hardware) -> Table:
         rate = f"{short_count(2 * product.multiply_adds_per_s)}FLOP/s"
         start = "" if product.r_squared is None else seconds_text(product.start_s)
         table.add_row("device", what, start, rate, _fit_text(product.r_squared))
+    if hardware.device.memory_bytes_per_s is not None:
+        rate = f"{short_count(hardware.device.memory_bytes_per_s)}B/s"
+        table.add_row("device", "memory, read and written", "", rate, "")
     return table
 
 

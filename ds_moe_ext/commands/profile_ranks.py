@@ -17,7 +17,7 @@ from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.hardware import Hardware, ranks_per_node_of
 from ds_moe_ext.layout import world
 from ds_moe_ext.measure.bench import Bench, clock_of
-from ds_moe_ext.measure.probe import Sizes, levels_of, measure_cluster
+from ds_moe_ext.measure.probe import Sizes, levels_of, measure_cluster, measure_memory
 
 
 def measure_here(
@@ -54,18 +54,18 @@ def measure_here(
         levels = levels_of(len(hosts), ranks_per_node, exchange)
         rank = levels.whole.here
         with Console(quiet=rank > 0).status("starting") as status:
-            hardware = measure_cluster(
-                levels,
-                Bench(
-                    clock_of(device),
-                    device,
-                    num_warm_ups=1 if is_quick else 3,
-                    num_repeats=15 if is_quick else 50,
-                    budget_s=0.3 if is_quick else 5.0,
-                    begins=status.update,
-                ),
-                sizes_of(is_quick, expert_bytes),
+            bench = Bench(
+                clock_of(device),
+                device,
+                num_warm_ups=1 if is_quick else 3,
+                num_repeats=15 if is_quick else 50,
+                budget_s=0.3 if is_quick else 5.0,
+                begins=status.update,
             )
+            hardware = measure_cluster(levels, bench, sizes_of(is_quick, expert_bytes))
+            rate = measure_memory(bench)
+            measured = dataclasses.replace(hardware.device, memory_bytes_per_s=rate)
+            hardware = dataclasses.replace(hardware, device=measured)
     how = "ds-moe-ext profile --quick" if is_quick else "ds-moe-ext profile"
     source = f"{how}, {datetime.date.today()}, torch {torch.__version__}, {backend}"
     return rank, dataclasses.replace(hardware, source=f"measured by {source}")

@@ -60,6 +60,7 @@ class LeastProduct(NamedTuple):
 
 
 LEAST_ON_CPU = LeastProduct(1024, 512)  # 2^19 elements of rows: FSMoE, spec 4
+LEAST_COPY_ON_CPU, LEAST_COPY_ON_CUDA = 2**25, 2**28  # bytes: more than caches hold
 LEAST_ON_CUDA = LeastProduct(1024, 4096)  # 2^22, as smaller ones do not fill today's devices
 
 
@@ -408,6 +409,20 @@ def matmul_sweep(
     rows_NRD = [torch.ones(rows, width, dtype=dtype, device=device) for rows in num_rows_N]
     works_N = [partial(torch.matmul, rows_RD, weight_DD) for rows_RD in rows_NRD]
     return Sweep(f"matmul {dtype}", [rows * width**2 for rows in num_rows_N], works_N)
+
+
+def measure_memory(bench: Bench) -> float:
+    """Bytes a second that copies within this rank's memory read and write, while all ranks copy.
+    Collective."""
+    least = LEAST_COPY_ON_CUDA if bench.device.type == "cuda" else LEAST_COPY_ON_CPU
+    return _rounded(1 / bench.fit(memory_sweep(least, bench.device)).unit_s)
+
+
+def memory_sweep(least_bytes: int, device: torch.device) -> Sweep:
+    """Copies of one, two and three times so many bytes; units are bytes read and written."""
+    given_N = [torch.zeros(n * least_bytes, dtype=torch.uint8, device=device) for n in (1, 2, 3)]
+    works_N = [partial(torch.empty_like(given).copy_, given) for given in given_N]
+    return Sweep("copies within memory", [2 * given.nbytes for given in given_N], works_N)
 
 
 def expert_sweep(

@@ -35,7 +35,7 @@ from device_time import covered_us, kernels_of
 from processor_time import Passes, table_of
 from rich.console import Console
 from rich.table import Table
-from rotation import NUM_WARM_UPS, Contender, measure, show
+from rotation import NUM_WARM_UPS, Contender, build_each, measure, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
 
@@ -145,8 +145,9 @@ def contender(
 
 def show_busy(
     contenders: Sequence[Contender], seconds: Mapping[str, Sequence[float]], profiled: int
-) -> None:
-    """Print in how much of a step a kernel ran. Collective."""
+) -> dict[str, float]:
+    """Print in how much of a step a kernel ran, and give it by contender. Collective."""
+    parts = {}
     table = Table(title="Kernels, by torch's profiler, in steps of their own", title_justify="left")
     for heading in ("contender", "ms a step", "kernels ms", "busy", "kernels"):
         table.add_column(heading)
@@ -160,10 +161,12 @@ def show_busy(
         kernels_ms = statistics.median(covered_us(events) / 1e3 for events in steps)
         wall_ms = 1e3 * statistics.median(seconds[each.name])
         num_kernels = statistics.median(len(events) for events in steps)
-        busy = f"{kernels_ms / wall_ms:.0%}"
+        parts[each.name] = kernels_ms / wall_ms
+        busy = f"{parts[each.name]:.0%}"
         table.add_row(each.name, f"{wall_ms:.1f}", f"{kernels_ms:.1f}", busy, f"{num_kernels:.0f}")
     if dist.get_rank() == 0:
         Console().print(table)
+    return parts
 
 
 def main() -> None:
@@ -175,11 +178,16 @@ def main() -> None:
     described["config"] = {**described["config"], **arguments.config}
     found = documents(arguments, described["family"], world_size)
     spent: dict[str, list[Passes]] = {name: [] for name in found}
-    contenders = [
-        contender(arguments, described, name, document, spent[name])
+    builders = {
+        name: partial(contender, arguments, described, name, document, spent[name])
         for name, document in found.items()
-    ]
+    }
+    contenders, skipped = build_each(builders)
+    for passes in spent.values():
+        passes.clear()  # of first steps
     seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
+    profiled = arguments.profiled
+    busy = show_busy(contenders, seconds, profiled) if profiled else None
     if dist.get_rank() == 0:
         plain = next(iter(found.values()))
         rows = plain["train_micro_batch_size_per_gpu"] * plain["gradient_accumulation_steps"]
@@ -188,13 +196,11 @@ def main() -> None:
             f"{arguments.model.stem}, {world_size} ranks, {arguments.dtype}, ZeRO "
             f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
-        show(seconds, tokens, title, arguments.json)
+        show(seconds, tokens, title, arguments.json, skipped, busy=busy)
         if arguments.processor:
-            skipped = NUM_WARM_UPS * plain["gradient_accumulation_steps"]
-            known = {name: own[skipped:] for name, own in spent.items()}
+            first = NUM_WARM_UPS * plain["gradient_accumulation_steps"]
+            known = {each.name: spent[each.name][first:] for each in contenders}
             Console().print(table_of(known, described["config"]["num_hidden_layers"]))
-    if arguments.profiled:
-        show_busy(contenders, seconds, arguments.profiled)
     dist.destroy_process_group()
 
 

@@ -23,6 +23,8 @@ Costs that planners go by are measured in a run's first steps, which take longer
 Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
 
 With a network in between a device has as much to compute and longer to wait for rows.
+
+``--device cpu`` runs the same steps without a GPU, and says nothing of kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import statistics
 import sys
 import time
@@ -111,8 +114,8 @@ class Measured:
         wall_ms: of each step.
         issued_ms: of each step, by the host.
         between_ms: behind each step.
-        kernels_ms: in which a kernel ran, at the median.
-        num_kernels: launched.
+        kernels_ms: in which a kernel ran, at the median; NaN without a GPU.
+        num_kernels: launched, likewise.
     """
 
     wall_ms: Sequence[float]
@@ -146,18 +149,24 @@ def builder_of(name: str, capacity: int, hardware: Path | None) -> Builder:
     return partial(Ours, replace(ways[name], block=block))
 
 
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float, float]:
     """Milliseconds of a step, in which it was issued, and what came behind it. Collective."""
     contender.model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    synchronize()
     with contender.turn():
         start_s = time.perf_counter()
         for part, _ in enumerate(passes(contender, batch, number)):
             if part == AFTER_BACKWARD:
                 issued_s = time.perf_counter()
-                torch.cuda.synchronize()
+                synchronize()
                 end_s = time.perf_counter()
-        torch.cuda.synchronize()
+        synchronize()
     behind_s = time.perf_counter() - end_s
     return 1e3 * (end_s - start_s), 1e3 * (issued_s - start_s), 1e3 * behind_s
 
@@ -171,10 +180,11 @@ def measure(
     is_settled: bool,
 ) -> dict[str, Measured]:
     """All of them, turn by turn. Collective."""
+    num_profiled = NUM_PROFILED if sizes.device.type == "cuda" else 0
     seen: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in contenders}
-    profiled: dict[str, list[tuple[float, int]]] = {each.name: [] for each in contenders}
+    profiled: dict[str, list[tuple[float, float]]] = {each.name: [] for each in contenders}
     with no_collector():
-        for number in range(warm_ups + rounds + NUM_PROFILED):
+        for number in range(warm_ups + rounds + num_profiled):
             batch = Batch.of(sizes, number + 1, is_settled=is_settled)
             for contender in rotated(contenders, number):
                 if number >= warm_ups + rounds:
@@ -187,7 +197,7 @@ def measure(
     found = {}
     for name, steps in seen.items():
         wall, issued, between = ([ms / sizes.layers for ms in column] for column in zip(*steps))
-        kernels, launches = zip(*profiled[name])
+        kernels, launches = zip(*(profiled[name] or [(math.nan, math.nan)]))
         found[name] = Measured(
             wall,
             issued,
@@ -244,9 +254,14 @@ def main() -> None:
     add("--attention", action="store_true", help="before the experts of each block")
     add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
-    cuda = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(given.device)
+    device_name = platform.machine()
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        device_name = torch.cuda.get_device_name()
     console, results = Console(width=None if sys.stdout.isatty() else 120), []
     is_settled = not given.moving
     with fake_world(given.ranks, given.rank % given.ranks):
@@ -260,11 +275,11 @@ def main() -> None:
                 shape.width,
                 shape.expert_width,
                 torch.bfloat16,
-                cuda,
+                device,
             )
             mean = given.tokens * shape.top_k / shape.num_experts
             capacity = math.ceil(given.capacity_factor * mean)
-            contenders = []
+            contenders, skipped = [], {}
             for contender in given.only:
                 try:
                     built = builder_of(contender, capacity, given.hardware)(sizes)
@@ -273,11 +288,13 @@ def main() -> None:
                     take_step(built, Batch.of(sizes, 0, is_settled=is_settled), 0)
                     contenders.append(built)
                 except Exception as error:
-                    console.print(f"not run: {contender}: {type(error).__name__}: {error}")
+                    skipped[contender] = f"{type(error).__name__}: {error}"
+                    console.print(f"not run: {contender}: {skipped[contender]}", markup=False)
             found = measure(contenders, sizes, given.warm_ups, given.rounds, is_settled=is_settled)
             title = f"{name}, {given.tokens} tokens, one of {given.ranks} ranks"
-            console.print(table_of(f"{title}: a layer, {torch.cuda.get_device_name()}", found))
-            results.append({"shape": name, "found": {k: asdict(v) for k, v in found.items()}})
+            console.print(table_of(f"{title}: a layer, {device_name}", found))
+            measured = {k: asdict(v) for k, v in found.items()}
+            results.append({"shape": name, "found": measured, "skipped": skipped})
             del contenders, built
             torch.cuda.empty_cache()
     if given.json:

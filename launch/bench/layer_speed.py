@@ -42,6 +42,7 @@ from layer_contenders import (
     Problem,
     reason_to_leave_out,
 )
+from layer_megatron import MEGATRON
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -49,7 +50,7 @@ from rotation import rotated
 from torch import Tensor
 
 WHAT: Mapping[str, Mapping[str, Builder]] = {
-    "layer": BUILDERS,
+    "layer": {**BUILDERS, **MEGATRON},
     "gates": GATE_BUILDERS,
     "orders": ORDER_BUILDERS,
 }
@@ -57,7 +58,7 @@ WHAT: Mapping[str, Mapping[str, Builder]] = {
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-PACKAGES = ("torch", "transformers", "deepspeed", "triton")
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core", "transformer-engine", "triton")
 FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2 cache
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 AHEAD_CYCLES = 20_000_000  # about 10 ms in which the host issues work while the device spins

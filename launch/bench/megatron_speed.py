@@ -12,10 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from rotation import Contender, measure, show
+from rotation import Contender, build_each, measure, show
 
 from ds_moe_ext.patches import megatron
 
@@ -48,23 +51,28 @@ def parse_own() -> argparse.Namespace:
     return own
 
 
-def build(own: argparse.Namespace, run: Run) -> dict[str, Trainer]:
-    """Build all, each with its own model and optimizer. Collective."""
-    device = start_ranks(run.arguments)
-    trainers = {}
+def builders(
+    own: argparse.Namespace, run: Run, device: torch.device, trainers: list[Trainer]
+) -> dict[str, Callable[[], Contender]]:
+    """Of all contenders, each with its own model and optimizer; ``trainers`` gets each."""
+    found = {}
     for strategy in own.strategies:
         report = {"enabled": False, "trace_step": None}
         block = {"enabled": True, "strategy": strategy, "report": report, **own.block}
-        megatron.use({"ds_moe_ext": block})
-        trainers[f"ds_moe_ext {strategy}"] = Trainer(run, device)
-    megatron.forget()
-    trainers[f"Megatron, {run.arguments.moe_token_dispatcher_type}"] = Trainer(run, device)
-    return trainers
+        found[f"ds_moe_ext {strategy}"] = {"ds_moe_ext": block}
+    stock = f"Megatron, {run.arguments.moe_token_dispatcher_type}"
+    named: dict[str, dict[str, Any] | None] = {**found, stock: None}
 
+    def build(name: str, document: dict[str, Any] | None) -> Contender:
+        if document is None:
+            megatron.forget()
+        else:
+            megatron.use(document)
+        trainer = Trainer(run, device)
+        trainers.append(trainer)
+        return Contender(name, lambda number: trainer.take_step())  # whatever its number
 
-def turn_of(trainer: Trainer) -> Callable[[int], object]:
-    """A step of the trainer, whatever its number."""
-    return lambda number: trainer.take_step()
+    return {name: partial(build, name, document) for name, document in named.items()}
 
 
 def main() -> None:
@@ -74,17 +82,17 @@ def main() -> None:
     megatron_on_cpu.install()  # nothing where there are GPUs
     with plain_errors(SCRIPT):
         run = read_run(parse_arguments())
-        trainers = build(own, run)
-        contenders = [Contender(name, turn_of(trainer)) for name, trainer in trainers.items()]
+        trainers: list[Trainer] = []
+        device = start_ranks(run.arguments)
+        contenders, skipped = build_each(builders(own, run, device, trainers))
         seconds = measure(contenders, rounds=own.rounds, steps=own.steps_per_round)
     if dist.get_rank() == 0:
         arguments = run.arguments
-        tokens = next(iter(trainers.values())).tokens_per_step
         title = (
             f"{arguments.model.stem}, {dist.get_world_size()} ranks, expert parallel "
             f"{arguments.expert_model_parallel_size}, {own.rounds} x {own.steps_per_round} steps"
         )
-        show(seconds, tokens, title, own.json)
+        show(seconds, trainers[0].tokens_per_step, title, own.json, skipped)
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,8 @@ NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
 """Steps after which costs are known, models are checked, and the window has seen the loads."""
 
 T = TypeVar("T")
+Skipped = dict[str, str]
+"""Names of contenders that do not run, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +61,47 @@ def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str
     return seconds
 
 
-def show(seconds: dict[str, list[float]], tokens: int, title: str, path: Path | None) -> None:
-    """Print the table and, where a path is given, write the figures there."""
-    Console().print(table_of(seconds, tokens, title))
+def build_each(builders: Mapping[str, Callable[[], Contender]]) -> tuple[list[Contender], Skipped]:
+    """The contenders that take a first step here, and why the others do not. Collective.
+
+    A contender is left out where any rank fails: all ranks must build the same.
+    """
+    contenders, skipped = list[Contender](), Skipped()
+    for name, build in builders.items():
+        why = ""
+        try:
+            contender = build()
+            contender.step(0)
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reasons = list[str | None]([None] * dist.get_world_size())
+        dist.all_gather_object(reasons, why)
+        if why := next(filter(None, reasons), ""):
+            skipped[name] = why
+        else:
+            contenders.append(contender)
+    if not contenders:
+        raise RuntimeError(f"no contender runs: {skipped}")
+    return contenders, skipped
+
+
+def show(
+    seconds: dict[str, list[float]],
+    tokens: int,
+    title: str,
+    path: Path | None,
+    skipped: Mapping[str, str],
+    **also: object,
+) -> None:
+    """Print the table and, where a path is given, write the figures there, and what else there
+    is."""
+    console = Console()
+    console.print(table_of(seconds, tokens, title))
+    for name, why in skipped.items():
+        console.print(f"not run: {name}: {why}", markup=False)
     if path is not None:
-        path.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
+        document = {"title": title, "tokens_a_step": tokens, "seconds_a_step": seconds}
+        path.write_text(json.dumps({**document, "skipped": skipped, **also}))
 
 
 def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from shared_gpus import share_gpus
 from torch import Tensor
 
 from ds_moe_ext import comm
@@ -21,7 +22,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
-from tests.ranks import pool_of, share_gpus
+from tests.ranks import pool_of
 
 SHAPE = (64, 48)
 NUM_EXPERTS = 3
@@ -78,7 +79,7 @@ def test_chains_on_a_cpu() -> None:
 
 
 def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
-    device = share_gpus(rank)
+    device = share_gpus(rank, world_size)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
     check_goes_first(world_size, device)

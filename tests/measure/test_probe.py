@@ -25,6 +25,7 @@ from ds_moe_ext.measure.probe import (
     levels_of,
     matmul_sweep,
     measure_cluster,
+    measure_memory,
     measure_pairs,
     reduce_scatter_sweep,
     spare_bytes,
@@ -270,3 +271,14 @@ def test_free_memory_of_a_host_is_not_a_ranks_own() -> None:
 def test_experts_without_bytes_are_refused() -> None:
     with pytest.raises(ValueError, match="an expert has 0 bytes; give the bytes of its weights"):
         Sizes((KIB,), 0, (1,))
+
+
+def memory_rate(rank: int, world_size: int) -> float:
+    return measure_memory(Bench(RisingClock(), CPU, num_warm_ups=0, num_repeats=1))
+
+
+def test_memory_is_read_and_written() -> None:
+    """Each millisecond 32 MiB are read, and as many written."""
+
+    (found,) = pool_of(1).run(memory_rate)
+    assert found == pytest.approx(2 * 2**25 * 1e3, rel=1e-4)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A day on GPUs: rows end once, go on from a copy, and their figures are read; all of it as a
+rehearsal (slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import day_figures
+import gpu_day
+import pytest
+import results
+import torch
+import wheelhouse
+from day_figures import Figure
+from day_page import page_of
+from day_stages import GPU_TESTS, LIMIT_S, STAGES, Place, Row, rows_of
+from gpu_day import CUT, DONE, FAILED, LEFT_OUT, Day, run_rows
+from shared_gpus import share_gpus
+
+from tests.conftest import ROOT, pytest_collection_modifyitems
+
+REHEARSAL, ALONE, EIGHT = Place(0, 2), Place(1, 1), Place(8, 8)
+
+
+def counted(folder: Path) -> Iterator[Figure]:
+    yield Figure("lines", float(len((folder / "printed.txt").read_text().splitlines())))
+
+
+GOOD = Row(
+    "a",
+    "good",
+    'echo one; cat $HERE/given.json; echo " $OUT"',
+    counted,
+    documents={"given.json": 1},
+)
+BAD = Row("a", "bad", "echo last words; exit 3")
+NEEDY = Row("b", "needy", "exit 1", needs=[lambda place: "", lambda place: "no such thing"])
+NO_FIGURES = Row("b", "no figures", "true", day_figures.engines)
+ROWS = (GOOD, BAD, NEEDY, NO_FIGURES)
+
+
+def a_day(folder: Path, place: Place = REHEARSAL) -> Day:
+    folder.mkdir(exist_ok=True)
+    return Day(folder, folder.parent / "work", place)
+
+
+def states(day: Day) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in json.loads(day.path.read_text())["rows"]}
+
+
+def test_rows_end_once_and_a_copy_goes_on(tmp_path: Path) -> None:
+    day = a_day(tmp_path / "day")
+    assert run_rows(day, ROWS, None, again=False) == 0
+    wanted = {"good": DONE, "bad": FAILED, "needy": LEFT_OUT, "no figures": FAILED}
+    assert states(day) == wanted
+    good, bad, needy, none = (day.records[row.id] for row in ROWS)
+    assert good["figures"][0]["value"] == 2 and good["last_lines"] == []
+    assert (bad["why"], bad["last_lines"]) == ("exit status 3", ["last words"])
+    assert (needy["why"], needy["figures"]) == ("no such thing", [])
+    assert none["why"].startswith("no figures: FileNotFoundError")
+    assert {path.name for path in day.folder.iterdir()} == {
+        *("gpu_day.json", "gpu_day.html", "printed.zip"),
+    }
+    with zipfile.ZipFile(day.folder / "printed.zip") as prints:
+        (name,) = (each for each in prints.namelist() if each.startswith("a/good."))
+        assert prints.read(name).decode() == f"one\n1 {day.folder}\n"
+    copied = tmp_path / "copied"
+    shutil.copytree(day.folder, copied)
+    shutil.rmtree(tmp_path / "work")
+    later = a_day(copied)
+    with mock.patch.object(Day, "take", side_effect=AssertionError("it has ended")):
+        assert run_rows(later, ROWS, None, again=False) == 0
+    assert states(later) == wanted
+    run_rows(later, [GOOD], None, again=True)
+    assert later.records[GOOD.id]["figures"] == good["figures"]
+    assert "last words" in (copied / "gpu_day.html").read_text()
+
+
+def test_a_budget_cuts_a_row_that_then_has_all_of_it(tmp_path: Path) -> None:
+    """With as little time it is not tried again; alone it may use all, and fails if that is too
+    little. What it had started ends with it."""
+    quick = Row("a", "quick", "true")
+    long = Row("a", "long", "(sleep 61; echo late) & echo begun; sleep 62")
+    day = a_day(tmp_path / "day")
+    with mock.patch.object(gpu_day, "LEAST_S", 0.1), mock.patch.object(gpu_day, "GRACE_S", 1.0):
+        assert run_rows(day, [quick, long], 2.0, again=False) == 1
+        assert states(day) == {"quick": DONE, "long": CUT}
+        other = Row("a", "other", "true")
+        assert run_rows(day, [other, long], 2.0, again=False) == 1
+        assert states(day) == {"quick": DONE, "other": DONE, "long": CUT}
+        assert run_rows(day, [long], 2.0, again=False) == 0
+    record = day.records[long.id]
+    assert record["state"] == FAILED and record["why"].startswith("stopped after 2 s")
+    assert record["last_lines"] == ["begun"]
+    alive = subprocess.run(["pgrep", "-f", "sleep 6[12]$"], capture_output=True, check=False)
+    assert alive.returncode == 1
+
+
+def test_a_rows_own_limit_is_its_end(tmp_path: Path) -> None:
+    day = a_day(tmp_path / "day")
+    row = Row("a", "endless", "sleep 60", limit_s=0.5)
+    with mock.patch.object(gpu_day, "GRACE_S", 1.0):
+        assert run_rows(day, [GOOD, row], None, again=False) == 0
+    assert states(day)["endless"] == FAILED
+
+
+@pytest.mark.parametrize("place", [REHEARSAL, ALONE, EIGHT])
+def test_rows_of_places(place: Place) -> None:
+    rows = rows_of(place)
+    assert len({row.id for row in rows}) == len(rows)
+    assert {row.stage for row in rows} == set(STAGES)
+    assert all(row.limit_s <= LIMIT_S for row in rows)
+    for row in rows:  # commands that bash can read, of files that are there
+        subprocess.run(["bash", "-n", "-c", row.command], check=True)
+        for path in re.findall(r"(?<![\w/$])(?:launch|tests|configs)/[\w./]+", row.command):
+            assert (ROOT / path).is_file(), path
+    left_out = {row.stage for row in rows if any(need(place) for need in row.needs)}
+    assert left_out >= {"transformer_engine", "apex"}
+    assert ("slow_parity" in left_out) == place.is_rehearsal
+
+
+def test_ranks_that_share_a_gpu_are_marked() -> None:
+    marked = {
+        place: {row.stage for row in rows_of(place) if row.is_shared} for place in (ALONE, EIGHT)
+    }
+    assert marked == {ALONE: {"tests", "links", "parity", "run", "slow_parity"}, EIGHT: set()}
+    alone = [row for row in rows_of(ALONE) if row.stage == "links"]
+    assert "--nproc_per_node 1 " in alone[0].command and "--nproc_per_node 2 " in alone[1].command
+
+
+def test_all_gpu_tests_are_in() -> None:
+    """Every file of tests/gpu that has tests for a device."""
+    files = {path.stem: path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    emulated = {"test_stream_order", "test_stripe_streams", "test_way"}
+    assert {f"test_{name}" for name in GPU_TESTS} == set(files) - emulated
+
+
+def test_several_machines_have_a_launcher_of_their_own() -> None:
+    given = gpu_day.parse_arguments(["--ranks", "64", "--launch", "srun torchrun"])
+    place = gpu_day.place_of(given)
+    assert place.ranks == 64
+    (command,) = (row.command for row in rows_of(place) if row.id == "links/hardware")
+    assert command.startswith("srun torchrun launch/bench/shared_gpus.py -m ds_moe_ext.profile_run")
+    with pytest.raises(SystemExit):
+        gpu_day.parse_arguments(["--ranks", "64"])
+
+
+def test_times_are_read() -> None:
+    assert [gpu_day.seconds_of(text) for text in ("90s", "8m", "2h")] == [90, 480, 7200]
+    with pytest.raises(SystemExit):
+        gpu_day.parse_arguments(["--budget", "8"])
+
+
+# Figures.
+
+
+def test_outcomes_of_tests_are_counted(tmp_path: Path) -> None:
+    lines = (
+        "tests/gpu/test_a.py::test_one[2] PASSED    [ 50%]",
+        "[gw0] [ 75%] FAILED tests/gpu/test_a.py::test_two[a b] ",
+        "[gw1] [ 80%] PASSED tests/gpu/test_b.py::test_three ",
+        "tests/gpu/test_a.py::test_four SKIPPED (needs a CUDA device) [100%]",
+        "FAILED tests/gpu/test_a.py::test_two[a b] - assert 1 == 2",
+    )
+    (tmp_path / "printed.txt").write_text("\n".join(lines))
+    found = [(each.what, each.value) for each in day_figures.tests(tmp_path)]
+    assert found[:3] == [("passed", 2), ("failed", 1), ("skipped", 1)]
+    assert found[3] == ("failed", "tests/gpu/test_a.py::test_two[a b]")
+
+
+def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
+    document = {
+        "seconds_a_step": {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 3.0, 4.0]},
+        "tokens_a_step": 8,
+        "busy": {"ours": 0.5, "theirs": 0.75},
+        "skipped": {"other": "ValueError: no"},
+    }
+    (tmp_path / "figures.json").write_text(json.dumps(document))
+    found = {each.what: each for each in day_figures.engines(tmp_path)}
+    assert found["ours: a step"] == Figure("ours: a step", 2000.0, "ms", 1000.0, 4000.0, 3)
+    assert found["ours: speed"].value == 4
+    ratio = found["theirs: a step over that of ours"]
+    assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.0, 2.0)
+    assert found["theirs: device busy"].value == 0.75
+    assert found["other"].value == "not run: ValueError: no"
+
+
+@pytest.mark.parametrize(("kernels_ms", "bound"), [(1.0, "host"), (3.5, "device")])
+def test_who_waits_for_whom(kernels_ms: float, bound: str, tmp_path: Path) -> None:
+    own = {"wall_ms": [4.0], "issued_ms": [3.0], "between_ms": [0.1], "kernels_ms": kernels_ms}
+    document = {"results": [{"found": {"ep": own}, "skipped": {}}]}
+    (tmp_path / "figures.json").write_text(json.dumps(document))
+    found = {each.what: each.value for each in day_figures.devices(tmp_path)}
+    assert found["ep: bound by"] == bound
+    assert found["ep: device busy"] == kernels_ms / 4.0
+
+
+def test_a_run_stands_beside_its_price(tmp_path: Path) -> None:
+    summary = {
+        "seconds_s": [9.0] * day_figures.NUM_WARM_UPS + [1.0, 2.0, 3.0],
+        "peak_bytes": 2**31,
+        "tokens_per_step": 4,
+        "losses": [5.0, 4.0],
+        "balance_by_layer": {"a": 2.0},
+    }
+    ways = [
+        {"is_own": own, "step_s": 1.0, "memory_bytes": {"total": 3 * 2**30, "runtime": 2**31}}
+        for own in (False, True)
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary))
+    (tmp_path / "price.json").write_text(json.dumps({"ways": ways}))
+    found = {each.what: each.value for each in day_figures.trained(tmp_path)}
+    assert found["a step, measured"] == 2000 and found["a step, priced over measured"] == 0.5
+    assert found["memory, priced over measured"] == 0.5
+
+
+def test_a_strangers_file_becomes_a_section(tmp_path: Path) -> None:
+    day = a_day(tmp_path / "day", ALONE)
+    odd = Row("a", "<b>|odd", "echo one", counted)
+    run_rows(day, [odd, BAD], None, again=False)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    shutil.copy(day.path, folder / "somebody.json")
+    text = results.page(folder)
+    assert "## somebody\n" in text and "```bash\necho one\n```" in text
+    assert "| lines | 1 |  |  |  |" in text
+    assert r"**\<b\>\|odd**: done" in text
+    assert "&lt;b&gt;|odd" in page_of(json.loads(day.path.read_text()))
+    rehearsed = a_day(tmp_path / "rehearsed")
+    run_rows(rehearsed, [GOOD], None, again=False)
+    shutil.copy(rehearsed.path, folder / "other.json")
+    with pytest.raises(ValueError, match=r"other\.json is a rehearsal"):
+        results.page(folder)
+
+
+def test_the_page_of_results() -> None:
+    assert results.PAGE.read_text() == results.page(), "run: python docs/results.py"
+
+
+# What it rests on.
+
+
+@pytest.mark.parametrize(("num_devices", "shares"), [(1, True), (4, False)])
+def test_a_rank_names_a_host_of_its_own_where_gpus_are_shared(
+    num_devices: int, shares: bool
+) -> None:
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(torch.cuda, "device_count", lambda: num_devices),
+        mock.patch.object(torch.cuda, "set_device") as chosen,
+    ):
+        os.environ.pop("NCCL_HOSTID", None)
+        device = share_gpus(2, 4)
+        assert (os.environ.get("NCCL_HOSTID") == "rank 2") == shares
+        assert device.index == 2 % num_devices == int(os.environ["LOCAL_RANK"])
+    chosen.assert_called_once_with(2 % num_devices)
+
+
+def test_parts_of_tests_are_all_of_them() -> None:
+    taken = []
+    for part in ("1/3", "2/3", "3/3"):
+        items = list("abcdefgh")
+        config = SimpleNamespace(getoption=lambda name, part=part: part, hook=mock.Mock())
+        pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+        taken.append("".join(items))
+    assert taken == ["adg", "beh", "cf"]
+
+
+def test_wheels_are_what_torch_does_not_bring(tmp_path: Path) -> None:
+    needs = {
+        "deepspeed": ["torch", "hjson", 'winonly; sys_platform == "win32"', "numpy"],
+        "torch": ["sympy"],
+        "sympy": ["mpmath"],
+        "numpy": [],
+        "mpmath": [],
+        "hjson": ["mpmath", "Some.Name"],
+        "some-name": [],
+        "winonly": [],
+    }
+    found = [
+        {"metadata": {"name": name, "version": "1", "requires_dist": requires}}
+        for name, requires in needs.items()
+    ]
+    left = list(wheelhouse.left(found, ["deepspeed==1"], "3.12"))
+    assert left == ["deepspeed==1", "hjson==1", "some-name==1"]
+    assert set(wheelhouse.pins()) == set(wheelhouse.NEEDED)
+    wheelhouse.stand_in(tmp_path, "2.11.0")
+    with zipfile.ZipFile(tmp_path / "torch-2.11.0-py3-none-any.whl") as wheel:
+        metadata = wheel.read("torch-2.11.0.dist-info/METADATA").decode()
+    assert "Version: 2.11.0\n" in metadata and "Requires-Dist: sympy\n" in metadata
+
+
+# All of it.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """Every stage runs without a GPU, or says why not; a second start has nothing to do."""
+    command = ["bash", "launch/gpu_day.sh", "--output", str(tmp_path / "day")]
+    command += ["--work", str(tmp_path / "work")]
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    document = json.loads((tmp_path / "day/gpu_day.json").read_text())
+    bad = [row for row in document["rows"] if row["state"] not in (DONE, LEFT_OUT)]
+    assert not bad, bad
+    assert done.returncode == 0, done.stdout + done.stderr
+    left_out = {row["stage"] for row in document["rows"] if row["state"] == LEFT_OUT}
+    assert left_out == {"megatron", "transformer_engine", "apex", "slow_parity"}
+    for row in document["rows"]:
+        if row["state"] == DONE and row["name"] not in ("doctor", "collectives"):
+            assert row["figures"], row
+    named = {figure["what"] for row in document["rows"] for figure in row["figures"]}
+    assert named >= {"a step, priced over measured", "memory, priced over measured"}
+    assert named >= {"DeepEP", "memory, read and written", "passed"}
+    again = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ": done in" not in again.stdout
