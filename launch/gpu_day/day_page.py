@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ds_moe_ext.report.markup import Html, joined
 from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.parts import section, table
-from ds_moe_ext.report.units import EN_DASH, escaped, seconds_text
+from ds_moe_ext.report.units import EN_DASH, seconds_text
 
 SHARED = "ranks share a GPU: what is computed counts, what it takes does not"
 REHEARSAL = "A rehearsal without a GPU, in tiny sizes: its figures say nothing."
@@ -23,24 +24,27 @@ def page_of(document: Mapping[str, Any]) -> str:
         document: as ``gpu_day.json`` holds it.
     """
     title = "A day on GPUs"
-    note = f"<p><mark>{REHEARSAL}</mark></p>" if document["is_rehearsal"] else ""
-    parts = [f"<header><h1>{title}</h1>{note}</header>"]
+    note = Html("<p><mark>{}</mark></p>").format(REHEARSAL) if document["is_rehearsal"] else ""
+    parts = [Html("<header><h1>{}</h1>{}</header>").format(title, note)]
     for stage, rows in groupby(document["rows"], key=lambda row: row["stage"]):
-        parts.append(section(escaped(stage), "".join(map(_row, rows))))
+        parts.append(section(stage, joined(map(_row, rows))))
     return html_document(title, parts)
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any]) -> Html:
     facts = [row["state"], seconds_text(row["seconds"]), row["where"], row["date"], row["why"]]
     facts += [SHARED] if row["is_shared"] else []
-    body = f"<h3>{escaped(row['name'])}</h3><p>{escaped('; '.join(filter(None, facts)))}</p>"
-    body += f"<details><summary>command</summary><pre>{escaped(row['command'])}</pre></details>"
+    body = Html("<h3>{}</h3><p>{}</p>").format(row["name"], "; ".join(filter(None, facts)))
+    body += _folded("command", row["command"])
     if row["last_lines"]:
-        lines = escaped("\n".join(row["last_lines"]))
-        body += f"<details><summary>last lines</summary><pre>{lines}</pre></details>"
+        body += _folded("last lines", "\n".join(row["last_lines"]))
     if row["figures"]:
-        body += table(HEADINGS, [[*map(escaped, cells(each))] for each in row["figures"]])
+        body += table(HEADINGS, [cells(each) for each in row["figures"]])
     return body
+
+
+def _folded(summary: str, text: str) -> Html:
+    return Html("<details><summary>{}</summary><pre>{}</pre></details>").format(summary, text)
 
 
 def cells(figure: Mapping[str, Any]) -> Sequence[str]:
