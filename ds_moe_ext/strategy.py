@@ -653,6 +653,12 @@ class Strategy(ABC):
         """How micro-batches run where ranks have roles."""
         return Striping()
 
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        """The same by each way for copies to divide rows, by what stands behind its name then;
+        none where that is no key. Pure."""
+        return {}
+
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
         """The same, by what is known when a run starts. Pure but for asking.
 
@@ -782,6 +788,10 @@ class Overlay(Strategy):
             ValueError: that one says what this one would.
         """
         return replace(self, placing=placing)  # type: ignore[type-var]
+
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        return {name: self.over(placing) for name, placing in self.placing.by_share.items()}
 
     def with_homes_that_stay(self) -> Overlay:
         return self.over(self.placing.with_homes_that_stay())

@@ -23,7 +23,7 @@ from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategies.shares import SHARES, with_share
+from ds_moe_ext.strategies.shares import SHARES
 from ds_moe_ext.strategy import (
     Choice,
     Choosing,
@@ -65,7 +65,7 @@ def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
     laid, _, over = whole.partition(OVER)
     strategy = blocks.get(over or (BASE if laid == PIPELINE else laid)) or _DEFAULTS[over or laid]()
     if share:
-        strategy = with_share(strategy, SHARES[comma + share])
+        strategy = strategy.by_share[comma + share]
     if laid != PIPELINE:
         return strategy
     esp = blocks.get(PIPELINE)

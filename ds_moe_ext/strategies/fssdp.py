@@ -37,6 +37,7 @@ from ds_moe_ext.strategies.shares import (
     PAPER,
     PRICED,
     REPAIR,
+    SHARES,
     STEADY,
     check_share,
     compile_for,
@@ -122,6 +123,10 @@ class FullySharded(Strategy):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
         at_least(f"{WHERE}.plan_interval", self.plan_interval, 1)
+
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        return {name: replace(self, share=share) for name, share in SHARES.items()}
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
         compile_for(self.share)

@@ -38,6 +38,7 @@ from ds_moe_ext.strategies.shares import (
     PAPER,
     PRICED,
     REPAIR,
+    SHARES,
     STEADY,
     check_share,
     compile_for,
@@ -147,6 +148,10 @@ class ProProphet(Strategy):
             )
         for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
             one_of(f"ds_moe_ext.prophet.{key}", vars(self)[key], known)
+
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        return {name: replace(self, share=share) for name, share in SHARES.items()}
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
         compile_for(self.share)

@@ -17,12 +17,12 @@ from ds_moe_ext.planners.copy_swaps import cover_nodes, swap_copies
 from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest, is_even
 from ds_moe_ext.row_levels import RowLevels, WholePrices, is_compiled
 from ds_moe_ext.share import Rule
-from ds_moe_ext.strategy import Destination, Overlay, Plan, Pool, Strategy
+from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import one_of
 
 PRICED, PLANNED, PAPER = "priced", "planned", "paper"  # shares, by their JSON names
 SHARES = {", paper share": PAPER, ", priced share": PRICED}
-"""Behind the name of a strategy that copies: how copies divide rows, whatever its block says."""
+"""Behind the name of a strategy: how copies divide rows, whatever its block says."""
 SWEEPS_OF = {PLANNED: 0, PRICED: SWEEPS}
 REPAIR = 1  # copies of a rank, where nobody says
 STEADY = 0.05
@@ -48,22 +48,6 @@ def compile_for(share: str) -> None:
     says where nothing can be compiled."""
     if share in SWEEPS_OF:
         is_compiled()
-
-
-def share_of(strategy: Strategy) -> str | None:
-    """Of a strategy that copies, or of one that another is laid over; None where it has no such
-    key."""
-    if isinstance(strategy, Overlay):
-        return share_of(strategy.placing)
-    share: str | None = vars(strategy).get("share")
-    return share if isinstance(share, str) else None
-
-
-def with_share(strategy: Strategy, share: str) -> Strategy:
-    """The same, whose copies divide rows so."""
-    if isinstance(strategy, Overlay):
-        return strategy.over(with_share(strategy.placing, share))
-    return replace(strategy, share=share)  # type: ignore[type-var]
 
 
 def idle_repair(where: str, share: str, repair: int | None) -> Iterator[str]:

@@ -11,7 +11,6 @@ from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, Way, grids_for
 from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.strategies.shares import PAPER, PRICED, SHARES, share_of, with_share
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.strict import nearest_and_all
 
@@ -137,7 +136,7 @@ def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
 
 
 def by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
-    """The fastest way of each strategy that copies, by the share that it does not have: by the
+    """The fastest way of each strategy that copies, by other ways for copies to divide rows: the
     paper's, or by price.
 
     Args:
@@ -147,8 +146,6 @@ def by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
     for each in priced:
         fastest.setdefault(each.way.name, each.way)
     for way in fastest.values():
-        share = share_of(way.strategy)
-        if share is not None and way.grid.num_cells > 1:
-            other = PAPER if share == PRICED else PRICED
-            name = next(name for name, each in SHARES.items() if each == other)
-            yield replace(way, name=way.name + name, strategy=with_share(way.strategy, other))
+        for name, strategy in way.strategy.by_share.items() if way.grid.num_cells > 1 else ():
+            if strategy != way.strategy:
+                yield replace(way, name=way.name + name, strategy=strategy)
