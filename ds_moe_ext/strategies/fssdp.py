@@ -293,7 +293,7 @@ class FullySharded(Strategy):
                 most_experts=int(degree_L[layer]),
             )
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
-            if not (copies_EC.any() and saves(share, home, rows_CE)):
+            if not (copies_EC.any() and saves(share, home, rows_CE, or_s=most_s)):
                 plan, share = Plan.at_home(home), share.alone(home, rows_CE)
             elif most_s < share.planned_s:
                 plan = papers[layer]
@@ -305,9 +305,12 @@ class FullySharded(Strategy):
                 by_paper=partial(NearestCopy, node_C=job.node_C),
                 rematerialize=self.rematerialize,
             )
-            held = copies_EC.sum(axis=0).max() if self.calibrate else planned_L[layer]
             if self.calibrate or plan.share is share:
-                plan = repaired(plan, share, pool, int(fits_L[layer] - held))
+                held_C = (plan.target.holds_EC & ~home.holds_EC).sum(axis=0)
+                room = int(fits_L[layer] - held_C.max())
+                plan = repaired(
+                    plan, share, pool, room if self.calibrate else min(self._repair, room)
+                )
             yield plan
 
     def _seconds(self, job: Job, plans: Sequence[Plan], flow: Callable[..., RowFlow]) -> np.ndarray:
@@ -386,9 +389,8 @@ class FullySharded(Strategy):
             f"{_span(np.array(each_s) * 1e3, 'ms')}, behind {_span(window_L, 'ms')} of attention; "
             f"a rank holds up to {_span(fits_L)} copies of a layer (copies_per_rank)"
         )
-        added_L = self._copies_that_fit(job) - fits_L
-        if self._repair and added_L.any():
-            told += f", and {_span(added_L)} more where a forecast fails (repair)"
+        if self._repair and self._copies_that_fit(job).any():
+            told += f", and up to {self._repair} more where a forecast fails (repair)"
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
 
@@ -480,12 +482,13 @@ class FullySharded(Strategy):
                 yield layer, gathers_of(pool, num_experts, fits, nodes)
 
     def _copies_planned(self, job: Job) -> np.ndarray:
-        """``m`` of each layer, int64 ``[L]``: what fits, but for what is left to be added once rows
-        are known, of which there is at most as much."""
+        """``m`` of each layer, int64 ``[L]``: what fits; but where loads move, so that forecasts
+        fail, less what is left to be added once rows are known, at most half of it."""
         fits_L = self._copies_that_fit(job)
         if self.copies_per_rank is not None:
             return np.full_like(fits_L, self.copies_per_rank)
-        planned_L: np.ndarray = fits_L - np.minimum(self._repair, fits_L // 2)
+        kept = self._repair if job.drift >= STEADY else 0
+        planned_L: np.ndarray = fits_L - np.minimum(kept, fits_L // 2)
         return planned_L
 
     def _copies_that_fit(self, job: Job) -> np.ndarray:

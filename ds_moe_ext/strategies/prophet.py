@@ -216,8 +216,6 @@ class ProProphet(Strategy):
     def _search(self, job: Job, pool: Pool, layer: int, *, frees: bool) -> _Search:
         """For plans of a layer whose costs have been measured."""
         prices = self._prices(job, pool, layer)
-        fits = self._copies_that_fit(job, pool, frees=frees)
-        repair = min(self._repair, fits // 2)
         return _Search(
             self,
             job.homes[layer],
@@ -225,8 +223,8 @@ class ProProphet(Strategy):
             replace(prices, gathers_again=frees),
             job.node_C,
             pool,
-            fits - repair,
-            repair,
+            self._copies_that_fit(job, pool, frees=frees),
+            self._repair,
         )
 
     def describe(self, job: Job) -> str:
@@ -319,8 +317,8 @@ class _Search:
         prices: of its block.
         node_C: node of each cell.
         pool: with what its rows cost.
-        fits: copies that a cell has memory for, by a forecast.
-        repair: and further ones, once rows are known.
+        fits: copies that a cell has memory for.
+        repair: of them those that are added once rows are known, at most.
     """
 
     strategy: ProProphet
@@ -346,12 +344,13 @@ class _Search:
             present: by which that step ran.
         """
         strategy, home = self.strategy, self.home
-        found = self._found(rows_CE, self._most)
+        is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
+        kept = 0 if is_steady else min(self.repair, self.fits // 2)  # where forecasts may fail
+        found = self._found(rows_CE, self._most(self.fits - kept))
         if present is not None and self._is_as_fast(present, found, rows_CE):
             return self._followed(present, rows_CE, age=0)
         share = None
         if found.selected and not strategy.is_papers:
-            is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
             found, share = self._divided(found, rows_CE, narrows=is_steady)
         if not found.selected:
             return self._followed(Plan.at_home(home), rows_CE, age=0)
@@ -375,10 +374,9 @@ class _Search:
         num_own_C = self.home.holds_EC.sum(axis=0)
         return self.home.num_experts - int(num_own_C.min())
 
-    @cached_property
-    def _most(self) -> int:
-        """Experts that may be copied."""
-        return self.home.num_experts if self._num_foreign <= self.fits else self.fits
+    def _most(self, fits: int) -> int:
+        """Experts that may be copied, where so many copies fit."""
+        return self.home.num_experts if self._num_foreign <= fits else fits
 
     def _found(self, rows_CE: np.ndarray, most: int) -> BlockPlan:
         """By the chosen planner, so many copied experts at most."""
@@ -414,7 +412,8 @@ class _Search:
         papers_s = rule_seconds(papers, rows_CE, self.node_C, self.pool)
         share = self._share([plan.target for plan in plans], rows_CE, papers_s)
         narrowed = next(plan for plan in plans if plan.target is share.levels.target)
-        return (narrowed if saves(share, self.home, rows_CE) else found.first(0)), share
+        is_worth = saves(share, self.home, rows_CE, or_s=papers_s)
+        return (narrowed if is_worth else found.first(0)), share
 
     def _share(
         self, targets: Sequence[Placement], rows_CE: np.ndarray, most_s: float = math.inf
@@ -468,7 +467,9 @@ class _Search:
         share = share or self._share((plan.target,), rows_CE)
         if rule_seconds(plan.share, rows_CE, self.node_C, self.pool) < share.planned_s:
             return followed
-        return repaired(replace(followed, share=share), share, self.pool, self.repair)
+        held_C = (plan.target.holds_EC & ~self.home.holds_EC).sum(axis=0)
+        room = min(self.repair, self.fits - int(held_C.max()))
+        return repaired(replace(followed, share=share), share, self.pool, room)
 
     def _next(
         self,

@@ -137,9 +137,17 @@ def swapped(
     return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
 
 
-def saves(share: LevelShare, home: Placement, rows_CE: np.ndarray) -> bool:
-    """Whether copies save more than next to nothing on the rows that are predicted."""
-    return share.alone(home, rows_CE).planned_s > (1 + TOLERANCE) * share.planned_s
+def saves(share: LevelShare, home: Placement, rows_CE: np.ndarray, *, or_s: float) -> bool:
+    """Whether copies save more than next to nothing on the rows that are predicted.
+
+    Args:
+        share: of the copies.
+        home: where the experts live.
+        rows_CE: that are predicted.
+        or_s: seconds by another share, which counts where it takes less.
+    """
+    least_s = min(share.planned_s, or_s)
+    return share.alone(home, rows_CE).planned_s > (1 + TOLERANCE) * least_s
 
 
 def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
