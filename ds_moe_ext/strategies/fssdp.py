@@ -139,7 +139,8 @@ class FullySharded(Strategy):
     @property
     def _repair(self) -> int:
         """Copies of a rank that are left to be added once rows are known."""
-        return (REPAIR if self.repair is None else self.repair) if self.share == PRICED else 0
+        usual = 0 if self.calibrate else REPAIR  # which adds what fits
+        return (usual if self.repair is None else self.repair) if self.share == PRICED else 0
 
     @property
     def has_uneven_homes(self) -> bool:
