@@ -40,6 +40,8 @@ def finished(folder: Path, *, copies: int, losses: list[float]) -> None:
         held_out_losses={},
         tokens_per_s=1.0,
         seconds_per_step_s=1.0,
+        seconds_s=[1.0] * len(losses),
+        peak_bytes=0,
         balance_by_layer={},
         versions={},
     ).write(folder)

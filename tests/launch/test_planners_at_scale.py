@@ -18,7 +18,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert title == "| ms a layer | 16 ranks | 32 ranks |"
     names = [row.split(" | ")[0].strip("| ") for row in rows]
     assert names[:5] == ["eplb, +1", "eplb, +2", "laer, +1", "laer, +2", "llep, alpha = 1.1"]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 25
     assert all(float(cell) >= 0 for row in rows for cell in row.strip("|").split("|")[1:])
 
 

@@ -84,7 +84,7 @@ def steps_with_plans(monkeypatch: pytest.MonkeyPatch, name: str, **keys: int) ->
             yield before if step < first + 12 else after[..., ::-1]
 
     planned: set[int] = set()
-    looked_for: Any = {"fssdp": (FullySharded, "_wanted"), "prophet": (prophet._Search, "_found")}
+    looked_for: Any = {"fssdp": (FullySharded, "plan"), "prophet": (prophet._Search, "_found")}
     owner, search = looked_for[name]
     real = getattr(owner, search)
 
@@ -184,7 +184,7 @@ def told_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], 
 
 
 def test_homes_that_change_are_told_with_what_they_gain() -> None:
-    (line,), rank = told_of_steps(60, skew=1.0, reshard_interval=50)
+    (line,), rank = told_of_steps(60, skew=1.0, reshard_interval=50, share="paper")
     found = re.fullmatch(
         r"(\d+) experts have moved to new homes, within \d+ ms; rows are expected to take (\S+) ms "
         r"a step before, (\S+) ms now: (\S+) ms in 50 steps, for (\S+) ms of transfers",
