@@ -139,7 +139,7 @@ NO_LINKS = {
 
 def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
     keys = {"expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}}
-    return 4, keys, ("fssdp moves", "every 9 steps", "each has 2", "reshard_interval null")
+    return 4, keys, ("reshard_interval is 9", "has 2 homes", "reshard_interval to 0 or null")
 
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
