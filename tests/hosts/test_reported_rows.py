@@ -46,8 +46,9 @@ LATE = {**COPYING, "overlap_degree": 0, "calibrate": True}
 LESS = {"balance": 0.3, "num_excluded": 2}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ep": ("ep", {}),
-    "fssdp": ("fssdp", COPYING),
-    "fssdp calibrated": ("fssdp", LATE),
+    "fssdp": ("fssdp", {**COPYING, "share": "paper"}),
+    "fssdp calibrated": ("fssdp", {**LATE, "share": "paper"}),
+    "fssdp priced": ("fssdp", {**COPYING, "share": "priced"}),
     "prophet priced": ("prophet", {**LESS, "share": "priced"}),
 }
 
@@ -166,7 +167,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_rows_that_left_and_balances_are_those_of_the_passes(run: Run) -> None:
     report, looks = run.report, run.report.looks
     assert looks is not None and looks.num_nodes == 2
-    has_rule = "share" in dict(run.job.keys)
+    has_rule = dict(run.job.keys).get("share") == "priced"
     for index, layers in enumerate(run.steps):
         for number, layer in enumerate(layers):
             at = index, number
@@ -213,9 +214,11 @@ def test_copies_are_those_of_the_passes(run: Run) -> None:
     last = run.steps[-1]
     told = [{(e, c) for e, cells in enumerate(one) for c in cells} for one in placements.copied_to]
     assert told == [layer.planned for layer in last]
-    assert (placements.added is not None) == ("calibrate" in dict(run.job.keys))
+    has_late = any(layer.added for layers in run.steps for layer in layers)
+    assert (placements.added is not None) == has_late
     if placements.added is not None:
-        assert placements.added.num_passes == 2 and not placements.copies_ILE.any()
+        assert placements.added.num_passes == 2
+        assert placements.copies_ILE.any() != ("calibrate" in dict(run.job.keys))
         late = [
             {(expert, cell): number for expert, cells in enumerate(one) for cell, number in cells}
             for one in placements.added.to
