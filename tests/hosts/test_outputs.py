@@ -166,7 +166,7 @@ def test_a_run_says_what_is_expected_and_ends_on_whether_it_gained() -> None:
     """The share is named at start; three steps are too few to have timed any."""
     told = pool_of(2).run(ended, report={"enabled": True})[0].splitlines()
     (expected,) = (line for line in told if line.startswith("ds_moe_ext: fssdp: "))
-    assert "by share 'nearest'; a gain is expected where the busiest rank has well over" in expected
+    assert "by share 'priced'; a gain is expected where the busiest rank has well over" in expected
     assert re.match(r"ds_moe_ext: (gain not known, as|no gain by copies, as none was)", told[-1])
     assert "in 3 recorded steps: the busiest rank had" in told[-1]
 
