@@ -86,8 +86,8 @@ def seconds(plans: Sequence[Plan], job: Job) -> list[float]:
 def test_no_plan_is_priced_worse_than_the_papers(
     default: Strategy, papers: Strategy | None
 ) -> None:
-    """Nor than no copies; but by 1 %, where fewer copies or none do nearly as well, and for rounding
-    to whole rows."""
+    """Nor than no copies; but by 1 %, where fewer copies or none do nearly as well, and for whole
+    rows."""
     num_better = num_divided = 0
     for seed in range(120):
         job = random_job(seed)
