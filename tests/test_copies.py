@@ -417,6 +417,31 @@ def test_copies_that_were_added_serve_later_micro_batches() -> None:
     assert any(passes[-1][1] for passes in ranks)
 
 
+def _behind_an_evaluation(rank: int, world_size: int, case: Case) -> list[Tensor]:
+    """Gradients of experts, where a pass in inference mode comes before those of the step."""
+    ((layer, mine),) = layers_of(case, world_size)
+    with torch.inference_mode():
+        layer(tokens_of(case, rank, 0)[0])
+    assert copies_of(layer)._kept is None
+    for number in range(case.num_micro_batches):
+        copies_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
+        x, grad = tokens_of(case, rank, number)
+        torch.sum(forward(case, [layer], x) * grad).backward()
+    layer.routed.after_step()
+    return gradients_of(layer, mine)
+
+
+def test_copies_that_an_evaluation_adds_serve_no_training() -> None:
+    case = CASES["repaired"]
+    reference = dense(case, 2)["weights"]
+    sums = [torch.zeros_like(weight) for weight in reference]
+    for gate_grad, up, down, mine in pool_of(2).run(_behind_an_evaluation, case):
+        sums[0] += gate_grad
+        sums[1].index_add_(0, mine, up)
+        sums[2].index_add_(0, mine, down)
+    assert max(map(relative_error, sums, reference)) <= 1e-12
+
+
 EVERYWHERE = (0, 1, 2, 3)
 PLACEMENTS = [
     ((0, EVERYWHERE),),

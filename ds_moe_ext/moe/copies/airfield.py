@@ -89,7 +89,7 @@ class Airfield:
         """Where the rows of a training pass go that asks for more copies than were planned: those
         that an earlier micro-batch of the step has added, or else these, which serve later ones.
         So a pass that is computed again goes where it went."""
-        if self.plan.rematerialize:
+        if self.plan.rematerialize or torch.is_inference_mode_enabled():
             return destination
         self._kept = self._kept or destination
         return self._kept
