@@ -73,9 +73,9 @@ def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     told = "; ".join(f"on {_cluster(each)} {_gains(each)}" for each in documents)
     return (
         f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
-        f"asked as unevenly as those of this young model, {told}. (prophet copies where it expects "
-        "to save time: seldom here, where an expert is large; esp splits each expert over the GPUs "
-        "of a node.) A router that was trained longer is often more even: less to gain."
+        f"asked as unevenly as those of this young model, {told}. (esp splits each expert over the "
+        "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that was "
+        "trained longer is often more even: less to gain."
     )
 
 
