@@ -74,8 +74,8 @@ def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
         f"asked as unevenly as those of this young model, {told}. (esp splits each expert over the "
-        "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that was "
-        "trained longer is often more even: less to gain."
+        "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that "
+        "was trained longer is often more even: less to gain."
     )
 
 
