@@ -534,9 +534,8 @@ def _faults_of_target(
 
 def _num_copies(block: _Block) -> int:
     """In all cells, also those that ``revise`` adds, as if the step had been one pass."""
-    plan, target = block.routed.site.plan, block.routed.site.plan.target
-    if plan.revise is not None:
-        target, _ = plan.revise(block.routed.rows.so_far_CE)
+    plan = block.routed.site.plan
+    target, _ = plan.destination_of(block.routed.rows.so_far_CE)
     return int((target.holds_EC & ~plan.home.holds_EC).sum())
 
 

@@ -72,22 +72,15 @@ def calibrate(
     Returns:
         The best placement; the target itself if none is better.
     """
-    choices = (target, *wider(target, rows_CE, copies_left, node_C))
-    seconds = step_seconds(choices, [rows_CE] * len(choices), prices=prices, node_C=node_C)
-    seconds += [prices.copy_s * busiest_link(home, target, each, node_C) for each in choices]
-    return choices[int(seconds.argmin())]
-
-
-def wider(
-    target: Placement, rows_CE: np.ndarray, copies_left: int, node_C: np.ndarray
-) -> tuple[Placement, ...]:
-    """Targets with so many further experts copied, 1 to ``copies_left``, by Algorithm 1 on rows as
-    they are; see ``calibrate``."""
     load_E = np.where(target.holds_EC.all(axis=1), 0, rows_CE.sum(axis=0))
-    return materialize(
+    wider = materialize(
         [target] * copies_left,
         [load_E] * copies_left,
         overlap_degree=np.arange(1, copies_left + 1),
         copies_per_cell=copies_left,
         node_C=node_C,
     )
+    choices = (target, *wider)
+    seconds = step_seconds(choices, [rows_CE] * len(choices), prices=prices, node_C=node_C)
+    seconds += [prices.copy_s * busiest_link(home, target, each, node_C) for each in choices]
+    return choices[int(seconds.argmin())]

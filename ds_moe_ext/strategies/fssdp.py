@@ -43,6 +43,7 @@ from ds_moe_ext.strategies.shares import (
     compile_for,
     idle_repair,
     repaired,
+    repairs,
     rule_seconds,
     saves,
     shared_by_time,
@@ -139,8 +140,8 @@ class FullySharded(Strategy):
     @property
     def _repair(self) -> int:
         """Copies of a rank that are left to be added once rows are known."""
-        usual = 0 if self.calibrate else REPAIR  # which adds what fits
-        return (usual if self.repair is None else self.repair) if self.share == PRICED else 0
+        # Calibration adds what fits.
+        return repairs(self.share, self.repair, 0 if self.calibrate else REPAIR)
 
     @property
     def has_uneven_homes(self) -> bool:
@@ -276,6 +277,9 @@ class FullySharded(Strategy):
         def targets(halvings: int) -> Sequence[Placement]:
             return self._wanted(job, halvings) if halvings else wanted
 
+        def halved_target(layer: int) -> Placement:
+            return targets(1)[layer]
+
         most = int(np.minimum(planned_L, degree_L).max(initial=0))
         halved = range(most.bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
@@ -289,7 +293,7 @@ class FullySharded(Strategy):
                 share,
                 rows_CE,
                 pool,
-                halved=targets(1)[layer],
+                halved=partial(halved_target, layer),
                 most_copies=int(planned_L[layer]),
                 most_experts=int(degree_L[layer]),
             )

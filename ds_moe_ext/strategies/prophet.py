@@ -37,13 +37,13 @@ from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.shares import (
     PAPER,
     PRICED,
-    REPAIR,
     SHARES,
     STEADY,
     check_share,
     compile_for,
     idle_repair,
     repaired,
+    repairs,
     rule_seconds,
     saves,
     shared_by_time,
@@ -162,11 +162,6 @@ class ProProphet(Strategy):
         """Whether copies divide rows by the paper's rule."""
         return self.share in (PAPER, LOCAL)
 
-    @property
-    def _repair(self) -> int:
-        """Copies of a rank that are left to be added once rows are known."""
-        return (REPAIR if self.repair is None else self.repair) if self.share == PRICED else 0
-
     def remarks(self, job: Job) -> tuple[str, ...]:
         return tuple(idle_repair("ds_moe_ext.prophet", self.share, self.repair))
 
@@ -224,7 +219,7 @@ class ProProphet(Strategy):
             job.node_C,
             pool,
             self._copies_that_fit(job, pool, frees=frees),
-            self._repair,
+            repairs(self.share, self.repair),
         )
 
     def describe(self, job: Job) -> str:
@@ -387,9 +382,8 @@ class _Search:
         """Whether the present copies stay, by the model: a search ends where cells are balanced,
         which may be before the layer is as fast as with more copies."""
         strategy, is_alike = self.strategy, present.rematerialize == self.prices.gathers_again
-        if present.target is self.home or not (is_alike and strategy.plans_stay):
-            return False
-        if not strategy.is_papers:  # the model knows the paper's share alone
+        may_stay = strategy.plans_stay and strategy.is_papers  # whose share alone the model knows
+        if present.target is self.home or not (is_alike and may_stay):
             return False
         staying = placement_seconds(self.home, present.target, rows_CE, prices=self.prices)
         return staying.step_s <= found.seconds.step_s

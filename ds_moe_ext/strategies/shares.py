@@ -50,6 +50,12 @@ def compile_for(share: str) -> None:
         is_compiled()
 
 
+def repairs(share: str, given: int | None, usual: int = REPAIR) -> int:
+    """Copies of a rank that are left to be added once rows are known: as many as are given, or the
+    usual; none where rows are not priced."""
+    return (usual if given is None else given) if share == PRICED else 0
+
+
 def idle_repair(where: str, share: str, repair: int | None) -> Iterator[str]:
     """That ``repair`` was asked for where no rows are priced, for a person."""
     if repair and share != PRICED:
@@ -110,7 +116,7 @@ def swapped(
     rows_CE: np.ndarray,
     pool: Pool,
     *,
-    halved: Placement,
+    halved: Callable[[], Placement],
     most_copies: int,
     most_experts: int,
 ) -> LevelShare:
@@ -121,16 +127,17 @@ def swapped(
         share: of copies that a planner chose.
         rows_CE: that are predicted, int64 ``[C, E]``.
         pool: with what rows cost.
-        halved: the planner's target with half as many copies in a cell; the other half may cover
-            nodes.
+        halved: gives the planner's target with half as many copies in a cell; where there are
+            several nodes, the other half may cover these.
         most_copies: in a cell (m).
         most_experts: that are copied (t).
     """
     node_C = share.levels.node_C
     levels_of = levels_by(pool, node_C)
     most = {"most_copies": most_copies, "most_experts": most_experts}
-    if share.levels.prices.cross and not is_even(share.levels, share.plan):
-        covering = cover_nodes(home, halved, rows_CE, node_C, **most)
+    spans_nodes = share.levels.prices.cross and np.ptp(node_C)
+    if spans_nodes and not is_even(share.levels, share.plan):
+        covering = cover_nodes(home, halved(), rows_CE, node_C, **most)
         covers = LevelShare.planned(levels_of(covering), rows_CE, sweeps=share.sweeps)
         if covers.plan.price < (1 - TOLERANCE) * share.plan.price:
             share = covers

@@ -111,7 +111,6 @@ class Copies(Airfield):
             self._slab.clear(self.trips.copied)
             self._to_gather = deque(self.trips.gathers)
             self._is_current, self._versions = True, versions
-            self._kept = self._kept_slab = None
         elif versions != self._versions and self.plan.has_copies:
             raise RuntimeError(
                 f"weights of experts of layer {self.place.layer} were changed between two passes "
