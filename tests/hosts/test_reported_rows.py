@@ -199,8 +199,9 @@ def test_plans_are_made_for_the_rows_before(run: Run) -> None:
 
 def test_copies_are_those_of_the_passes(run: Run) -> None:
     placements = run.report.placements
-    if placements is None:
-        assert run.job.strategy == "ep"
+    if placements is None:  # as where no copy pays by what this machine measured
+        assert run.job.strategy in ("ep", "prophet")
+        assert not any(layer.planned or layer.added for layers in run.steps for layer in layers)
         return
     for index, layers in enumerate(run.steps):
         for number, layer in enumerate(layers):
@@ -239,4 +240,5 @@ def test_a_person_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert (f"{told.predicted:.2f} predicted -> {told.balance:.2f} reached" in line) is is_predicted
     assert ("<h2>Balance predicted and reached</h2>" in page) is is_predicted
     assert ("<h2>Where rows went</h2>" in page) is not is_predicted
-    assert ("by the paper&#x27;s rule" in page) is ("by the paper's rule" in line)
+    has_rule = "by the paper's rule" in line
+    assert ("by the paper's rule" in page.replace("&#x27;", "'")) is has_rule
