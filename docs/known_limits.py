@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_moe_ext.attachment.frozen_experts import MIXED
-from ds_moe_ext.attachment.refusal import Refusal
-from ds_moe_ext.attachment.replacement import SEVERAL_HOMES
+from ds_moe_ext.hosts.attachment.block_hooks import MIXED
+from ds_moe_ext.hosts.attachment.notices import Refusal
+from ds_moe_ext.hosts.attachment.replacement import SEVERAL_HOMES
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
 from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE
 from ds_moe_ext.hosts.plain import plain_host as plain
-from ds_moe_ext.steps import optimizer_kinds
-from ds_moe_ext.steps.alike_groups import UNLIKE
-from ds_moe_ext.zebra.early_refusals import EARLY
+from ds_moe_ext.hosts.steps import optimizers
+from ds_moe_ext.hosts.steps.host import UNLIKE
+from ds_moe_ext.hosts.zebra.early_refusals import EARLY
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 
@@ -130,7 +130,7 @@ SECTIONS = (
         (*EARLY, *megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),
     ),
     Section("In plain PyTorch", plain.REFUSALS),
-    Section("Optimizers", optimizer_kinds.OPTIMIZERS),
+    Section("Optimizers", optimizers.OPTIMIZERS),
     Section("While it trains", WHILE_IT_TRAINS),
 )
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
-    from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
-    from ds_moe_ext.attachment.stored_weights import InOne, OneEach, Stored
+    from ds_moe_ext.core.placement import Placement
+    from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule, Share
+    from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.hosts.attachment.host_layer import InOne, OneEach, Stored
     from ds_moe_ext.hosts.deepspeed.export import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
+    from ds_moe_ext.hosts.steps.host import joined
+    from ds_moe_ext.hosts.steps.training_run import recorder_of
     from ds_moe_ext.moe.feed_forward import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import forget, use
-    from ds_moe_ext.placement import Placement
-    from ds_moe_ext.settings import read_settings
-    from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, Share
-    from ds_moe_ext.steps.training_run import recorder_of
-    from ds_moe_ext.steps.unequal_passes import joined
-    from ds_moe_ext.strategy import Destination, Job, Plan, Rhythm, Strategy, register
+    from ds_moe_ext.planning.strategy import Destination, Job, Plan, Rhythm, Strategy, register
+    from ds_moe_ext.strategies.settings import read_settings
     from ds_moe_ext.version import __version__
 
 __all__ = ["attach", "forget", "full_state_dict", "joined", "read_settings", "recorder_of", "use"]

@@ -35,22 +35,21 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.attachment.block_hooks import Launch
-from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.layout import Grid, ParallelLayout, world
-from ds_moe_ext.moe.copies.layer_copies import in_order
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import Grid, ParallelLayout, world
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import Rule
+from ds_moe_ext.hosts.attachment.block_hooks import Launch
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.layer_copies import in_order
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.strategy import Job, Overlay, Past, Plan, Pool, Strategy, followers
 from ds_moe_ext.schedule.task import PARAM
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.share import Rule
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
-from ds_moe_ext.strategy import Job, Overlay, Past, Plan, Pool, Strategy, followers
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 TOLERANCE = 1e-12  # of float64, relative to the largest of the reference
 HERE = "127.0.0.1"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ds_moe_ext import NearestCopy
-from ds_moe_ext.placement import even_homes
-from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.core.placement import even_homes
+from ds_moe_ext.planning.fssdp_planner import materialize
 
 NUM_EXPERTS, NUM_RANKS, RANKS_PER_NODE = 16, 8, 4
 ROWS = 4096  # of each rank

@@ -26,8 +26,8 @@ from rich.table import Table
 from summary import Summary
 
 from ds_moe_ext import read_settings
-from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.files.documents import bytes_of, parsed
+from ds_moe_ext.hosts.attachment.startup_check import is_first
 from ds_moe_ext.report.recorder import Recorder
 
 LINE_EVERY = 10

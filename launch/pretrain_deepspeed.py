@@ -32,7 +32,7 @@ from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
-from ds_moe_ext.attachment.launcher import is_first
+from ds_moe_ext.hosts.attachment.startup_check import is_first
 from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"

@@ -15,7 +15,7 @@ def _all_experts(original: Any) -> Any:
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if sys.modules.get("deepspeed"):  # accelerate goes without it too
             from ds_moe_ext.hosts.deepspeed import export
-            from ds_moe_ext.steps.training_run import run_of
+            from ds_moe_ext.hosts.steps.training_run import run_of
 
             if run_of(model) is not None:
                 return export.full_state_dict(model.module)

@@ -24,9 +24,9 @@ from ds_moe_ext.hosts.deepspeed import (
     zero_0,
     zero_3,
 )
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.patches.patch import Patch, apply_all
-from ds_moe_ext.steps.training_run import run_of
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.schedule.watch import WATCH
 
 VERSIONS = ">=0.19.7,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"

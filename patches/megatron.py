@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_moe_ext.attachment.meeting import Start, starting
+from ds_moe_ext.hosts.attachment.startup_check import Start, starting
 from ds_moe_ext.hosts.megatron import active_settings, worlds
 from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.schedule.watch import WATCH
 
 VERSIONS = ">=0.14,<0.21"
 

@@ -37,7 +37,7 @@ def _refuse_logits(trainer: Any, what: str, remedy: str) -> None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
         return
-    from ds_moe_ext.settings import BLOCK, read_settings
+    from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
     settings, strategy = read_settings(plugin.deepspeed_config)
     if strategy is not None and strategy.has_roles:

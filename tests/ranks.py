@@ -97,7 +97,7 @@ _KEPT = {
 }
 """Of hosts, whose instances stay for ever: parameters hold their hooks where gc cannot look."""
 _HOLD_GROUPS = {
-    "ds_moe_ext.layout": "ParallelLayout",
+    "ds_moe_ext.core.layout": "ParallelLayout",
     "ds_moe_ext.moe.layer": "RoutedExperts",
 }
 """Ours, that hold communicators: a graph that was never walked back may keep them."""

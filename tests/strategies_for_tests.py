@@ -11,17 +11,26 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ds_moe_ext.moe.restore import Restore, weighing_grads
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.roles import Roles, Striping
-from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.core.layout import Roles, Striping
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.moe.route import Restore, weighing_grads
+from ds_moe_ext.planning.strategy import (
+    Choice,
+    Destination,
+    Job,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+)
+from ds_moe_ext.schedule import orders
 from ds_moe_ext.schedule.orders import stage_major
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
-from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.auto import USUAL, Auto
 from ds_moe_ext.strategies.zebra import asymmetric_home
-from ds_moe_ext.strategy import Choice, Destination, Job, Plan, Pool, Rhythm, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +50,9 @@ class Chunked(Strategy):
         plan, layer = site.plan, site.layer
 
         def cut(degree: int) -> Schedule:
-            tasks = wires.routed_tasks(layer, num_chunks=plan.num_chunks, degree=degree)
-            ordered = stage_major(tasks, wires.ROUTED_OPS)
-            return wires.layer_schedule(ordered, layer, num_chunks=plan.num_chunks, gated=gated)
+            tasks = orders.routed_tasks(layer, num_chunks=plan.num_chunks, degree=degree)
+            ordered = stage_major(tasks, orders.ROUTED_OPS)
+            return orders.layer_schedule(ordered, layer, num_chunks=plan.num_chunks, gated=gated)
 
         forward = cut(plan.forward_degree)
         if plan.forward_degree == plan.backward_degree:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import (
+from ds_moe_ext.core.all_to_all import (
     Channel,
     Hop,
     Itinerary,
@@ -29,7 +29,7 @@ from ds_moe_ext.all_to_all import (
     by_places,
     direct,
 )
-from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
 from tests.ranks import pool_of
 
 SIZES = [(1, 4), (2, 2), (3, 4), (4, 2), (4, 1)]  # nodes, ranks of each

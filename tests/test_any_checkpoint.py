@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.convert import dcp
+from ds_moe_ext.commands.conversion import dcp
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from ds_moe_ext import cli
 from ds_moe_ext.commands.plan_jobs.algorithms import plan_text
 from ds_moe_ext.hosts.megatron import active_settings
-from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from tests.marks import slow
 from tests.test_plan_jobs import JOBS
 from tests.test_rank_figures import with_ranks

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from ds_moe_ext.pricing.memory import copied_bytes_C
-from ds_moe_ext.settings import read_settings
-from ds_moe_ext.steps.step_times import SETTLING, StepTimes
+from ds_moe_ext.hosts.steps.costs import SETTLING, StepTimes
+from ds_moe_ext.planning.described_run import copied_bytes_C
+from ds_moe_ext.planning.strategy import Choice, Job, Past, Rhythm, Strategy
 from ds_moe_ext.strategies.auto import SAMPLED, USUAL, Auto
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Choice, Job, Past, Rhythm, Strategy
+from ds_moe_ext.strategies.settings import read_settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch/bench"))
 
 from auto_scenarios import SCENARIOS, Scenario, run
 
-from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.planning.load_files import read_loads
 
 
 def rows_of(scenario: Scenario, num_layers: int = 8) -> np.ndarray:

@@ -15,24 +15,33 @@ import numpy as np
 import pytest
 import torch
 
-from ds_moe_ext.cost.exchange import Way
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.codecs import Int8
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.observation import take_rows
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.planning.exchange_costs import Way
+from ds_moe_ext.planning.strategy import (
+    Forecast,
+    Job,
+    Keys,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+    along_nodes,
+)
+from ds_moe_ext.schedule.orders import Beside
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
-from ds_moe_ext.schedule.wires import Beside
-from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import KEY, ExpertSharding
-from ds_moe_ext.strategy import Forecast, Job, Keys, Plan, Pool, Rhythm, Site, Strategy, along_nodes
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked, SineRestore
 

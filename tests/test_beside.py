@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.hosts.steps.planning import BesideStep
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.observation import RowsSeen
 from ds_moe_ext.moe.order import Order, Seat
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Destination
+from ds_moe_ext.schedule.executor import worker
 from ds_moe_ext.schedule.task import Span
-from ds_moe_ext.schedule.worker import worker
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.steps.beside import BesideStep
-from ds_moe_ext.strategy import Destination
 
 HOME = Placement.block(2, 2)
 

@@ -21,10 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext import comm
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core import comm
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import (
+    SMALL,
+    Cargo,
+    Part,
+    Run,
+    Segment,
+    Transfers,
+    gather_rounds,
+    star_of,
+)
 from ds_moe_ext.schedule.executor import to_the_end
-from ds_moe_ext.transfer import SMALL, Cargo, Part, Run, Segment, Transfers, gather_rounds, star_of
 from tests.gpu.way import by_broadcasts
 from tests.marks import slow
 from tests.ranks import pool_of

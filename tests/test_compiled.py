@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext import compiled, row_levels
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_levels import RowLevels, WholePrices
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.core import compiled, row_levels
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
+from ds_moe_ext.strategies.settings import read_settings
 from tests.ranks import forkserver
 
 SHARES = {"fssdp": "nearest", "prophet": "local"}
@@ -203,7 +203,7 @@ OF_THE_CODE = ("row_levels", "row_levels_twin", "row_splits", "row_tables", "ord
 TOO_SHORT = """
 import numpy as np
 from ds_moe_ext import row_tables
-from ds_moe_ext.rows import place_of
+from ds_moe_ext.core.rows import place_of
 rows, ends = np.ones((1, 1, 4), dtype=np.int64), np.empty({length}, dtype=np.int32)
 told = 1, 1, 4, 0, place_of(rows), True, 0, None, None, True, place_of(ends)
 print(row_tables._code()(*told), ends[-1])

@@ -18,21 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.level_share import SWEEPS, LevelShare
-from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
-from ds_moe_ext.moe.copies.trips import Place
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
+from ds_moe_ext.core.share import SWEEPS, LevelShare, NearestCopy
+from ds_moe_ext.core.transfer import SMALL, Cargo
+from ds_moe_ext.moe.copy_flights import Place
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_copies import Repair
-from ds_moe_ext.row_levels import RowLevels, WholePrices
-from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategy import Destination, Job
+from ds_moe_ext.moe.layer_copies import Copies, in_order
+from ds_moe_ext.planning.priced_plans import Repair
+from ds_moe_ext.planning.strategy import Destination, Job
 from ds_moe_ext.testing import dense_experts, relative_error
-from ds_moe_ext.transfer import SMALL, Cargo
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Copied

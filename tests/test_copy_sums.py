@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.copies.trips import Place
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Cargo, part_of, star_of
+from ds_moe_ext.moe.copy_flights import Place
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.schedule.executor import Steps
-from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategy import Job, Strategy
-from ds_moe_ext.transfer import Cargo, part_of, star_of
+from ds_moe_ext.strategies.settings import read_settings
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Copied
 
@@ -94,7 +93,7 @@ def _trained(
     layer, sums = _layer(rank, dtype, in_float32=in_float32), Sums()
     generator = torch.Generator().manual_seed(100 + rank)
     x, grad = torch.randn(2, 64, D, generator=generator).to(dtype)
-    with mock.patch("ds_moe_ext.moe.copies.flight.sparse_reduce_scatter", sums):
+    with mock.patch("ds_moe_ext.moe.copy_flights.sparse_reduce_scatter", sums):
         torch.sum(layer(x.requires_grad_()).y * grad).backward()
     grads = [weight.grad for weight in layer.expert_weights if weight.grad is not None]
     return sums, grads, layer.routed.describe()

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import all_gather_counts, all_to_all_rows
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.deep_ep import DeepEp, buffer_of, why_not
+from ds_moe_ext.core.comm import all_gather_counts, all_to_all_rows
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.dispatch import DeepEp, buffer_of, why_not
 from tests.ranks import pool_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

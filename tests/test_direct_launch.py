@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_moe_ext.direct_launch import MOST, Kernel
+from ds_moe_ext.core.kernels import MOST, Kernel
 
 GRID = (2, 1, 1)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ds_moe_ext.commands import plan, report
-from ds_moe_ext.convert import description
+from ds_moe_ext.commands.conversion import description
+from ds_moe_ext.core.hardware import read_hardware
 from ds_moe_ext.files.documents import parsed, read_document
-from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.hosts.megatron import active_settings
 
 

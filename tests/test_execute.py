@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.moe.local_stage import Local
-from ds_moe_ext.schedule.crew import Crew
+from ds_moe_ext.moe.expert import Local
 from ds_moe_ext.schedule.executor import (
     CudaLanes,
     InlineLanes,
@@ -32,6 +31,7 @@ from ds_moe_ext.schedule.executor import (
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.stages import Crew
 from ds_moe_ext.schedule.task import (
     COMBINE,
     COMPUTE,
@@ -48,7 +48,7 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from ds_moe_ext.watch import BrokenOff
+from ds_moe_ext.schedule.watch import BrokenOff
 from tests.flows import LANES, before, flow, flows
 
 THREADS = ThreadLanes()  # shared, as layers share them; every test leaves them usable

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.moe.expert import ModuleExperts
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.grouped_linear import grouped_linear
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, grouped_linear, silu_gated
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.testing import relative_error
 
 S, D, F = 4, 8, 12

@@ -19,19 +19,23 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.gate import Choice, Gate, SoftmaxTopK
-from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK, cosines
-from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
-from ds_moe_ext.moe.gates.gate_object import GATES
-from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
-from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
-from ds_moe_ext.moe.gates.soft import SoftMixture
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import (
+    GATES,
+    Choice,
+    CosineTopK,
+    ExpertChoice,
+    Gate,
+    NoisyTopK,
+    SigmoidTopK,
+    SoftmaxTopK,
+    SoftMixture,
+    cosines,
+)
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategy import Job, Site
+from ds_moe_ext.planning.strategy import Job, Site
 from ds_moe_ext.testing import dense_experts, relative_error
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ds_moe_ext.zebra.graph_cut import Part, Pending, Root, backward_of_part, next_number
+from ds_moe_ext.hosts.zebra.graph_cut import Part, Pending, Root, backward_of_part, next_number
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=75)
 

@@ -19,22 +19,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext import captured as captured_module
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe import slot_rows
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Hooked, Hooks
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.observation import take_rows
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.cuda_graph import Tensors
-from ds_moe_ext.schedule.graphs import MOST_KINDS, MOST_MOVES, WARM_UPS, GraphUse
+from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.schedule import graphs as captured_module
+from ds_moe_ext.schedule.graphs import MOST_KINDS, MOST_MOVES, WARM_UPS, GraphUse, Tensors
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategy import Job, Site
 from tests.ranks import pool_of, refusal
 
 E, K, D, F = 8, 2, 16, 24

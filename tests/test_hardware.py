@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.hardware import (
+from ds_moe_ext.core.hardware import (
     Collectives,
     Device,
     Flops,

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.link_prices import LinkPrices
-from ds_moe_ext.cost.overlap import overlap_degree
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategies.hidden_copies import gathers_of
-from ds_moe_ext.strategy import Job, Plan, Pool
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LevelShare, NearestCopy
+from ds_moe_ext.planning.exchange_costs import LinkPrices
+from ds_moe_ext.planning.fssdp_planner import materialize
+from ds_moe_ext.planning.prices import Prices, overlap_degree
+from ds_moe_ext.planning.strategy import Job, Plan, Pool
+from ds_moe_ext.strategies.fssdp import FullySharded, gathers_of
 
 NODES = np.array([0, 0, 1, 1])
 EXPERTS = 16

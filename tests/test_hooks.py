@@ -22,20 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.cost.row_bytes import RowBytes
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Batch, CallbackBase, Hook, Hooked, Hooks, Moe, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.planning.prices import RowBytes
+from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
-from ds_moe_ext.strategy import Job, Strategy
+from ds_moe_ext.strategies.settings import read_settings
 from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs
 from tests.marks import slow

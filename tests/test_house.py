@@ -23,45 +23,15 @@ PACKAGE = "ds_moe_ext"
 LAYERS = (
     ("_ds_moe_ext_autoload",),  # beside the package; imports it by name
     ("_autoload",),  # names the patches, and imports nothing of ours
-    (
-        "strict",
-        "files",
-        "placement",
-        "direct_launch",
-        "kernels",
-        "rows",
-        "roles",
-        "load",
-        "watch",
-        "compiled",
-        "row_levels_twin",
-        "side_by_side",
-        "captured",
-        "version",
-    ),
-    ("row_levels", "row_tables", "transfer", "hardware", "loads"),
-    ("level_share",),
-    ("share",),
-    ("row_splits",),
-    ("schedule",),
-    ("comm",),
-    ("all_to_all",),
-    ("layout",),
-    ("cost",),  # prices
-    ("planners",),  # policies, by those prices
-    ("measure",),
-    ("strategy",),  # what a strategy is: the layer takes one
-    ("pricing",),  # a whole step of a model, by what strategies say
+    ("strict", "files", "version"),
+    ("schedule",),  # tasks, their orders, who runs them
+    ("core",),  # plain records and sums; what moves data between ranks
+    ("planning",),  # policies and prices
     ("moe",),
     ("strategies",),
-    ("settings",),
     ("report", "verification"),
-    ("attachment",),
-    ("steps",),
-    ("zebra",),
     ("hosts",),
     ("patches",),
-    ("convert",),
     ("papers",),  # their figures
     ("commands", "testing"),
     ("cli", "run", "profile_run"),  # what is started
@@ -69,18 +39,19 @@ LAYERS = (
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
-PURE = ("strict", "placement", "share", "level_share", "row_levels", "transfer", "hardware")
-PURE += ("row_levels_twin", "load", "loads", "cost")
-PURE += ("planners", "files.configs", "files.documents", "measure.fit")
-PURE += ("schedule.task", "schedule.orders", "schedule.simulator")
-PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
-PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")
-BINDING = "compiled"
+PURE = ("strict", "core.placement", "core.share", "core.row_levels", "core.row_levels_twin")
+PURE += ("core.transfer", "core.hardware", "files.configs", "files.documents")
+PURE += ("planning.loads", "planning.load_files", "planning.load_models", "planning.prices")
+PURE += ("planning.layer_costs", "planning.exchange_costs", "planning.zebra_costs")
+PURE += ("planning.zebra_planner", "planning.fssdp_planner", "planning.prophet_planner")
+PURE += ("planning.priced_plans", "planning.pipeline_degrees", "planning.layer_pipelines")
+PURE += ("schedule.task", "schedule.orders", "schedule.simulator", "schedule.step")
+PURE += ("schedule.stripes",)
+BINDING = "core.compiled"
 """Brings code in C, which is as pure."""
-FOREIGN = ("hosts", "patches", "attachment", "steps", "zebra", "commands.model_layers")
+FOREIGN = ("hosts", "patches", "commands.model_layers")
 """Rooms whose code meets objects of a host, of a model or of an optimizer."""
-REACHES = ("hosts", "patches", "attachment", "zebra.outcomes", "steps.training_run")
-REACHES += ("commands.model_layers",)
+REACHES = ("hosts", "patches", "commands.model_layers")
 """Of these, where an object may lack an attribute, or has it by a name that is computed."""
 
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
@@ -272,15 +243,17 @@ WORLDS = "hosts.megatron.worlds"  # makes the default groups of both roles
 @rule
 def communication_has_two_files(source: Source) -> Iterator[Finding]:
     for node, name in distributed_names(source):
-        if name in TYPES or (name in STORES and source.lies_in("files", "hosts", "convert")):
+        if name in TYPES or (
+            name in STORES and source.lies_in("files", "hosts", "commands.conversion")
+        ):
             continue
         if name in QUERIES:
-            if not source.lies_in("comm", "layout", *FOREIGN):
+            if not source.lies_in("core.comm", "core.layout", *FOREIGN):
                 yield node, f"asks torch.distributed.{name}; take it from the layout"
         elif name in MAKES_GROUPS:
-            if not source.lies_in("layout", WORLDS):
+            if not source.lies_in("core.layout", WORLDS):
                 yield node, f"torch.distributed.{name} makes groups, which layout.py does"
-        elif not source.lies_in("comm", WORLDS):
+        elif not source.lies_in("core.comm", WORLDS):
             yield node, f"torch.distributed.{name} moves data, which comm.py does"
 
 
@@ -292,7 +265,7 @@ def text_of(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and "\n" not in node.value else ""
 
 
-KNOWS_STRATEGIES = ("strategies", "zebra", "settings", "testing")
+KNOWS_STRATEGIES = ("strategies", "hosts.zebra", "testing")
 NAMES_ONE = re.compile(r"\b(esp|fssdp|prophet|zebra)\.[a-z]|'(esp|fssdp|prophet|zebra)'")
 
 
@@ -322,7 +295,7 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 @rule
 def no_environment(source: Source) -> Iterator[Finding]:
-    places = "hosts", "attachment.launcher", "attachment.outputs", BINDING
+    places = "hosts", BINDING
     places += "_autoload", "_ds_moe_ext_autoload"
     if source.lies_in(*places):
         return
@@ -657,7 +630,7 @@ BITES = {
     ),
     imports_stand_at_the_top: (
         ("report/record.py", "def f():\n    from ds_moe_ext.report.page import page_of"),
-        ("moe/x.py", "if a:\n    import ds_moe_ext.placement"),
+        ("moe/x.py", "if a:\n    import ds_moe_ext.core.placement"),
     ),
     hosts_are_known_in_hosts_only: (
         ("moe/x.py", "import deepspeed"),
@@ -668,7 +641,7 @@ BITES = {
         ("planners/x.py", "import torch"),
         ("cost/x.py", "import torch"),
         ("schedule/task.py", "import time"),
-        ("planners/x.py", "from ds_moe_ext.layout import Grid"),
+        ("planners/x.py", "from ds_moe_ext.core.layout import Grid"),
         ("placement.py", "def f():\n    import os"),
     ),
     communication_has_two_files: (
@@ -760,7 +733,7 @@ PASSES = {
     ),
     imports_go_down: (
         ("moe/x.py", "from ds_moe_ext.moe.gate import SoftmaxTopK"),
-        ("strategy.py", "from ds_moe_ext.schedule.crew import Stage"),
+        ("strategy.py", "from ds_moe_ext.schedule.stages import Stage"),
         ("patches/x.py", "from ds_moe_ext.hosts import attach"),
         ("__init__.py", "from ds_moe_ext import _autoload"),
     ),
@@ -770,7 +743,7 @@ PASSES = {
     ),
     hosts_are_known_in_hosts_only: (("hosts/x.py", "import deepspeed"),),
     pure_modules_stay_pure: (
-        ("planners/x.py", "import numpy as np\nfrom ds_moe_ext.placement import Placement"),
+        ("planners/x.py", "import numpy as np\nfrom ds_moe_ext.core.placement import Placement"),
         ("moe/x.py", "import torch"),
     ),
     communication_has_two_files: (

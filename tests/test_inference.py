@@ -14,7 +14,7 @@ import torch
 from fake_world import as_on_cuda, fake_world, on_lanes
 from host_path_contenders import Batch, Ours, Sizes, Way, esp
 
-from ds_moe_ext.moe.copies.layer_copies import Copies
+from ds_moe_ext.moe.layer_copies import Copies
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes
 from ds_moe_ext.schedule.task import PARAM
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext.direct_launch import Kernel
+from ds_moe_ext.core.kernels import Kernel
 
 
 @dataclass

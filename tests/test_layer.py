@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
-from ds_moe_ext.strategy import Job, Strategy
 from ds_moe_ext.testing import dense_experts, relative_error
 from tests.marks import slow
 from tests.ranks import pool_of

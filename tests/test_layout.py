@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext import comm, layout
-from ds_moe_ext.comm import timeout_of
-from ds_moe_ext.layout import AXES, Grid, ParallelLayout
+from ds_moe_ext.core import comm, layout
+from ds_moe_ext.core.comm import timeout_of
+from ds_moe_ext.core.layout import AXES, Grid, ParallelLayout
 from ds_moe_ext.schedule.task import INTRA
 from ds_moe_ext.testing import TIMEOUT_S
 from tests.ranks import pool_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_moe_ext.load import (
+from ds_moe_ext.planning.loads import (
     LoadWindow,
     Outcome,
     balance_L,

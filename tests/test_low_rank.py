@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.low_rank import LowRank, with_low_ranks
-from ds_moe_ext.moe.sharding import WHOLE, Along, Shard
+from ds_moe_ext.moe.sharding import WHOLE, Along, LowRank, Shard, with_low_ranks
 
 S, F, D, Q = 3, 8, 6, 2
 

@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import runs_of
 from ds_moe_ext.moe.expert import Expert
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.memory_order import arranged, stacked, unstacked
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, arranged, silu_gated, stacked, unstacked
 from ds_moe_ext.moe.route import one_cell_route
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
-from ds_moe_ext.side_by_side import runs_of
 
 S, D, F = 6, 8, 12
 SHAPES = ((2 * F, D), (2 * F,), (D, F), (D,))  # of an expert with biases

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ds_moe_ext.steps.memory_taken import MemoryTaken
+from ds_moe_ext.hosts.steps.costs import MemoryTaken
 
 EP, FSSDP, PROPHET = "ep", "fssdp", "prophet"
 

@@ -10,8 +10,8 @@ import torch
 from gpt_moe import GptMoe, GptMoeConfig
 from torch import nn
 
+from ds_moe_ext.commands.conversion.description import BUILDER, is_model_file
 from ds_moe_ext.commands.model_layers import layers_table
-from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.files.documents import read_document
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"

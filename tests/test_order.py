@@ -20,20 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.comm import OnTheirWay
-from ds_moe_ext.level_share import SWEEPS, LevelShare
+from ds_moe_ext.core.comm import OnTheirWay
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import Division, RowLevels, WholePrices
+from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy, Rule, Share
 from ds_moe_ext.moe import order
-from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.order import FEW, Order, Seat, counted, keys_of, kind_of, sorted_by
-from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.route import LayerRoute, one_cell_route, transposed_blocks
+from ds_moe_ext.moe.route import LayerRoute, Restore, one_cell_route, transposed_blocks
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_levels import Division, RowLevels, WholePrices
+from ds_moe_ext.moe.turns import HostLag
+from ds_moe_ext.planning.strategy import Destination, Job
 from ds_moe_ext.schedule.task import Cut, Span, spans
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, Share
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Destination, Job
 
 CPU = torch.device("cpu")
 BIG = 10_000  # more choices than a rank has: names a row by sender and choice
@@ -368,7 +366,7 @@ def test_without_copies_nothing_is_divided(monkeypatch: pytest.MonkeyPatch) -> N
     strategy = FullySharded(share="priced", overlap_degree=0)
     home = Placement.block(4, 2)
     (plan,) = strategy.plan(Job.at_start([home], np.array([0, 0])))
-    monkeypatch.setattr("ds_moe_ext.row_levels.RowLevels._layer", None)
+    monkeypatch.setattr("ds_moe_ext.core.row_levels.RowLevels._layer", None)
     assert plan.target is home and plan.revise is None
     assert plan.share.of_rows(np.ones((2, 4), dtype=np.int64)) is plan.share
     ids = torch.tensor([[0, 1], [2, 3], [3, 1]])

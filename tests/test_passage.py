@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.zebra import stripe_model
+from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage, Question
+from ds_moe_ext.hosts.zebra.serving import GradientSums
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.route import one_cell_route
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.testing import dense_experts
-from ds_moe_ext.zebra import stripe_model
-from ds_moe_ext.zebra.passage import Answer, Here, Passage, Question
-from ds_moe_ext.zebra.serving import GradientSums
 
 VOCABULARY, LENGTH, D, F, EXPERTS, TOP_K = 19, 5, 8, 6, 4, 2
 STRIPE = Span(0, 1)

@@ -15,18 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.layer_costs import Chunks, LayerCosts, makespans
-from ds_moe_ext.cost.lines import LinearCost
-from ds_moe_ext.planners.degree import best_degree
-from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipeline_orders import (
-    NO_SLICES,
-    PIPELINES,
-    QUEUED,
-    Pipeline,
-    Slices,
-    in_halves,
-)
+from ds_moe_ext.planning.layer_costs import Chunks, LayerCosts, makespans
+from ds_moe_ext.planning.pipeline_degrees import best_degree
+from ds_moe_ext.planning.prices import LinearCost
+from ds_moe_ext.schedule import orders
+from ds_moe_ext.schedule.orders import NO_SLICES, PIPELINES, QUEUED, Pipeline, Slices, in_halves
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
@@ -52,8 +45,8 @@ ONE = Slices(within_moe=1)
 
 def forward_of(degree: int, layer: int = 0) -> Schedule:
     """Of a layer whose gate is the host's, its experts split in cells, nothing reordered."""
-    tasks = wires.routed_tasks(layer, num_chunks=degree, degree=degree, sharded=True)
-    return wires.layer_schedule(tasks, layer, num_chunks=degree, gated=False)
+    tasks = orders.routed_tasks(layer, num_chunks=degree, degree=degree, sharded=True)
+    return orders.layer_schedule(tasks, layer, num_chunks=degree, gated=False)
 
 
 def backward_of(degree: int, layer: int = 0) -> Schedule:
@@ -64,8 +57,8 @@ def programs(
     pipeline: Pipeline, degrees: tuple[int, int], slices: Slices, layer: int = 0
 ) -> tuple[Schedule, Schedule]:
     """Those of a layer, as it runs by them."""
-    cutting = wires.Cutting(pipeline, *degrees, sharded=True, slices=slices)
-    return wires.programs(layer, gated=False, cutting=cutting)
+    cutting = orders.Cutting(pipeline, *degrees, sharded=True, slices=slices)
+    return orders.programs(layer, gated=False, cutting=cutting)
 
 
 class Seconds(NamedTuple):
@@ -286,7 +279,7 @@ def g8(pipeline: Pipeline, slices: Sequence[Slices], elements: dict[tuple[int, i
         return (backward if task.adjoint_of else forward).of(rank, task)
 
     pairs = (programs(pipeline, degrees, each, layer) for layer, each in enumerate(slices))
-    step = whole_step([wires.LayerTasks(wires.ALONE, *pair) for pair in pairs])
+    step = whole_step([orders.LayerTasks(orders.ALONE, *pair) for pair in pairs])
     return simulate(step, seconds_of).makespan_s
 
 

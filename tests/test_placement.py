@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_homes
 
 
 def holds(*rows: str) -> np.ndarray:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext.attachment.launcher import Launched
 from ds_moe_ext.commands.cluster_profile import (
     add_options,
     add_profile,
@@ -29,7 +28,7 @@ from ds_moe_ext.commands.cluster_profile import (
     tell,
 )
 from ds_moe_ext.commands.profile_ranks import device_of, sizes_of
-from ds_moe_ext.hardware import (
+from ds_moe_ext.core.hardware import (
     Collectives,
     Device,
     Flops,
@@ -39,7 +38,8 @@ from ds_moe_ext.hardware import (
     Products,
     read_hardware,
 )
-from ds_moe_ext.measure.probe import Sizes
+from ds_moe_ext.hosts.attachment.startup_check import Launched
+from ds_moe_ext.planning.probe import Sizes
 from tests.ranks import pool_of
 
 ROOT = Path(__file__).parents[1]

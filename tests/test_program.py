@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe.local_stage import Local
+from ds_moe_ext.moe.expert import Local
 from ds_moe_ext.moe.observation import Meter, TasksSeen
-from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
 from ds_moe_ext.schedule.program import Program
+from ds_moe_ext.schedule.stages import Crew, Stage
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,

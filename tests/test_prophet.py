@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.block_costs import BlockPrices, placement_seconds
-from ds_moe_ext.cost.exchange import Way
-from ds_moe_ext.cost.link_prices import LinkPrices, Trip
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.loads.zipf import zipf_loads
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_split import Split
-from ds_moe_ext.pricing.memory import copied_bytes_C
-from ds_moe_ext.schedule import wires
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.described_run import copied_bytes_C
+from ds_moe_ext.planning.exchange_costs import LinkPrices, Trip, Way
+from ds_moe_ext.planning.layer_costs import BlockPrices, placement_seconds
+from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.planning.strategy import Carried, Job, Plan, Pool, Site
+from ds_moe_ext.schedule import orders
 from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
@@ -33,11 +34,9 @@ from ds_moe_ext.schedule.task import (
     Op,
     Schedule,
 )
-from ds_moe_ext.settings import read_settings
-from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Carried, Job, Plan, Pool, Site
+from ds_moe_ext.strategies.settings import read_settings
 
 NUM_LAYERS, NUM_CELLS, NUM_EXPERTS = 3, 4, 8
 HOMES = (Placement.block(NUM_EXPERTS, NUM_CELLS),) * NUM_LAYERS
@@ -376,7 +375,7 @@ def ops(schedule: Schedule) -> list[Op]:
 def schedules(plan: Plan, following: Plan | None) -> list[list[Op]]:
     site = Site(plan, layout=None, layer=1, following=following)  # type: ignore[arg-type]
     beside = ProProphet().beside(site)
-    return [ops(each) for each in wires.programs(site.layer, gated=False, beside=beside)]
+    return [ops(each) for each in orders.programs(site.layer, gated=False, beside=beside)]
 
 
 def test_a_layer_without_copies_runs_as_in_expert_parallelism() -> None:

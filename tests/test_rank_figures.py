@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.moe.observation import Pass, Rows
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.report.exposure import exchanges_s, exposed_s
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.rank_figures import (
@@ -28,8 +30,6 @@ from ds_moe_ext.report.rank_figures import (
 )
 from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
 from ds_moe_ext.report.summary import ranks_line, scores_line
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Destination
 from tests.test_report import worked
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
+from ds_moe_ext.hosts.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
 
 CPU = torch.device("cpu")
 E, F, D = 5, 4, 6

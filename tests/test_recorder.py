@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.moe.observation import Pass, Rows, TasksSeen, TimedTask
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Choice, Destination, Plan
 from ds_moe_ext.report.looks import MOST_ENTRIES, MOST_LAYERS, in_turn
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Choice, Destination, Plan
 
 
 def is_timed(**wanted: Any) -> bool:

@@ -19,29 +19,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.all_to_all import Channel, Reach, Relay, Relays, by_places
-from ds_moe_ext.comm import all_to_all_rows
-from ds_moe_ext.cost.exchange import BY_COST, WAYS, Way
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, Line, LinearCost
-from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
-from ds_moe_ext.measure.pipeline_probe import Payload, measure_carrier, quick_bench
+from ds_moe_ext.core.all_to_all import Channel, Reach, Relay, Relays, by_places
+from ds_moe_ext.core.comm import all_to_all_rows
+from ds_moe_ext.core.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import RowSplits
+from ds_moe_ext.core.share import NearestCopy
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.dispatch import Wire, carrier_of
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.layer_pipelines import HostSeconds, Measured, MeasuredLayer
-from ds_moe_ext.row_splits import RowSplits
+from ds_moe_ext.planning.exchange_costs import BY_COST, WAYS, Way
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import HostSeconds, Measured, MeasuredLayer
+from ds_moe_ext.planning.prices import AllReduce, Line, LinearCost
+from ds_moe_ext.planning.probe import Payload, measure_carrier, quick_bench
+from ds_moe_ext.planning.strategy import Destination, Job, Plan, Strategy
 from ds_moe_ext.schedule.task import INTER, Cut, Span
-from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
-from ds_moe_ext.strategy import Destination, Job, Plan, Strategy
 from ds_moe_ext.testing import dense_experts, relative_error
 from tests.marks import slow
 from tests.ranks import pool_of

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.placement import even_homes
-from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategy import Job, Pool, Strategy
+from ds_moe_ext.core.placement import even_homes
+from ds_moe_ext.planning.strategy import Job, Pool, Strategy
+from ds_moe_ext.strategies.settings import read_settings
 
 
 def strategy_of(**block: Any) -> Strategy:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.attachment.outputs import or_warn
 from ds_moe_ext.files import file_sums
+from ds_moe_ext.hosts.attachment.notices import or_warn
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.report_files import ReportFiles, keep_earlier, write_whole
 from tests.test_report import worked

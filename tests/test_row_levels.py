@@ -15,12 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.level_share import PLANNED_SWEEPS, SWEEPS, DividedRows, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_share import Routed
-from ds_moe_ext.row_levels import RowLevels, WholePrices
-from ds_moe_ext.share import received_by_slot, sent_by_pair
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
+from ds_moe_ext.core.share import (
+    PLANNED_SWEEPS,
+    SWEEPS,
+    DividedRows,
+    LevelShare,
+    received_by_slot,
+    sent_by_pair,
+)
+from ds_moe_ext.planning.priced_plans import Routed
+from ds_moe_ext.planning.prices import RowPrices
 from tests.planners.test_priced_share import FREE, Case, cases, joint_optimum, nearest_CC
 
 

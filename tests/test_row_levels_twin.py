@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ds_moe_ext import compiled, row_levels, row_levels_twin, testing
-from ds_moe_ext.level_share import PLANNED_SWEEPS, SWEEPS
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_levels import CompiledLayer, Division, RowLevels, WholePrices
-from ds_moe_ext.row_levels_twin import TwinLayer
+from ds_moe_ext import testing
+from ds_moe_ext.core import compiled, row_levels, row_levels_twin
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import CompiledLayer, Division, RowLevels, WholePrices
+from ds_moe_ext.core.row_levels_twin import TwinLayer
+from ds_moe_ext.core.share import PLANNED_SWEEPS, SWEEPS
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Strategy
 from tests.planners.test_priced_share import cases
 from tests.ranks import pool_of
 from tests.test_row_levels import levels_of, many_rows, with_cards

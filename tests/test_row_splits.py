@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext import compiled, row_splits
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_splits import RowSplits, split
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, received_by_slot
+from ds_moe_ext.core import compiled, rows
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import RowSplits, split
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Share, received_by_slot
 from tests.planners.plainly import PROPERTY
 
 
@@ -68,10 +68,10 @@ def moving(case: Case) -> RowSplits:
 @given(cases())
 def test_rows_split_as_shares_say(case: Case) -> None:
     share, target, cell, rows_CPFE, place = case
-    with mock.patch.object(row_splits, "_by_code", wraps=row_splits._by_code) as by_code:
+    with mock.patch.object(rows, "_by_code", wraps=rows._by_code) as by_code:
         splits = moving(case)
     assert by_code.called == isinstance(share, NearestCopy)
-    with mock.patch.object(row_splits, "_code", lambda: None):
+    with mock.patch.object(rows, "_code", lambda: None):
         assert tables(splits) == tables(moving(case))
     assert tables(split(*case, has_moves=False)) == tables(splits._replace(moved=None))
 
@@ -109,7 +109,7 @@ def test_other_shares_split_by_their_own_rules() -> None:
     case = Case(nearest, target, 1, rows_CPFE, 0)
     expected = tables(moving(case))
     halves = Halves(target, np.zeros(2, dtype=np.int64))
-    with mock.patch.object(row_splits, "_by_code") as by_code:
+    with mock.patch.object(rows, "_by_code") as by_code:
         assert tables(moving(case._replace(share=halves))) == expected
         assert tables(moving(case._replace(rows_CPFE=np.asfortranarray(rows_CPFE)))) == expected
         elsewhere = moving(case._replace(target=home))
@@ -121,9 +121,9 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
     def refuses(name: str) -> None:
         raise RuntimeError("there is no compiler")
 
-    assert row_splits.quick is compiled.quick
+    assert rows.quick is compiled.quick
     monkeypatch.setattr(compiled, "library", refuses)
-    row_splits._code.cache_clear()
+    rows._row_splits_code.cache_clear()
     try:
         home = Placement.block(2, 2)
         share = NearestCopy(home, np.zeros(2, dtype=np.int64))
@@ -132,4 +132,4 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
         assert splits.received_FC.tolist() == [[5, 1]]
         assert splits.received_PCFS.tolist() == [[[[5]], [[1]]]]
     finally:
-        row_splits._code.cache_clear()
+        rows._row_splits_code.cache_clear()

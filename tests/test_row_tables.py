@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext import compiled, kernels, row_tables
+from ds_moe_ext.core import compiled, kernels, rows
+from ds_moe_ext.core.rows import Moved, place_of
 from ds_moe_ext.moe.slot_rows import SlotSortings
-from ds_moe_ext.rows import Moved, place_of
 
 CPU = torch.device("cpu")
 
@@ -52,9 +52,9 @@ def test_indices_are_numpys(
     ):
         num_firsts = int(rng.integers(0, max(1, shape[2])))
         ours = SlotSortings(rows_GXS, CPU, beside, num_firsts)
-        with mock.patch.object(row_tables, "are_there", lambda: False):
+        with mock.patch.object(rows, "are_there", lambda: False):
             numpys = SlotSortings(rows_GXS, CPU, beside, num_firsts)._made
-        assert row_tables.are_there()
+        assert rows.are_there()
         indices, ends = ours._made
     assert [each.tolist() for each in indices] == [each.tolist() for each in numpys[0]]
     assert [each.tolist() for each in ends] == [each.tolist() for each in numpys[1]]
@@ -83,16 +83,16 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
     def refuses(name: str) -> None:
         raise RuntimeError("there is no compiler")
 
-    assert row_tables.quick is compiled.quick
+    assert rows.quick is compiled.quick
     monkeypatch.setattr(compiled, "library", refuses)
-    row_tables._code.cache_clear()
+    rows._code.cache_clear()
     try:
-        assert not row_tables.are_there()
+        assert not rows.are_there()
         (sorting,) = SlotSortings(np.array([[[1, 2], [3, 0]]]), CPU).each()
         # Blocks A, B / C, D of lengths 1, 2 / 3, 0 lie as A0 B1 B2 C3 C4 C5.
         assert sorting.to_slots(torch.arange(6)).tolist() == [0, 3, 4, 5, 1, 2]
     finally:
-        row_tables._code.cache_clear()
+        rows._code.cache_clear()
 
 
 def test_where_arrays_lie() -> None:

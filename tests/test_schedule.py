@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.schedule import wires
+from ds_moe_ext.schedule import orders
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.simulator import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Box, Count, Timeline, chrome_trace, simulate
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,
@@ -27,15 +27,14 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from ds_moe_ext.schedule.trace import Box, Count, chrome_trace
 from tests.flows import before, flow, flows
 from tests.trace_rules import assert_sound, of
 
 
 def layer(num_chunks: int, degree: int, *, gated: bool = True) -> Schedule:
-    tasks = wires.routed_tasks(0, num_chunks=num_chunks, degree=degree)
-    ordered = stage_major(tasks, wires.ROUTED_OPS)
-    return wires.layer_schedule(ordered, 0, num_chunks=num_chunks, gated=gated)
+    tasks = orders.routed_tasks(0, num_chunks=num_chunks, degree=degree)
+    ordered = stage_major(tasks, orders.ROUTED_OPS)
+    return orders.layer_schedule(ordered, 0, num_chunks=num_chunks, gated=gated)
 
 
 def words(values: Iterable[object]) -> list[str]:
@@ -122,10 +121,10 @@ def test_one_chunk_after_a_hosts_gate() -> None:
 
 
 def test_planning_alone_asks_for_no_threads() -> None:
-    beside = wires.Beside(copied=True, plans=True)
+    beside = orders.Beside(copied=True, plans=True)
     for degree, is_chain in ((1, True), (2, False)):
-        cutting = wires.Cutting(wires.PIPELINES["fsmoe"], forward_degree=degree)
-        forward, backward = wires.programs(0, gated=False, beside=beside, cutting=cutting)
+        cutting = orders.Cutting(orders.PIPELINES["fsmoe"], forward_degree=degree)
+        forward, backward = orders.programs(0, gated=False, beside=beside, cutting=cutting)
         assert "plan[0" in str(forward)
         assert forward.is_chain is is_chain
         assert backward.is_chain
@@ -255,8 +254,8 @@ def test_tasks_wait_for_all_that_they_read(schedule: Schedule) -> None:
 
 
 def test_stage_major() -> None:
-    tasks = wires.routed_tasks(0, num_chunks=2, degree=2)
-    assert words(stage_major(tasks, wires.ROUTED_OPS)) == [
+    tasks = orders.routed_tasks(0, num_chunks=2, degree=2)
+    assert words(stage_major(tasks, orders.ROUTED_OPS)) == [
         "order[0,0-1]",
         *("dispatch[0,0]", "dispatch[0,1]", "expert[0,0]", "expert[0,1]"),
         *("combine[0,0]", "combine[0,1]", "restore[0,0]", "restore[0,1]"),
@@ -265,7 +264,7 @@ def test_stage_major() -> None:
 
 def test_an_op_without_a_place_is_an_error() -> None:
     with pytest.raises(KeyError):
-        stage_major(wires.routed_tasks(0, num_chunks=1, degree=1), wires.ROUTED_OPS[1:])
+        stage_major(orders.routed_tasks(0, num_chunks=1, degree=1), orders.ROUTED_OPS[1:])
 
 
 # What a schedule costs.

@@ -19,25 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext import layout
-from ds_moe_ext.comm import all_to_all_rows
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.core import layout
+from ds_moe_ext.core.comm import all_to_all_rows
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
 from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
-from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.moe.route import Restore
 from ds_moe_ext.moe.visits import Groups
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.planning.strategy import Job, Plan, Site, Strategy
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import COMBINE, RESTORE, Op
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategy import Job, Plan, Site, Strategy
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.testing import relative_error
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked

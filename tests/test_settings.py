@@ -18,11 +18,17 @@ from hypothesis import strategies as st
 
 import ds_moe_ext.strategies.esp
 from ds_moe_ext.moe.codecs import BFloat16
-from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
+from ds_moe_ext.moe.gate import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
-from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_file, read_settings
+from ds_moe_ext.planning.strategy import Overlay, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategy import Overlay, Strategy
+from ds_moe_ext.strategies.settings import (
+    ReportSettings,
+    Settings,
+    TraceSettings,
+    read_file,
+    read_settings,
+)
 from tests.strategies_for_tests import Chunked
 
 CHUNKED = "tests.strategies_for_tests:Chunked"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, computed_by, pair_of
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Share, computed_by, pair_of
 from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)

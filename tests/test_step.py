@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_split import Split
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.planning.strategy import Carried, Plan, Site, Strategy, layer_tasks
+from ds_moe_ext.schedule.orders import LayerTasks
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import in_lanes, whole_step
 from ds_moe_ext.schedule.task import (
@@ -32,12 +35,9 @@ from ds_moe_ext.schedule.task import (
     Span,
     Task,
 )
-from ds_moe_ext.schedule.wires import LayerTasks
-from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Carried, Plan, Site, Strategy, layer_tasks
 from tests.strategies_for_tests import Chunked, Copied
 
 LAYOUT = ParallelLayout(Grid(world_size=2, num_cells=2), rank=0)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.schedule.stripe_samples import GroupStripes, Samples, default_stripes, stripes_of
+from ds_moe_ext.schedule.stripes import GroupStripes, Samples, default_stripes, stripes_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 

@@ -25,34 +25,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import Traffic
-from ds_moe_ext.layout import Grid, ParallelLayout, group_among
+from ds_moe_ext.core.comm import Traffic
+from ds_moe_ext.core.layout import Grid, ParallelLayout, Roles, group_among
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.hosts.zebra import stack as zebra_stack
+from ds_moe_ext.hosts.zebra import stripe_model
+from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage
+from ds_moe_ext.hosts.zebra.serving import GradientSums
+from ds_moe_ext.hosts.zebra.stack import Stack
+from ds_moe_ext.hosts.zebra.stripe import Stripe
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.expert import Expert
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
 from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import Order
-from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.route import LayerRoute, one_cell_route
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.roles import Roles
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.moe.route import LayerRoute, Restore, one_cell_route
+from ds_moe_ext.planning.strategy import Carried, Destination, Job, Plan, Site, Strategy
 from ds_moe_ext.schedule.executor import ThreadLanes
 from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.stripes import SHARED, striped_step
 from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, Op, Schedule, Span
-from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
-from ds_moe_ext.strategy import Carried, Destination, Job, Plan, Site, Strategy
-from ds_moe_ext.zebra import stack as zebra_stack
-from ds_moe_ext.zebra import stripe_model
-from ds_moe_ext.zebra.passage import Answer, Here, Passage
-from ds_moe_ext.zebra.serving import GradientSums
-from ds_moe_ext.zebra.stack import Stack
-from ds_moe_ext.zebra.stripe import Stripe
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_passage import (

@@ -19,10 +19,9 @@ import torch
 from fake_world import as_on_cuda
 from torch import Tensor
 
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.local_stage import gradients, run_apart
+from ds_moe_ext.moe.expert import gradients, run_apart
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.testing import relative_error
 from tests.gpu.way import nothing_in_new_memory
 
@@ -132,7 +131,7 @@ def test_stacks_of_which_one_has_a_grouped_gemm(
     """As where one of them begins amid 16 bytes."""
     of_stacks = zip(has_it, (rows_S[:2], rows_S[2:]))
     asked = iter([has for has, own_S in of_stacks if any(own_S) for _ in ("up", "down")])
-    with mock.patch("ds_moe_ext.moe.swiglu.has_grouped_mm", lambda rows, weight: next(asked)):
+    with mock.patch("ds_moe_ext.moe.feed_forward.has_grouped_mm", lambda rows, weight: next(asked)):
         _compare(Case(rows_S=rows_S), (2, 2), is_gpu=True)
 
 

@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 
 from ds_moe_ext import testing
-from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.moe.route import Restore
+from ds_moe_ext.planning.strategy import Job, Plan, Rhythm, Site, Strategy
+from ds_moe_ext.schedule.orders import ALONE, Beside
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import INTER, RESTORE, Lane, Op, Span
-from ds_moe_ext.schedule.wires import ALONE, Beside
-from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.zebra import Zebra
-from ds_moe_ext.strategy import Job, Plan, Rhythm, Site, Strategy
 from ds_moe_ext.testing import Case, check
 from tests.marks import slow
 from tests.ranks import pool_of

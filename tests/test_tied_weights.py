@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
-from ds_moe_ext.attachment.experts import find_registered
-from ds_moe_ext.attachment.host_layer import Found, any_name
-from ds_moe_ext.attachment.stored_weights import OneEach
-from ds_moe_ext.attachment.tied_weights import check_not_tied
+from ds_moe_ext.hosts.attachment.experts import find_registered
+from ds_moe_ext.hosts.attachment.host_layer import Found, OneEach, any_name
+from ds_moe_ext.hosts.attachment.modules import check_not_tied
 from tests.hosts import jobs
 
 

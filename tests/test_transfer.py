@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import (
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import (
     MOST_SEGMENTS,
     START_BYTES,
     Cargo,

@@ -18,24 +18,23 @@ from torch import Tensor, nn
 
 import ds_moe_ext
 from ds_moe_ext import testing
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.codecs import Codec, Int8
-from ds_moe_ext.moe.copies.packing import Codecs, copy_bytes
+from ds_moe_ext.moe.copy_memory import Codecs, copy_bytes
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Hooked, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts, _check_transforms
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.moe.transforms import PLACES, Transform, applied
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Site, Strategy
 from ds_moe_ext.schedule.task import DISPATCH
-from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategies.settings import read_settings
 from ds_moe_ext.strategies.zebra import Zebra
-from ds_moe_ext.strategy import Job, Site, Strategy
 from ds_moe_ext.testing import TOLERANCE, Case, relative_error
 from tests.hosts import toy
 from tests.marks import slow

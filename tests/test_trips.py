@@ -8,11 +8,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ds_moe_ext.moe.copies.trips import Place, Trips
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_split import Split
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Carried, Plan
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.moe.copy_flights import Place, Trips
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.planning.strategy import Carried, Plan
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])

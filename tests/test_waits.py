@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from ds_moe_ext.report.waits import Moment, bound_by, seen_after
 from ds_moe_ext.schedule import task as ops
-from ds_moe_ext.schedule.simulator import simulate
-from ds_moe_ext.schedule.task import Op, Schedule, Span, Task, Value
-from ds_moe_ext.schedule.wires import (
+from ds_moe_ext.schedule.orders import (
     ARRIVED,
     COMPUTED,
     EXPERT_IDS,
@@ -20,6 +18,8 @@ from ds_moe_ext.schedule.wires import (
     X,
     Y,
 )
+from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.task import Op, Schedule, Span, Task, Value
 
 WHOLE = Span(0, 1)
 

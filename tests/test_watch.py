@@ -15,8 +15,8 @@ from itertools import count
 import pytest
 from torch.distributed import TCPStore
 
-from ds_moe_ext import watch
-from ds_moe_ext.watch import BrokenOff, Patience, Waiting, Watch, Wires
+from ds_moe_ext.schedule import watch
+from ds_moe_ext.schedule.watch import BrokenOff, Patience, Waiting, Watch, Wires
 
 GROUP = "a communicator"
 
@@ -350,7 +350,7 @@ import sys
 
 import torch.distributed as dist
 
-from ds_moe_ext.comm import begin_watch
+from ds_moe_ext.core.comm import begin_watch
 from ds_moe_ext.watch import WATCH
 
 rank, port = map(int, sys.argv[1:])
@@ -504,7 +504,7 @@ IN_A_FAKE_GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_moe_ext.comm import Board, begin_watch
+from ds_moe_ext.core.comm import Board, begin_watch
 from ds_moe_ext.watch import WATCH
 
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

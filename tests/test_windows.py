@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_moe_ext.moe.observation import TasksSeen
-from ds_moe_ext.moe.windows import Windows
+from ds_moe_ext.moe.observation import TasksSeen, Windows
 
 
 @pytest.mark.parametrize("computes", [True, False])

@@ -43,7 +43,7 @@ def convert(given: argparse.Namespace) -> int:
     """
     from rich.console import Console  # other commands do without
 
-    from ds_moe_ext.convert import conversion
+    from ds_moe_ext.commands.conversion import conversion
 
     asked = conversion.Asked(
         source=given.source,

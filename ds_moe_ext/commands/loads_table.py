@@ -11,10 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_moe_ext.files.console import wide_console
-from ds_moe_ext.loads.figures import figures_of
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.sizes import Sizes
-from ds_moe_ext.loads.sources import NAMES, check_ending, read_loads, write_loads
+from ds_moe_ext.planning.load_files import NAMES, check_ending, read_loads, write_loads
+from ds_moe_ext.planning.loads import Loads, Sizes, figures_of
 
 SIZES = {
     "ranks": "that send, and are home to experts",

@@ -15,14 +15,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from ds_moe_ext.attachment.host_layer import any_name
-from ds_moe_ext.attachment.tied_weights import check_not_tied
-from ds_moe_ext.attachment.unknown_experts import unknown_experts
-from ds_moe_ext.convert.description import BUILDER, is_model_file
+from ds_moe_ext.commands.conversion.description import BUILDER, is_model_file
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.hosts.attachment.host_layer import any_name
+from ds_moe_ext.hosts.attachment.modules import check_not_tied, unknown_experts
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-from ds_moe_ext.pricing.model_shape import MOST_LAYERS
+from ds_moe_ext.planning.model_shape import MOST_LAYERS
 from ds_moe_ext.strict import check_object, nearest_and_all
 
 

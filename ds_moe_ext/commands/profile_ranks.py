@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ds_moe_ext.attachment.launcher import Launched
-from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_objects
+from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_objects
+from ds_moe_ext.core.hardware import Hardware, ranks_per_node_of
+from ds_moe_ext.core.layout import world
 from ds_moe_ext.files.writable import why_unwritable
-from ds_moe_ext.hardware import Hardware, ranks_per_node_of
-from ds_moe_ext.layout import world
-from ds_moe_ext.measure.bench import Bench, clock_of
-from ds_moe_ext.measure.probe import Sizes, levels_of, measure_cluster, measure_memory
+from ds_moe_ext.hosts.attachment.startup_check import Launched
+from ds_moe_ext.planning.bench import Bench, clock_of
+from ds_moe_ext.planning.probe import Sizes, levels_of, measure_cluster, measure_memory
 
 
 def measure_here(

@@ -20,11 +20,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, found_experts
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, set_module
-from ds_moe_ext.attachment.stored_weights import InOne, InTurns, Stored
-from ds_moe_ext.moe.low_rank import LowRank
-from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, found_experts
+from ds_moe_ext.hosts.attachment.host_layer import (
+    Adopted,
+    Found,
+    InOne,
+    InTurns,
+    RoutedOf,
+    Stored,
+    set_module,
+)
+from ds_moe_ext.moe.sharding import LowRank, Shard
 
 INNER = "base_layer"
 """What a wrapper calls the module that it stands around."""

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, class_of, found_experts
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.stored_weights import InOne
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, class_of, found_experts
+from ds_moe_ext.hosts.attachment.host_layer import Found, InOne
 from ds_moe_ext.moe.expert import ModuleExperts
 
 NAMES = ("w1", "v1", "w2")

@@ -17,8 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ds_moe_ext.attachment.dynamo import named_modules
-from ds_moe_ext.attachment.experts import (
+from ds_moe_ext.hosts import (
+    adapted_experts,
+    dbrx,
+    llama4,
+    longcat_flash,
+    switch_transformers,
+)
+from ds_moe_ext.hosts.attachment.experts import (
     ExpertsDescription,
     check_not_adapted,
     check_not_parametrized,
@@ -27,16 +33,9 @@ from ds_moe_ext.attachment.experts import (
     is_registered,
     shell,
 )
-from ds_moe_ext.attachment.host_layer import Found, Wanted
-from ds_moe_ext.hosts import (
-    adapted_experts,
-    dbrx,
-    llama4,
-    longcat_flash,
-    switch_transformers,
-)
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.hosts.attachment.host_layer import Found, Wanted
+from ds_moe_ext.hosts.attachment.modules import named_modules
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:

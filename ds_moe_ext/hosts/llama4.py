@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, class_of, found_experts
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, class_of, found_experts
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, RoutedOf
 from ds_moe_ext.moe.sharding import Shard
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, class_of, found_experts
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf
-from ds_moe_ext.attachment.stored_weights import InOne
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, class_of, found_experts
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, InOne, RoutedOf
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.sharding import Shard
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import HostedExperts
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Slot, keep_marks
-from ds_moe_ext.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
-from ds_moe_ext.attachment.refusal import Refusal
-from ds_moe_ext.comm import take_first
+from ds_moe_ext.core.comm import take_first
+from ds_moe_ext.hosts.attachment.experts import HostedExperts
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, RoutedOf, Slot, keep_marks
+from ds_moe_ext.hosts.attachment.notices import Refusal
+from ds_moe_ext.hosts.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
 from ds_moe_ext.hosts.own_initializers import (
     DONE,
     REMEDY,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import named_modules
-from ds_moe_ext.attachment.recorded_writes import Writes, key_of
+from ds_moe_ext.hosts.attachment.modules import named_modules
+from ds_moe_ext.hosts.attachment.recorded_writes import Writes, key_of
 
 DONE = "_is_hf_initialized"
 """Mark of transformers on what its initialisers shall leave alone."""

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, class_of, found_experts
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf
-from ds_moe_ext.attachment.stored_weights import OneEach
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, class_of, found_experts
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, OneEach, RoutedOf
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.sharding import Shard
 

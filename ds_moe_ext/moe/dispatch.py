@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and Combine: rows to the cells of their experts and back, each the other's adjoint.
+"""Rows between cells by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier.
 
-Shape letters: T tokens, N rows sent, R rows received, D model width.
+Written against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of
+deepseek-ai/DeepEP at dd758ca) and never run with it. Each row is to DeepEP a token of one choice,
+and each rank has one expert. Shape letters: N rows sent, R rows received, P ranks that exchange
+rows, W numbers of a row.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import (
+from ds_moe_ext.core.all_to_all import (
     Carrier,
     Channel,
     Planner,
@@ -24,14 +31,192 @@ from ds_moe_ext.all_to_all import (
     by_leaders,
     by_places,
 )
-from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
-from ds_moe_ext.cost.exchange import Way
-from ds_moe_ext.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
+from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.core.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
+from ds_moe_ext.core.rows import on_device
 from ds_moe_ext.moe.codecs import Coding
-from ds_moe_ext.moe.deep_ep import DeepEp
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.crew import SavesAlike
+from ds_moe_ext.planning.exchange_costs import Way
+from ds_moe_ext.schedule.stages import SavesAlike, Stage
 from ds_moe_ext.schedule.task import Lane, Span
+
+PACKAGE = "deep_ep"
+NODE_SIZE = 8  # LEGACY_NUM_MAX_NVL_PEERS: where there are more ranks, each eight share a node
+NUM_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # that it has settings for
+ROW_ALIGNMENT = 16  # bytes
+
+MakeBuffer = Callable[[torch.device, int], Any]
+"""``(device, bytes of a row) -> deep_ep.Buffer``, the same one every time. Collective."""
+
+
+def why_not(layout: ParallelLayout, device: torch.device) -> str:
+    """Why DeepEP cannot carry the rows of a layout; empty if it can."""
+    node_P = layout.node_of_cells
+    eights_P = np.arange(node_P.size) // NODE_SIZE
+    if device.type != "cuda":
+        return f"rows are on {device.type}, and DeepEP carries rows of CUDA devices"
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"the package {PACKAGE} is not installed"
+    if its("Buffer") is None:
+        return f"this version of {PACKAGE} has no Buffer; install 2.1 or an earlier one"
+    if node_P.size not in NUM_RANKS:
+        known = ", ".join(map(str, NUM_RANKS))
+        return f"{node_P.size} cells exchange rows, and DeepEP has settings for {known}"
+    if not np.array_equal(np.unique(node_P, return_inverse=True)[1], eights_P):
+        return f"DeepEP wants up to {NODE_SIZE} cells on one node, or {NODE_SIZE} on each, in turn"
+    return ""
+
+
+def its(name: str) -> Any:
+    """What the installed package has by a name; None if nothing."""
+    try:
+        return pkgutil.resolve_name(f"{PACKAGE}:{name}")
+    except AttributeError:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class DeepEp:
+    """A ``Carrier`` by DeepEP.
+
+    Attributes:
+        make_buffer: what moves rows.
+        rank: this one's number among those that exchange rows.
+    """
+
+    make_buffer: MakeBuffer
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> DeepEp:
+        """Over a communicator."""
+        return cls(partial(buffer_of, group), group.rank())
+
+    def trip(self, counts_PP: np.ndarray, device: torch.device) -> DeepTrip:
+        sent_P = counts_PP[self.rank]
+        receiver_N = np.repeat(np.arange(sent_P.size), sent_P)
+        num_received = int(counts_PP[:, self.rank].sum())
+        return DeepTrip(self.make_buffer, on_device(receiver_N, device), sent_P.size, num_received)
+
+
+@dataclass(frozen=True, eq=False)
+class DeepTrip:
+    """A ``Trip`` by DeepEP: there is its dispatch, back its combine, which copies single rows.
+
+    Attributes:
+        make_buffer: what moves rows.
+        receiver_N: rank that each row goes to, int64.
+        num_ranks: ranks that exchange rows.
+        num_received: rows that arrive here.
+    """
+
+    make_buffer: MakeBuffer
+    receiver_N: Tensor
+    num_ranks: int
+    num_received: int
+    _handle: list[tuple[Any, ...]] = field(default_factory=list)  # of the first dispatch
+
+    def out(self, rows_N: Tensor) -> Tensor:
+        buffer = self._buffer_for(rows_N)
+        if self._handle:
+            arrived_R, *_ = buffer.dispatch(rows_N.contiguous(), handle=self._handle[0])
+        else:
+            sent_N = rows_N.contiguous()
+            arrived_R, handle = dispatched(buffer, sent_N, self.receiver_N, self.num_ranks)
+            self._handle.append(handle)
+        if arrived_R.shape[0] != self.num_received:
+            raise RuntimeError(
+                f"DeepEP brought {arrived_R.shape[0]} rows where {self.num_received} were counted; "
+                "choose another all_to_all"
+            )
+        rows_R: Tensor = arrived_R
+        return rows_R
+
+    def home(self, rows_R: Tensor) -> Tensor:
+        rows_N: Tensor
+        rows_N, *_ = self._buffer_for(rows_R).combine(rows_R.contiguous(), self._handle[0])
+        return rows_N
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        handles = (part for handle in self._handle for part in handle)
+        return (self.receiver_N, *(part for part in handles if isinstance(part, Tensor)))
+
+    def _buffer_for(self, rows: Tensor) -> Any:
+        row_bytes = rows.element_size() * rows.shape[-1]
+        if rows.dtype != torch.bfloat16 or rows.dim() != 2 or row_bytes % ROW_ALIGNMENT:
+            raise ValueError(
+                f"rows are {rows.dtype} of shape {tuple(rows.shape)}, but DeepEP carries bfloat16 "
+                f"of a multiple of {ROW_ALIGNMENT} bytes a row; choose another all_to_all, or "
+                "train in bfloat16"
+            )
+        return self.make_buffer(rows.device, row_bytes)
+
+
+def dispatched(
+    buffer: Any, rows_N: Tensor, receiver_N: Tensor, num_ranks: int
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """A first dispatch: the rows that arrived, and the handle for all that follow."""
+    choice_N1 = receiver_N[:, None].to(index_type()).contiguous()
+    per_rank, per_node, per_expert, goes_NP, _ = buffer.get_dispatch_layout(choice_N1, num_ranks)
+    arrived_R, _, _, _, handle, _ = buffer.dispatch(
+        rows_N,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=goes_NP,
+        num_tokens_per_expert=per_expert,
+    )
+    return arrived_R, handle
+
+
+def index_type() -> torch.dtype:
+    """Of the choices of tokens; older versions have one only."""
+    found: torch.dtype = its("topk_idx_t") or torch.int64
+    return found
+
+
+@lru_cache(maxsize=4)
+def buffer_of(group: dist.ProcessGroup, device: torch.device, row_bytes: int) -> Any:
+    """A buffer for rows of a width, shared by all layers. Collective.
+
+    Raises:
+        RuntimeError: rows do not arrive in the order of their senders, and of each as it sent them.
+    """
+    buffer_class = its("Buffer")
+    num_ranks = group.size()
+    configs = [
+        config_of(num_ranks)
+        for config_of in (buffer_class.get_dispatch_config, buffer_class.get_combine_config)
+    ]
+    buffer = buffer_class(
+        group,
+        max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+        max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+    )
+    check_order(buffer, group.rank(), num_ranks, row_bytes, device)
+    return buffer
+
+
+TRIED = 64  # rows for each rank: more than DeepEP has channels, and whole in bfloat16
+
+
+def check_order(
+    buffer: Any, rank: int, num_ranks: int, row_bytes: int, device: torch.device
+) -> None:
+    """Send numbered rows, and see in which order they arrive. Collective; see ``buffer_of``."""
+    receiver_N = torch.arange(num_ranks, device=device).repeat_interleave(TRIED)
+    rows_NW = torch.zeros(num_ranks * TRIED, row_bytes // 2, dtype=torch.bfloat16, device=device)
+    rows_NW[:, 0] = rank
+    rows_NW[:, 1] = torch.arange(TRIED, device=device).repeat(num_ranks)
+    arrived_RW, _ = dispatched(buffer, rows_NW, receiver_N, num_ranks)
+    wanted_RW = torch.stack((receiver_N.to(rows_NW), rows_NW[:, 1]), dim=1)
+    if not torch.equal(arrived_RW[:, :2], wanted_RW):
+        raise RuntimeError(
+            "DeepEP brings rows in another order than they were sent in; choose another all_to_all"
+        )
+
+
+# Dispatch and Combine: rows to the cells of their experts and back, each the other's adjoint.
+
 
 PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
 """Of ``BY_NODES``."""
@@ -189,3 +374,94 @@ class Combine(SavesAlike):
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_ND: Tensor) -> tuple[Any, ...]:
         return (self.back_wire.out(grad_ND, span, saved[0]),)
+
+
+# Each token's row is sent once to a cell: stages that take the place of the common ones.
+
+
+@dataclass(frozen=True)
+class OrderOnce(SavesAlike):
+    """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
+    cell's experts, ``[R]`` in slot order.
+
+    Attributes:
+        order: the common stage, told to count visits.
+        wire: straight from each cell to each, with rows as they are.
+    """
+
+    order: Stage
+    wire: Wire
+
+    def forward(
+        self, span: Span, expert_TK: Tensor, score_TK: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (counted,), _ = self.order.forward(span, expert_TK)
+        parts = counted.visits.number_TK(), score_TK.detach()
+        told_XB = torch.cat([_bytes(part) for part in parts], dim=1)
+        told_NB = told_XB.index_select(0, counted.on(span).choice_N)
+        told_RB = self.wire.out(told_NB, span, counted)
+        sizes = [part.itemsize for part in parts]
+        visit_R, score_R = map(_of_bytes, told_RB.split(sizes, dim=1), parts)
+        return (counted.told(visit_R), score_R), (counted,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_R: Tensor) -> tuple[Any, ...]:
+        (counted,) = saved
+        grad_N1 = self.wire.home(grad_R[:, None], span, counted)
+        return (counted.on(span).spread(grad_N1).squeeze(2),)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """uint8 ``[elements, bytes of each]``."""
+    return values.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def _of_bytes(bytes_RB: Tensor, like: Tensor) -> Tensor:
+    """What ``_bytes`` was made of, ``[R]``."""
+    # A copy: a view of a part need not begin where a wider type may.
+    own_RB = bytes_RB.clone(memory_format=torch.contiguous_format)
+    return own_RB.view(like.dtype).squeeze(1)
+
+
+@dataclass(frozen=True)
+class CombineOnce:
+    """Reads expert outputs ``[R, D]`` in slot order, the scores of the layer's rows, and the route;
+    writes the weighed sum of each visit, ``[U, D]`` in send order."""
+
+    wire: Wire
+    back_wire: Wire
+
+    def forward(
+        self, span: Span, computed_RD: Tensor, score_R: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        computed_RD, score_R = computed_RD.detach(), score_R.detach()
+        own_R = layer_route.of_span(span, score_R)
+        returned_UD = self.wire.home(computed_RD, span, layer_route, own_R)
+        return (returned_UD,), (computed_RD, score_R, layer_route)
+
+    def backward(
+        self, span: Span, saved: tuple[Any, ...], grad_UD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        computed_RD, score_R, layer_route = saved
+        grad_RD = self.back_wire.out(grad_UD, span, layer_route)
+        grad_score_R = torch.sum(computed_RD * grad_RD, dim=1, dtype=score_R.dtype)
+        # In place: the product is rounded once, and never there in the scores' precision.
+        grad_RD *= layer_route.of_span(span, score_R)[:, None]
+        return grad_RD, layer_route.among_all(span, grad_score_R)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        _, score_R, layer_route = pieces[0][1]
+        computed = [(other, saved[0]) for other, saved in pieces]
+        return layer_route.own_rows_of(span, computed), score_R, layer_route
+
+
+@dataclass(frozen=True)
+class RestoreOnce(SavesAlike):
+    """Add the visits' sums, which came weighed, to their tokens: ``[U, D]`` to ``[T, D]``."""
+
+    def forward(
+        self, span: Span, returned_UD: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (layer_route.on(span).sum_by_token(returned_UD.detach()),), (layer_route,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor) -> tuple[Any, ...]:
+        return (saved[0].on(span).of_tokens(grad_TD),)

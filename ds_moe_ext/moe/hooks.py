@@ -27,20 +27,27 @@ from enum import Enum
 from operator import methodcaller
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
+from ds_moe_ext.moe.copy_memory import Codecs, copy_bytes
 from ds_moe_ext.moe.transforms import (
     AFTER_COMBINE,
+    AFTER_DISPATCH,
     BEFORE_COMBINE,
+    BEFORE_DISPATCH,
     END,
     PLACES,
     START,
     Transform,
     Transforms,
+    applied,
     placed,
 )
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay
+from ds_moe_ext.planning.prices import RowBytes
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
 from ds_moe_ext.strict import check_object, found_at, named, read_record
 
@@ -414,3 +421,88 @@ def _class_at(path: str, where: str) -> type[Kind]:
             "ds_moe_ext.moe.transforms.Transform and let it have forward"
         )
     return cls
+
+
+# What a row weighs on its way, by the hooks that change it: planners and prices are told.
+
+
+def row_bytes(hooks: Hooked, row_1D: Tensor) -> RowBytes:
+    """Of rows like one that is given.
+
+    Raises:
+        ValueError: experts, or tokens, would get rows of other width or type than they have.
+    """
+    plain = float(row_1D.nbytes)
+    if not hooks.codecs and not hooks.transforms:
+        return RowBytes(plain, plain)
+    there_1B = _on_its_way(hooks, row_1D, BEFORE_DISPATCH, AFTER_DISPATCH)
+    back_1B = _on_its_way(hooks, row_1D, BEFORE_COMBINE, AFTER_COMBINE)
+    of_dispatch, of_combine = hooks.of_dispatch, hooks.of_combine
+    between = _mean(of_dispatch, there_1B) + _mean(of_combine, back_1B)
+    # What ranks of a cell computed is transformed once it is added up.
+    within = _mean(hooks.of_gather, there_1B) + _mean(hooks.of_scatter, row_1D)
+    return RowBytes(between / 2, within / 2)
+
+
+def _on_its_way(hooks: Hooked, row_1D: Tensor, before: str, after: str) -> Tensor:
+    """The row between two places, ``[1, B]``."""
+    leaves, comes = placed(hooks.transforms, before), placed(hooks.transforms, after)
+    there_1B = applied(leaves, row_1D)
+    back_1D = applied(comes, there_1B)
+    if (back_1D.shape, back_1D.dtype) != (row_1D.shape, row_1D.dtype):
+        names = " and ".join(map(str, (*leaves, *comes)))
+        raise ValueError(
+            f"hooks: by {names} rows of {row_1D.shape[1]} numbers in {row_1D.dtype} are "
+            f"{back_1D.shape[1]} in {back_1D.dtype} behind {after}; they must be as they were "
+            f"before {before}: add what makes them so to {before} or {after}"
+        )
+    return there_1B
+
+
+def _mean(codec: Codec | None, row_1B: Tensor) -> float:
+    """Of a row and its gradient."""
+    if codec is None:
+        return float(row_1B.nbytes)
+    own = codec.encode(row_1B).nbytes
+    return (own + (codec.encode_grad(row_1B) if codec.gradients else row_1B).nbytes) / 2
+
+
+# What rows and copies of a described model weigh on their way, by the hooks of its run.
+
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def on_its_way(
+    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
+) -> OnItsWay | None:
+    """As a run would plan by.
+
+    An expert is taken to have the weights of what it reads, gate and up, row by row of the model's
+    width, and those of what it writes, row by row of its own: so most hosts have them.
+
+    Args:
+        hooks: of the run.
+        shape: of the model.
+        number_type: that it computes in.
+        cell_size: ranks that split each expert.
+
+    Returns:
+        None where all travels as it is in memory.
+
+    Raises:
+        ValueError: as of ``row_bytes``.
+    """
+    if not hooks.codecs and not hooks.transforms:
+        return None
+    dtype, own_width = DTYPES[number_type], max(shape.expert_width // cell_size, 1)
+    sizes = ((shape.products - 1) * own_width, shape.width), (shape.width, own_width)
+    like = tuple(torch.empty((), dtype=dtype).expand(size) for size in sizes)  # without memory
+    codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
+    row_1D = torch.zeros(1, shape.width, dtype=dtype)
+    return OnItsWay(row_bytes(hooks, row_1D), copy_bytes(like, codecs))

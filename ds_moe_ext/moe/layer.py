@@ -17,42 +17,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import all_gather_counts, can_broadcast
-from ds_moe_ext.cost.exchange import BY_NODES, Way
-from ds_moe_ext.cost.row_bytes import RowBytes
-from ds_moe_ext.layout import GRID, ParallelLayout
-from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
+from ds_moe_ext.core.comm import all_gather_counts, can_broadcast
+from ds_moe_ext.core.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copies.join import HaveAgain, Join, started
-from ds_moe_ext.moe.copies.layer_copies import Copies
-from ds_moe_ext.moe.copies.packing import Codecs
-from ds_moe_ext.moe.copies.slab import Weights
-from ds_moe_ext.moe.copies.trips import Place
-from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
-from ds_moe_ext.moe.expert import Expert, ExpertFunction
+from ds_moe_ext.moe.copy_flights import Place
+from ds_moe_ext.moe.copy_memory import Codecs, Weights
+from ds_moe_ext.moe.dispatch import Combine, CombineOnce, Dispatch, OrderOnce, RestoreOnce, Wire
+from ds_moe_ext.moe.expert import Aside, Expert, ExpertFunction, Local, Present
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
-from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
-from ds_moe_ext.moe.host_lag import HostLag
-from ds_moe_ext.moe.local_stage import Aside, Local, Present
-from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, tell
-from ds_moe_ext.moe.order import Order, Seat, kind_of
-from ds_moe_ext.moe.padding import Padding
-from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.row_weight import row_bytes
-from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
-from ds_moe_ext.moe.transformed_stage import transformed
-from ds_moe_ext.moe.transforms import BEFORE_DISPATCH, differentiably, placed
-from ds_moe_ext.moe.turns import Likeness, Turns
+from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, row_bytes, watched
+from ds_moe_ext.moe.layer_copies import Copies, HaveAgain, Join, started
+from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, Windows, tell
+from ds_moe_ext.moe.order import Order, Padding, Seat, kind_of
+from ds_moe_ext.moe.route import Restore
+from ds_moe_ext.moe.sharding import CellGather, CellScatter, CellWire
+from ds_moe_ext.moe.transforms import BEFORE_DISPATCH, differentiably, placed, transformed
+from ds_moe_ext.moe.turns import HostLag, Likeness, Turns
 from ds_moe_ext.moe.visits import Tour
-from ds_moe_ext.moe.windows import Windows
-from ds_moe_ext.planners.layer_pipelines import Placed
-from ds_moe_ext.schedule.crew import Crew, Stage
-from ds_moe_ext.schedule.cuda_graph import recorder_for
+from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
+from ds_moe_ext.planning.layer_pipelines import Placed
+from ds_moe_ext.planning.prices import RowBytes
+from ds_moe_ext.planning.strategy import Destination, Plan, Site, Strategy, layer_tasks
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
-from ds_moe_ext.schedule.graphs import Graphs, GraphUse, Replayed
-from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
+from ds_moe_ext.schedule.graphs import Graphs, GraphUse, Replayed, recorder_for
+from ds_moe_ext.schedule.orders import QUEUED, ROW_SCORES, LayerTasks, block, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
+from ds_moe_ext.schedule.stages import Crew, Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
@@ -79,8 +70,6 @@ from ds_moe_ext.schedule.task import (
     Span,
     Task,
 )
-from ds_moe_ext.schedule.wires import ROW_SCORES, LayerTasks, block
-from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,7 +576,8 @@ class RoutedExperts:
     def _plan_ahead(self, copies: Copies) -> None:
         """Make the plan of the next step while the rows of this one travel, where the host has a
         lane of its own. Else that would take Python's lock from the thread that issues all lanes,
-        just as the device waits for it; ``steps/planning.py`` has it made behind the last rows."""
+        just as the device waits for it; ``hosts/steps/planning.py`` has it made behind the last
+        rows."""
         if not self.plans_in_lane or not copies.is_last_pass() or not self.rows.counts:
             return
         self._planned = None  # it was of fewer rows
@@ -777,7 +767,7 @@ def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks
         if not isinstance(stage, Stage):
             raise ValueError(
                 f"{name} lacks forward, backward or recut; give it all three "
-                "(ds_moe_ext.schedule.crew.Stage)"
+                "(ds_moe_ext.schedule.stages.Stage)"
             )
         if op == EXPERT and site.layout.grid.cell_size > 1:
             raise ValueError(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route: how a chunk's rows travel. Order makes it, other stages read it, it dies with the pass.
+"""Rows that go once to a node: over to it, on to its cells; and sums of what these made back.
 
-Shape letters: T tokens, K choices a token, N rows sent, R rows received, G rows gathered in a cell,
-F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model width.
+Of ``visits.Visits`` by way of the nodes: each row is taken to all cells of a node where its token
+has experts, and what comes back is added up before it leaves the node. Shape letters: V nodes, G
+cells of a node, U visits of nodes that leave this cell, H visits of its node that come to it, to be
+handed on; W visits of this cell that arrive.
 """
 
 from __future__ import annotations
@@ -11,20 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext import kernels
-from ds_moe_ext.all_to_all import Carrier, Channel, Reach, Trip
-from ds_moe_ext.moe.node_trips import NodeTrip
-from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
-from ds_moe_ext.moe.visits import SpanVisits, Visits
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_splits import RowSplits
-from ds_moe_ext.rows import (
+from ds_moe_ext.core import kernels
+from ds_moe_ext.core.all_to_all import Carrier, Channel, Reach, Trip
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import (
+    RowSplits,
     block_index,
     numbers,
     on_device,
@@ -32,9 +31,56 @@ from ds_moe_ext.rows import (
     starts_of,
     sums_of_groups,
 )
+from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
+from ds_moe_ext.moe.visits import Leaving, Legs, SpanVisits, Visits
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.task import spans as equal_spans
+
+
+@dataclass(frozen=True, eq=False)
+class NodeTrip:
+    """A ``Trip`` of visits: to the cells, and their sums back.
+
+    Attributes:
+        legs: how many rows go where.
+        channels: within the nodes and between them.
+    """
+
+    legs: Legs
+    channels: Mapping[Reach, Channel]
+    _on: list[Leaving] = field(default_factory=list)  # what is handed on, once it is known
+
+    def out(self, rows_U: Tensor) -> Tensor:
+        """Rows in the order of nodes to rows in that of arrival. Collective."""
+        _, over_V, came_V, on_G, arrived_G = self.legs
+        if not self._on:
+            goes_HG = self._move(Reach.BETWEEN, self.legs.goes_UG.byte(), over_V, came_V)
+            self._on.append(Leaving(goes_HG.bool(), sum(on_G)))
+        rows_H = self._move(Reach.BETWEEN, rows_U, over_V, came_V)
+        handed = rows_H.index_select(0, self._on[0].token_U)
+        return self._move(Reach.WITHIN, handed, on_G, arrived_G)
+
+    def home(self, rows_W: Tensor) -> Tensor:
+        """And back: of each row the sum of what comes from the node. Collective; not before the
+        first rows went out."""
+        _, over_V, came_V, on_G, arrived_G = self.legs
+        handed = self._move(Reach.WITHIN, rows_W, arrived_G, on_G)
+        sums_H = self._on[0].by_token.sums(handed)
+        return self._move(Reach.BETWEEN, sums_H, came_V, over_V)
+
+    def _move(
+        self, reach: Reach, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]
+    ) -> Tensor:
+        channel = self.channels[reach]
+        return channel.all_to_all(rows, sent, received, channel.group)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds on the device."""
+        return (self.legs.goes_UG, *(tensor for on in self._on for tensor in on.tensors()))
+
+
+# Route: how a chunk's rows travel. Order makes it, other stages read it, it dies with the pass.
 
 
 @dataclass(frozen=True, eq=False)
@@ -621,3 +667,53 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     rows = RowSplits(nothing, nothing, nothing[..., None, None])
     cut, routes = Cut.equal(num_tokens, 1), {whole: route}
     return LayerRoute(cut, target, top_k, choice_N, rows, _routes=routes)
+
+
+# Restore: the rows that came back, weighed by their scores, added to their tokens (I-Order).
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Weigh each returned row by its score and add it to its token.
+
+    Reads rows ``[N, D]`` in send order, scores ``[T, K]`` and the route; writes ``[T, D]``.
+    """
+
+    def forward(
+        self, span: Span, returned_ND: Tensor, score_TK: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        returned_ND, score_TK = returned_ND.detach(), score_TK.detach()
+        y_TD = layer_route.on(span).sum_by_token(returned_ND, score_TK)
+        return (y_TD,), (returned_ND, score_TK, layer_route)
+
+    def backward(
+        self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        returned_ND, score_TK, layer_route = saved
+        return weighing_grads(layer_route.on(span), returned_ND, score_TK, grad_TD)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        layer_route: LayerRoute = pieces[0][1][2]
+        cut, route = layer_route.cut, layer_route.on(span)
+        start = cut.first(span) - cut.first(pieces[0][0])
+        y = torch.cat([layer_route.on(other).spread(saved[0]) for other, saved in pieces])
+        y_TKD = y.narrow(0, start, route.num_tokens)
+        score = torch.cat([saved[1] for _, saved in pieces]).narrow(0, start, route.num_tokens)
+        return y_TKD.flatten(0, 1).index_select(0, route.choice_N), score, layer_route
+
+
+def weighing_grads(
+    route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
+    is_indexed = route.is_indexed and route.visits is None
+    if is_indexed and kernels.has_kernels(returned_ND, score_TK, grad_TD):
+        places = route.token_N, route.choice_N
+        return kernels.sums_by_token_grads(
+            returned_ND, *places, score_TK, grad_TD, is_full=route.is_full
+        )
+    grad_ND = route.of_tokens(grad_TD)
+    grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
+    # In place: the product is rounded once, and never there in the scores' precision.
+    grad_ND *= route.of_choices(score_TK)[:, None]
+    return grad_ND, route.spread(grad_score_N)

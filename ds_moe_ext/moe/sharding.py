@@ -7,12 +7,26 @@ lead to it, columns of those that lead from it. What each computes of a row is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ds_moe_ext.core.comm import (
+    AllToAll,
+    all_gather_rows,
+    all_gather_slots,
+    all_to_all_rows,
+    reduce_scatter_rows,
+    sum_in_place,
+)
+from ds_moe_ext.moe.codecs import Coding
+from ds_moe_ext.moe.route import CellRoute, LayerRoute
+from ds_moe_ext.schedule.stages import SavesAlike
+from ds_moe_ext.schedule.task import Span
 
 
 class Along(NamedTuple):
@@ -116,3 +130,241 @@ class Shard:
 
 WHOLE = Shard()
 """Of experts that nobody splits."""
+
+
+# The cell: its ranks gather each other's rows, and scatter the sums of what they computed of
+# them.
+
+
+@dataclass(frozen=True)
+class CellWire:
+    """The communicator of a cell.
+
+    Attributes:
+        group: the ranks of the cell, in a communicator that only one lane uses.
+        all_to_all: how partial sums are exchanged.
+        coding: what rows travel as; None: as they are. All ranks decode the same, their own too.
+    """
+
+    group: dist.ProcessGroup
+    all_to_all: AllToAll = all_to_all_rows
+    coding: Coding | None = None
+
+    def through(self, coding: Coding | None) -> CellWire:
+        """The same wire, on which rows travel encoded."""
+        return replace(self, coding=coding)
+
+    def gather(self, rows_RD: Tensor, route: CellRoute) -> Tensor:
+        """Rows ``[R, D]`` to those of the cell, ``[G, D]``; both in slot order."""
+
+        def travel(rows_RB: Tensor) -> Tensor:
+            return all_gather_rows(rows_RB, route.rows_P, self.group)
+
+        coding = self.coding
+        gathered_GD = travel(rows_RD) if coding is None else coding.around(travel, rows_RD)
+        return route.to_slots(gathered_GD)
+
+    def scatter(self, partial_GD: Tensor, route: CellRoute) -> Tensor:
+        """Partial sums ``[G, D]`` to the sums of the rows that are here, ``[R, D]``. Summands
+        are encoded one by one, and added up decoded."""
+        by_place_GD = route.to_places(partial_GD)
+        coding, plainly = self.coding, self.all_to_all
+
+        def encoded(
+            rows_GD: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+        ) -> Tensor:
+            assert coding is not None
+            return coding.around(lambda rows: plainly(rows, sent, received, group), rows_GD)
+
+        all_to_all = plainly if coding is None else encoded
+        return reduce_scatter_rows(by_place_GD, route.rows_P, self.group, all_to_all)
+
+
+@dataclass(frozen=True)
+class CellGather(SavesAlike):
+    """Reads rows ``[R, D]`` and the route; writes those of all ranks of the cell, ``[G, D]``."""
+
+    wire: CellWire
+    back_wire: CellWire  # of gradients
+
+    def forward(
+        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (self.wire.gather(rows_RD.detach(), layer_route.in_cell(span)),), (layer_route,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_GD: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.scatter(grad_GD, saved[0].in_cell(span)),)
+
+
+@dataclass(frozen=True)
+class CellScatter(SavesAlike):
+    """Reads partial sums ``[G, D]`` and the route; writes the sums of this rank's rows,
+    ``[R, D]``."""
+
+    wire: CellWire
+    back_wire: CellWire
+
+    def forward(
+        self, span: Span, partial_GD: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (self.wire.scatter(partial_GD.detach(), layer_route.in_cell(span)),), (layer_route,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.gather(grad_RD, saved[0].in_cell(span)),)
+
+
+def whole_weights(part_S: Tensor, shard: Shard, number: int, group: dist.ProcessGroup) -> Tensor:
+    """A weight of some experts, ``[S, ...]``, from the part of it that each of a cell's ranks has.
+    Collective.
+
+    Args:
+        part_S: of this rank, ``[S, ...]``.
+        shard: what it has of an expert.
+        number: of the weight among those of an expert.
+        group: the ranks of the cell.
+    """
+    num_experts, *shape = part_S.shape
+    whole = shard.whole_shape(number, shape)
+    whole_S, dim = part_S.new_empty(num_experts, *whole), shard.alongs[number].dim
+    if not num_experts:
+        return whole_S
+    parts = all_gather_slots(part_S, [num_experts] * shard.num_shards, group)
+    for index, of_rank in enumerate(parts.split(num_experts)):
+        places = replace(shard, index=index).stretches(number, whole[dim])
+        for start, own_start, length in places:
+            to = whole_S.narrow(dim + 1, start, length)
+            to.copy_(of_rank.narrow(dim + 1, own_start, length))
+    return whole_S
+
+
+# A weight that experts use with the product of two small ones added, as LoRA trains it.
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What is added to one weight of every expert. Its factors are weights of the expert as well.
+
+    Attributes:
+        weight: number of the weight ``[O, I]`` among those of an expert.
+        down: number of the factor ``[Q, I]``.
+        up: number of the factor ``[O, Q]``.
+        is_transposed: the weight is stored ``[I, O]``.
+        strength: what the product is multiplied by, as it is when asked; 0: nothing is added.
+    """
+
+    weight: int
+    down: int
+    up: int
+    is_transposed: bool
+    strength: Callable[[], float]
+
+    def added_to(self, weight_S: Tensor, down_S: Tensor, up_S: Tensor) -> Tensor:
+        """The weight of all slots as experts use it, in the weight's own type; each tensor has the
+        slots first."""
+        strength = self.strength()
+        if not strength:
+            return weight_S
+        how = _How(self.is_transposed, strength)
+        added: Tensor = _Added.apply(weight_S, down_S, up_S, how)
+        return added
+
+    def ways_to_split(self, along: Along) -> tuple[Along, Along]:
+        """How the factors, down and up, are split where the weight is so: one as the weight, the
+        other along Q, for each rank needs all of it and none has more to keep than another.
+
+        Args:
+            along: of the weight.
+        """
+        if self._splits_up(along):
+            return Along(0), Along(0, along.num_blocks)
+        return Along(1, along.num_blocks), Along(1)
+
+    def _splits_up(self, along: Along) -> bool:
+        """Whether the weight is split along O."""
+        return along.dim == (1 if self.is_transposed else 0)
+
+    def along_width(self, along: Along) -> int:
+        """Number of the factor that is split along Q, where the weight is split so."""
+        return self.down if self._splits_up(along) else self.up
+
+
+def with_low_ranks(
+    by_name: Sequence[Tensor],
+    low_ranks: Sequence[LowRank],
+    shard: Shard,
+    cell: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """The weights that experts compute with, without the factors, which stand behind them.
+    Collective over the cell where its ranks split experts.
+
+    Args:
+        by_name: all weights of this rank's experts, of all slots each, ``[S, ...]``.
+        low_ranks: what is added to some of them.
+        shard: the part that is here.
+        cell: its ranks; None where experts are whole.
+    """
+    factors = {number for each in low_ranks for number in (each.down, each.up)}
+    weights = [weight for number, weight in enumerate(by_name) if number not in factors]
+    for each in low_ranks:
+        own = {number: by_name[number] for number in (each.down, each.up)}
+        if cell is not None and each.strength():
+            number = each.along_width(shard.alongs[each.weight])
+            own[number] = _OfCell.apply(own[number], shard, number, cell)
+        weights[each.weight] = each.added_to(weights[each.weight], own[each.down], own[each.up])
+    return weights
+
+
+class _How(NamedTuple):
+    """The product of two factors is added: transposed or not, times ``strength``."""
+
+    is_transposed: bool
+    strength: float
+
+
+class _Added(torch.autograd.Function):
+    """Keeps its factors past autograd's own saving: a block may begin the pass of the layer after
+    it, but not where activation checkpointing computes it anew, which wants to find as many tensors
+    saved. Factors are parameters, or made of them, and small."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_S: Tensor, down_S: Tensor, up_S: Tensor, how: _How) -> Tensor:
+        ctx.factors, ctx.how, ctx.dtype = (down_S, up_S), how, weight_S.dtype
+        left, right = _sides(ctx)
+        with torch.autocast(weight_S.device.type, enabled=False):
+            return torch.baddbmm(weight_S, left, right, alpha=how.strength)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Any, ...]:
+        (down_S, up_S), (left, right) = ctx.factors, _sides(ctx)
+        with torch.autocast(grad_S.device.type, enabled=False):
+            of_left, of_right = grad_S @ right.mT, left.mT @ grad_S
+        is_transposed, strength = ctx.how
+        of_up, of_down = (of_right.mT, of_left.mT) if is_transposed else (of_left, of_right)
+        of_down = of_down.mul_(strength).to(down_S.dtype)
+        of_up = of_up.mul_(strength).to(up_S.dtype)
+        return grad_S if ctx.needs_input_grad[0] else None, of_down, of_up, None
+
+
+def _sides(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Factors as they are multiplied: ``[S, O, Q]`` and ``[S, Q, I]``, or as it is stored."""
+    down_S, up_S = (factor.detach().to(ctx.dtype) for factor in ctx.factors)
+    return (down_S.mT, up_S.mT) if ctx.how.is_transposed else (up_S, down_S)
+
+
+class _OfCell(torch.autograd.Function):
+    """A factor of some experts, from the part of it that each of the cell's ranks has. Each rank
+    has a part of the gradient of all of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part_S: Tensor, shard: Shard, number: int, cell: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.shard, ctx.number, ctx.cell = shard, number, cell
+        return whole_weights(part_S, shard, number, cell)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Any, ...]:
+        total_S = sum_in_place(grad_S.clone(memory_format=torch.contiguous_format), ctx.cell)
+        return ctx.shard.of(ctx.number, total_S, first_dim=1), None, None, None

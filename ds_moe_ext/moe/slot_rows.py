@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext import row_tables
-from ds_moe_ext.captured import NotInGraphs, is_captured
-from ds_moe_ext.rows import Moved, indices_of, on_device
+from ds_moe_ext.core import rows
+from ds_moe_ext.core.rows import Moved, indices_of, on_device
+from ds_moe_ext.schedule.graphs import NotInGraphs, is_captured
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +146,8 @@ class SlotSortings:
         num_ends = [num_slots] * num_spans
         if self.num_firsts:
             num_ends += [num_slots - self.num_firsts] * num_spans
-        if row_tables.are_there():
-            indices, ends = row_tables.indices_to_slots(
+        if rows.are_there():
+            indices, ends = rows.indices_to_slots(
                 self.rows_GXS,
                 self.device,
                 sizes,

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Nodes
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import block_index, on_device, starts_of, sums_of_groups
+from ds_moe_ext.core.all_to_all import Nodes
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import block_index, on_device, starts_of, sums_of_groups
 from ds_moe_ext.schedule.task import Cut, Span
 
 

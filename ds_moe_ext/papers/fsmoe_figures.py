@@ -11,7 +11,7 @@ from statistics import mean
 
 import numpy as np
 
-from ds_moe_ext.hardware import Collectives, Link
+from ds_moe_ext.core.hardware import Collectives, Link
 from ds_moe_ext.papers.figure import Claim, Figure, Paper, Row, Tolerance
 from ds_moe_ext.papers.fsmoe_grid import (
     CLUSTERS,
@@ -36,7 +36,7 @@ from ds_moe_ext.papers.fsmoe_layers import (
     simulated_s,
     summed,
 )
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES
+from ds_moe_ext.schedule.orders import PIPELINES
 
 DEGREES = tuple(range(1, 9))
 INTERFERENCE = Interference(collectives=0.35, compute=0.2)  # chosen on A (spec 8.5)

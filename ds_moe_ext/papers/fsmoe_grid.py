@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, LinearCost
+from ds_moe_ext.core.hardware import Collectives, Hardware, Link, read_hardware
 from ds_moe_ext.files.configs import CONFIGS
-from ds_moe_ext.hardware import Collectives, Hardware, Link, read_hardware
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.prices import AllReduce, LinearCost
 
 ELEMENT_BYTES = 4
 QUERY_HEADS = 32

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce
 from ds_moe_ext.papers.fsmoe_grid import ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape
-from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, MoePart, place
-from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices, reductions
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer, MoePart, place
+from ds_moe_ext.planning.prices import AllReduce
+from ds_moe_ext.schedule import orders
+from ds_moe_ext.schedule.orders import PIPELINES, Pipeline, Slices, reductions
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -182,11 +182,11 @@ def backward_schedule(pipeline: Pipeline, degree: int, slices: Slices) -> Schedu
 
 def moe_schedule(degree: int) -> Schedule:
     """Dispatch to combine: order and restore are in the dense part's time."""
-    tasks = wires.routed_tasks(0, num_chunks=degree, degree=degree, sharded=True)[1:]
+    tasks = orders.routed_tasks(0, num_chunks=degree, degree=degree, sharded=True)[1:]
     whole = Span(0, degree)
-    inputs = (wires.X, wires.ROUTE, wires.WEIGHTS)
-    given = tuple(Value(kind, 0, None if kind == wires.WEIGHTS else whole) for kind in inputs)
-    returned = tuple(Value(wires.RETURNED, 0, span) for span in spans(degree, degree))
+    inputs = (orders.X, orders.ROUTE, orders.WEIGHTS)
+    given = tuple(Value(kind, 0, None if kind == orders.WEIGHTS else whole) for kind in inputs)
+    returned = tuple(Value(orders.RETURNED, 0, span) for span in spans(degree, degree))
     return Schedule(tuple(t for t in tasks if t.op != RESTORE), given, returned)
 
 

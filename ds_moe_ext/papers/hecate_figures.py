@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds_moe_ext.cost.prices import busiest_link
 from ds_moe_ext.papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
 from ds_moe_ext.papers.hecate_steps import (
     BERT_DEEP,
@@ -21,6 +20,7 @@ from ds_moe_ext.papers.hecate_steps import (
     Setup,
     System,
 )
+from ds_moe_ext.planning.prices import busiest_link
 
 A, B = "hecate_a.json", "hecate_b.json"
 RATIOS = Tolerance(relative=0.15)

@@ -14,15 +14,19 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ds_moe_ext.cost.overlap import overlap_degree
-from ds_moe_ext.cost.prices import Prices, busiest_link, flow_seconds, nearest_copy_flow
+from ds_moe_ext.core.hardware import Hardware, read_hardware
+from ds_moe_ext.core.placement import Placement, even_homes
 from ds_moe_ext.files.configs import CONFIGS
-from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.papers.zipf_loads import ZipfLoads
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.homes import shard
-from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.planning.fssdp_planner import materialize, shard
+from ds_moe_ext.planning.loads import LoadWindow
+from ds_moe_ext.planning.prices import (
+    Prices,
+    busiest_link,
+    flow_seconds,
+    nearest_copy_flow,
+    overlap_degree,
+)
 
 ELEMENT_BYTES = 2
 CHOICES = 2

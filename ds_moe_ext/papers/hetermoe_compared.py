@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 
-from ds_moe_ext.cost.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
-from ds_moe_ext.cost.zebra_work import TwoClasses
 from ds_moe_ext.papers.hetermoe_pipelines import Pipelines, best_pipelines
 from ds_moe_ext.papers.hetermoe_rivals import (
     EpGroup,
@@ -32,8 +30,20 @@ from ds_moe_ext.papers.hetermoe_setups import (
     Cluster,
     on_premise,
 )
-from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
-from ds_moe_ext.planners.zebra_ratio import PricedShape, best_shape, price_shapes
+from ds_moe_ext.planning.zebra_costs import (
+    StepPrice,
+    TwoClasses,
+    ZebraShape,
+    price_step,
+    stripe_times,
+)
+from ds_moe_ext.planning.zebra_planner import (
+    PricedShape,
+    ZebraGroup,
+    assign_experts,
+    best_shape,
+    price_shapes,
+)
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION_SIDE,

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import pairwise
 from statistics import mean
 
-from ds_moe_ext.cost.zebra_step import StepPrice
 from ds_moe_ext.papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
 from ds_moe_ext.papers.hetermoe_compared import (
     PAPER,
@@ -32,6 +31,7 @@ from ds_moe_ext.papers.hetermoe_setups import (
     LENGTHS,
     LOST,
 )
+from ds_moe_ext.planning.zebra_costs import StepPrice
 
 WAY = Way()
 MEANS = Tolerance(relative=0.1)

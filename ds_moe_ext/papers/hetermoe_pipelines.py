@@ -14,8 +14,7 @@ from functools import cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from ds_moe_ext.cost.zebra_step import HEAD_BACKWARD
-from ds_moe_ext.cost.zebra_work import RankClass, TwoClasses
+from ds_moe_ext.planning.zebra_costs import HEAD_BACKWARD, RankClass, TwoClasses
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value
 

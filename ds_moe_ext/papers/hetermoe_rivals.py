@@ -12,9 +12,25 @@ from functools import cache
 
 import numpy as np
 
-from ds_moe_ext.cost.zebra_step import HEAD_BACKWARD, StepPrice, ZebraShape, price_step
-from ds_moe_ext.cost.zebra_work import RankClass, TwoClasses, all_to_all_s
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES
+from ds_moe_ext.planning.zebra_costs import (
+    HEAD_BACKWARD,
+    RankClass,
+    StepPrice,
+    TwoClasses,
+    ZebraShape,
+    all_to_all_s,
+    price_step,
+)
+from ds_moe_ext.schedule.orders import (
+    PIPELINES,
+    RETURNED,
+    ROUTE,
+    WEIGHTS,
+    X,
+    combine,
+    dispatch,
+    expert,
+)
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -26,7 +42,6 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from ds_moe_ext.schedule.wires import RETURNED, ROUTE, WEIGHTS, X, combine, dispatch, expert
 
 DEGREES = (1, 2, 4)  # chunks of a layer, of which the best is taken (section 6.1)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses
 
 GIB = 2**30
 KI = 2**10  # tokens

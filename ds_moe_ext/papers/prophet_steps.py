@@ -14,19 +14,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import (
+from ds_moe_ext.core.hardware import Hardware, read_hardware
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.files.configs import CONFIGS
+from ds_moe_ext.papers.zipf_loads import ZipfLoads
+from ds_moe_ext.planning.layer_costs import (
     BlockPrices,
     BlockSeconds,
     cell_rows,
     copied_experts,
     seconds_of_rows,
 )
-from ds_moe_ext.files.configs import CONFIGS
-from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.papers.zipf_loads import ZipfLoads
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prophet_greedy import place_experts
-from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.planning.prophet_planner import place_experts, shadow_experts
 
 ELEMENT_BYTES = 4
 SEQUENCE = 256

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.planning.loads import balance_L
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.report.record import LooksRecord
-from ds_moe_ext.strategy import Plan
 
 MOST_LAYERS = 4  # in a step
 MOST_ENTRIES = 64 * 256  # of their tables: one layer of 64 cells and 256 experts

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ds_moe_ext.files.documents import parsed
-from ds_moe_ext.load import balance_L
+from ds_moe_ext.planning.loads import balance_L
 from ds_moe_ext.report.quantities import (
     Amount,
     Amounts,

@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.planning.loads import balance_L
+from ds_moe_ext.planning.strategy import Choice, Plan
 from ds_moe_ext.report.exposure import REDUCTION
 from ds_moe_ext.report.looks import Look, in_turn, looks_record
 from ds_moe_ext.report.rank_figures import NAN, RanksSeen
@@ -37,7 +38,6 @@ from ds_moe_ext.report.record import (
 from ds_moe_ext.report.waits import bound_by, seen_after
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
-from ds_moe_ext.strategy import Choice, Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass

@@ -14,6 +14,7 @@ from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.markup import Html, in_script, joined
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import counted, round_steps, seconds_text, short_names
+from ds_moe_ext.schedule.simulator import in_order
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     GRADIENTS,
@@ -25,7 +26,6 @@ from ds_moe_ext.schedule.task import (
     PARAM,
     PLAN,
 )
-from ds_moe_ext.schedule.trace import in_order
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
 HOST_WORK = "rest of the model"

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,7 +18,7 @@ import torch
 from torch import overrides
 
 from ds_moe_ext.schedule.task import COMPUTE, HOST, Lane, Schedule
-from ds_moe_ext.watch import BrokenOff
+from ds_moe_ext.schedule.watch import BrokenOff
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
 Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
@@ -619,3 +620,48 @@ def lanes_for(device: torch.device, overlaps: bool) -> Lanes:
     if device.type == "cuda":
         return CudaLanes(device) if overlaps else InlineCudaLanes(device)
     return ThreadLanes() if overlaps else InlineLanes()
+
+
+# What the thread that issues a pass takes for each task, where a device runs them later.
+
+
+class Issuing:
+    """One pass's. A task lasts until the next one begins: what lies between them, waits for other
+    lanes among it, is the host's too. What it takes to look is not counted."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[int, float]] = []
+        self._aside_s = 0.0
+
+    def begins(self, position: int) -> None:
+        """The task of a position does now."""
+        self._begun.append((position, self._now()))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside the block takes no time."""
+        begin_s = time.perf_counter()
+        yield
+        self._aside_s += time.perf_counter() - begin_s
+
+    def seconds(self) -> list[tuple[int, float]]:
+        """Of each task, by position, when the last one has ended."""
+        ends = [*(begun_s for _, begun_s in self._begun[1:]), self._now()]
+        return [(position, end - begun) for (position, begun), end in zip(self._begun, ends)]
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._aside_s
+
+
+# The thread in which a process plans, beside the lanes in which its layers run.
+
+
+def worker() -> Executor:
+    """One thread for all models of this process: what it is given is done in order."""
+    return _worker_of(os.getpid())
+
+
+@functools.cache
+def _worker_of(process: int) -> Executor:
+    """The child of a fork has none of its parent's threads."""
+    return ThreadPoolExecutor(1, "planning")

@@ -3,9 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import lcm
+from types import MappingProxyType
+from typing import NamedTuple
 
-from ds_moe_ext.schedule.task import Op, Task
+from ds_moe_ext.schedule.task import (
+    BEGIN_GRADIENTS,
+    CELL_GATHER,
+    CELL_SCATTER,
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATE,
+    GRADIENTS,
+    HAVE_AGAIN,
+    INTER,
+    JOIN,
+    LAUNCH,
+    ORDER,
+    PLAN,
+    RECALL,
+    RESTORE,
+    SEND_HOME,
+    START,
+    Kind,
+    Op,
+    Schedule,
+    Span,
+    Task,
+    Value,
+    spans,
+)
 
 
 def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
@@ -25,3 +57,513 @@ def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
 def issued_last(tasks: Iterable[Task], op: Op) -> list[Task]:
     """The tasks of one op behind all others; each part keeps its order."""
     return sorted(tasks, key=lambda task: task.op == op)
+
+
+# The schedules that FSMoE compares, as passes over the tasks of one layer (spec 2.5). Pure.
+
+
+QUEUED: Mapping[Op, Op] = MappingProxyType(
+    {op: replace(op, lane=INTER) for op in (CELL_GATHER, CELL_SCATTER)}
+)
+"""In one queue: for a collective of a cell, the op that runs in the lane of those between cells."""
+
+REDUCED = Kind("reduced", has_gradient=False)  # a slice of the dense gradients, summed
+
+ARRIVALS = (DISPATCH, CELL_GATHER)  # what a chunk needs before the experts
+RETURNS = (CELL_SCATTER, COMBINE, RESTORE)  # and behind them
+
+
+class Slices(NamedTuple):
+    """How many reductions of dense gradients stand where, in the backward pass of one layer.
+
+    Attributes:
+        within_moe: behind the last exchange that brings chunks to the experts.
+        dense: behind the layer's last exchange, beside the dense part that follows in backward.
+        tail: behind all else of the layer, exposed.
+    """
+
+    within_moe: int = 0
+    dense: int = 0
+    tail: int = 0
+
+
+NO_SLICES = Slices()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How the tasks of a layer are issued, and where dense gradients may be reduced.
+
+    Attributes:
+        is_cut: tokens travel in chunks, else all at once.
+        has_one_queue: all collectives run in one lane, those of a cell by the ops of ``QUEUED``;
+            else those between cells in another lane than those within.
+        slices_moe: reductions may stand within the MoE part.
+        slices_dense: and beside the dense part. What stands nowhere is the tail.
+        piece_bytes: gradients are reduced in pieces of this size; null: in as many as there are
+            places, as large as a plan says.
+    """
+
+    is_cut: bool = True
+    has_one_queue: bool = True
+    slices_moe: bool = False
+    slices_dense: bool = False
+    piece_bytes: int | None = None
+
+    def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
+        """The schedule of a layer in one direction, in this order and these lanes.
+
+        Slices are numbered from 0, as they are issued: slice ``i`` has the span ``i``.
+
+        Args:
+            schedule: of one layer, cut already.
+            slices: reductions to put between, of the backward pass.
+
+        Raises:
+            ValueError: tokens are cut, or a slice stands, where this pipeline has none.
+        """
+        self._check(slices)
+        layer, tasks = schedule.tasks[0].layer, in_halves(schedule.tasks)
+        within, dense, tail = accumulate(slices)
+        ends = tuple(value for value in schedule.outputs if value.kind.by_token)
+        arrived = [task.op for task in tasks].index(EXPERT)
+        issued = (
+            *tasks[:arrived],
+            *reductions(layer, Span(0, within)),
+            *tasks[arrived:],
+            *reductions(layer, Span(within, dense)),
+            *reductions(layer, Span(dense, tail), after=ends),
+        )
+        return self.queued(replace(schedule, tasks=issued))
+
+    def queued(self, schedule: Schedule) -> Schedule:
+        """The same tasks in the same order, in the lanes of this pipeline.
+
+        Raises:
+            ValueError: tokens are cut where this pipeline cuts none.
+        """
+        num_chunks = sum(task.op == EXPERT for task in schedule.tasks)
+        if num_chunks > 1 and not self.is_cut:
+            raise ValueError(
+                f"the layer is cut into {num_chunks} chunks, but the pipeline cuts no tokens; "
+                "build its schedule with degree 1"
+            )
+        if not self.has_one_queue:
+            return schedule
+        tasks = (replace(task, op=QUEUED.get(task.op, task.op)) for task in schedule.tasks)
+        return replace(schedule, tasks=tuple(tasks))
+
+    def _check(self, slices: Slices) -> None:
+        allowed = Slices(self.slices_moe, self.slices_dense, tail=True)
+        for name, count, is_allowed in zip(Slices._fields, slices, allowed):
+            if count and not is_allowed:
+                raise ValueError(
+                    f"{count} slices of gradients stand in {name!r}, where the pipeline has no "
+                    "place for them; count them to its tail"
+                )
+
+
+LINA_BYTES = 30 * 10**6
+
+PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
+    {
+        "default": Pipeline(is_cut=False),
+        "tutel": Pipeline(),
+        "tutel_improved": Pipeline(slices_dense=True),
+        "fsmoe_unsliced": Pipeline(has_one_queue=False, slices_dense=True),
+        "fsmoe": Pipeline(has_one_queue=False, slices_moe=True, slices_dense=True),
+        "fsmoe_no_iio": Pipeline(slices_moe=True, slices_dense=True),
+        "pipemoe_lina": Pipeline(slices_moe=True, slices_dense=True, piece_bytes=LINA_BYTES),
+    }
+)
+"""By the name of a strategy's key: PipeMoE is Tutel's, IIO is inter- beside intra-cell."""
+
+
+def in_halves(tasks: Iterable[Task]) -> list[Task]:
+    """What brings chunks to the experts, chunk by chunk, the experts, and what brings chunks back.
+
+    Copies of experts are joined just before the experts.
+
+    Tasks of other ops stay before or behind all these, as they stood to the first of them.
+
+    Raises:
+        ValueError: no task computes.
+    """
+    tasks = list(tasks)
+    is_backward = any(task.op == EXPERT and task.adjoint_of for task in tasks)
+    stages: tuple[tuple[Op, ...], ...] = (ARRIVALS, (JOIN,), (EXPERT,), RETURNS)
+    if is_backward:
+        stages = tuple(stage[::-1] for stage in stages[::-1])
+    place = {op: (half, rank) for half, ops in enumerate(stages) for rank, op in enumerate(ops)}
+    chunked = [task for task in tasks if task.op in place]
+    if not any(task.op == EXPERT for task in chunked):
+        raise ValueError(
+            f"none of the tasks {', '.join(map(str, tasks))} is an expert's; give those of a layer"
+        )
+    first = tasks.index(chunked[0])
+    rest = [task for task in tasks[first:] if task.op not in place]
+
+    def turn(task: Task) -> tuple[int, Span, int]:
+        half, rank = place[task.op]
+        return half, task.span, rank
+
+    return [*tasks[:first], *sorted(chunked, key=turn), *rest]
+
+
+def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list[Task]:
+    """The all-reduces of some slices, whose gradients were ready before the layer's backward began.
+
+    Args:
+        layer: beside which they run.
+        numbers: of the slices.
+        after: what they wait for besides.
+    """
+    slices = (Span(number, number + 1) for number in range(*numbers))
+    return [Task(GRADIENTS, layer, i, after, (Value(REDUCED, layer, i),)) for i in slices]
+
+
+# The tasks of one MoE layer, one function each: what they read, what they write.
+
+
+X = Kind("x", by_token=True)  # hidden states [T, D]
+GATE_WEIGHTS = Kind("gate_weights")  # tuple of tensors
+EXPERT_IDS = Kind("expert_ids", by_token=True, has_gradient=False)  # int64 [T, K], -1: dropped
+SCORES = Kind("scores", by_token=True)  # [T, K]
+GATE_LOSSES = Kind("gate_losses")  # [2]: load balance, z
+ROUTE = Kind("route", has_gradient=False)  # LayerRoute
+ROW_SCORES = Kind("row_scores")  # scores of all rows at the experts [R], by slot
+WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at home on this rank, by slot
+TARGET_WEIGHTS = Kind("target_weights")  # and of all that compute here
+ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
+GATHERED = Kind("gathered")  # rows at all ranks of the cell [G, D], by slot
+PARTIAL = Kind("partial")  # outputs of the splits of experts on this rank [G, D], to be summed
+COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
+RETURNED = Kind("returned")  # expert outputs [N, D], in send order
+Y = Kind("y", by_token=True)  # output [T, D]
+STARTED = Kind("started", has_gradient=False)  # a pass of copies
+LAUNCHED = Kind("launched", has_gradient=False)  # a piece of the copies is on its way
+RECALLED = Kind("recalled", has_gradient=False)  # the copies are, once more
+HAD_AGAIN = Kind("had_again", has_gradient=False)  # they are there
+SENT = Kind("sent", has_gradient=False)  # a piece of their gradients is
+PLANNED = Kind("planned", has_gradient=False)  # the plan of the next step
+
+ROUTED_OPS = (ORDER, DISPATCH, EXPERT, COMBINE, RESTORE)  # of a layer whose gate is the host's
+
+
+def gate(layer: int, whole: Span) -> Task:
+    reads = (Value(X, layer, whole), Value(GATE_WEIGHTS, layer))
+    writes = (
+        Value(EXPERT_IDS, layer, whole),
+        Value(SCORES, layer, whole),
+        Value(GATE_LOSSES, layer),
+    )
+    return Task(GATE, layer, whole, reads, writes)
+
+
+def order(layer: int, whole: Span, *, once: bool = False) -> Task:
+    """One exchange of counts for all chunks of the layer; and of scores, if rows go ``once``."""
+    ids, route = Value(EXPERT_IDS, layer, whole), Value(ROUTE, layer, whole)
+    if not once:
+        return Task(ORDER, layer, whole, (ids, Value(X, layer, whole)), (route,))
+    scores, row_scores = Value(SCORES, layer, whole), Value(ROW_SCORES, layer, whole)
+    return Task(ORDER, layer, whole, (ids, scores), (route, row_scores))
+
+
+def dispatch(layer: int, span: Span) -> Task:
+    reads = (Value(X, layer, span), Value(ROUTE, layer, span))
+    return Task(DISPATCH, layer, span, reads, (Value(ARRIVED, layer, span),))
+
+
+def join(layer: int, whole: Span) -> Task:
+    """Wait for the copies that this pass computes with; its adjoint sends their gradients home."""
+    reads = (Value(WEIGHTS, layer), Value(ROUTE, layer, whole))
+    return Task(JOIN, layer, whole, reads, (Value(TARGET_WEIGHTS, layer),))
+
+
+def start(layer: int) -> Task:
+    """Start a pass of a layer's copies; its adjoint waits until all their gradients are home."""
+    return Task(START, layer, Span(0, 1), (Value(WEIGHTS, layer),), (Value(STARTED, layer),))
+
+
+def launch(layer: int, piece: int, after: Value) -> Task:
+    """Begin to gather a piece of a layer's copies."""
+    span = Span(piece, piece + 1)
+    return Task(LAUNCH, layer, span, (after,), (Value(LAUNCHED, layer, span),))
+
+
+def recall(layer: int, after: Value) -> Task:
+    """Begin to gather a layer's copies again, for its backward."""
+    return Task(RECALL, layer, Span(0, 1), (after,), (Value(RECALLED, layer),))
+
+
+def have_again(joined: Task, after: Value) -> Task:
+    """Wait for the copies that were freed after forward.
+
+    Args:
+        joined: the adjoint of the task that joined them.
+        after: when they are needed.
+    """
+    writes = (Value(HAD_AGAIN, joined.layer),)
+    return replace(joined, op=HAVE_AGAIN, reads=(after,), writes=writes)
+
+
+def send_home(layer: int, piece: int, after: Value) -> Task:
+    """Begin to send a piece of the gradients of a layer's copies home."""
+    span = Span(piece, piece + 1)
+    return Task(SEND_HOME, layer, span, (after,), (Value(SENT, layer, span),))
+
+
+def plan_ahead(layer: int, whole: Span) -> Task:
+    """Plan the layer's next step by the rows of this one."""
+    return Task(PLAN, layer, whole, (Value(ROUTE, layer, whole),), (Value(PLANNED, layer),))
+
+
+def cell_gather(layer: int, span: Span) -> Task:
+    """The rows of all ranks of the cell, each of which computes with its part of every expert."""
+    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
+    return Task(CELL_GATHER, layer, span, reads, (Value(GATHERED, layer, span),))
+
+
+def expert(layer: int, span: Span, weights: Kind = WEIGHTS, *, sharded: bool = False) -> Task:
+    read, written = (GATHERED, PARTIAL) if sharded else (ARRIVED, COMPUTED)
+    reads = (Value(read, layer, span), Value(ROUTE, layer, span), Value(weights, layer))
+    return Task(EXPERT, layer, span, reads, (Value(written, layer, span),))
+
+
+def cell_scatter(layer: int, span: Span) -> Task:
+    """Sums over the cell, of each rank the rows that arrived there."""
+    reads = (Value(PARTIAL, layer, span), Value(ROUTE, layer, span))
+    return Task(CELL_SCATTER, layer, span, reads, (Value(COMPUTED, layer, span),))
+
+
+def combine(layer: int, span: Span, scores: Value | None = None) -> Task:
+    """Rows back to their tokens; where they are weighed before, by the ``scores`` of all rows."""
+    weights = () if scores is None else (scores,)
+    reads = (Value(COMPUTED, layer, span), *weights, Value(ROUTE, layer, span))
+    return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
+
+
+def restore(layer: int, span: Span, *, weighs: bool = True) -> Task:
+    scores = (Value(SCORES, layer, span),) if weighs else ()
+    reads = (Value(RETURNED, layer, span), *scores, Value(ROUTE, layer, span))
+    return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
+
+
+def routed_tasks(
+    layer: int,
+    *,
+    num_chunks: int,
+    degree: int,
+    copied: bool = False,
+    sharded: bool = False,
+    once: bool = False,
+) -> list[Task]:
+    """Order to restore, chunk by chunk: what every strategy starts from.
+
+    Args:
+        copied: experts may have copies here, which are joined when the first rows are on their way.
+        sharded: the ranks of a cell split each expert, so that rows are gathered and sums scattered
+            within it.
+        once: each token's row goes once to a cell, so that rows are weighed there.
+    """
+    whole = Span(0, num_chunks)
+    weights = TARGET_WEIGHTS if copied else WEIGHTS
+    scores = Value(ROW_SCORES, layer, whole) if once else None
+    tasks = [order(layer, whole, once=once)]
+    for span in spans(num_chunks, degree):
+        tasks.append(dispatch(layer, span))
+        if copied and span.start == 0:
+            tasks.append(join(layer, whole))
+        computing = [expert(layer, span, weights, sharded=sharded)]
+        if sharded:
+            computing = [cell_gather(layer, span), *computing, cell_scatter(layer, span)]
+        tasks += [*computing, combine(layer, span, scores), restore(layer, span, weighs=not once)]
+    return tasks
+
+
+def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated: bool) -> Schedule:
+    """The forward schedule of one layer.
+
+    Args:
+        tasks: order to restore and what the strategy put between, in issue order.
+        layer: number of the layer.
+        num_chunks: finest chunks.
+        gated: with a gate of ours before the tasks: x, gate weights and weights in; y and gate
+            losses out. Else x, expert ids, scores and weights in; y out.
+    """
+    whole = Span(0, num_chunks)
+    x, y, weights = Value(X, layer, whole), Value(Y, layer, whole), Value(WEIGHTS, layer)
+    if gated:
+        inputs = (x, Value(GATE_WEIGHTS, layer), weights)
+        return Schedule((gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer)))
+    chosen = (Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole))
+    return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
+
+
+class Beside(NamedTuple):
+    """What goes on beside the rows of a layer.
+
+    Attributes:
+        copied: experts may compute elsewhere than at home.
+        carried: the block before launches the copies; else the layer's own, as it begins.
+        carries: this layer's block launches those of the next.
+        plans: the next step is planned while rows travel.
+        freed: the copies are freed after forward and gathered again for backward.
+    """
+
+    copied: bool = False
+    carried: bool = False
+    carries: bool = False
+    plans: bool = False
+    freed: bool = False
+
+
+class Cutting(NamedTuple):
+    """How the rows of a layer travel.
+
+    Attributes:
+        pipeline: in which order and lanes.
+        forward_degree: spans that the tokens of a forward pass are cut into.
+        backward_degree: and of a backward pass.
+        sharded: as in ``routed_tasks``.
+        slices: reductions of dense gradients that the layer begins in backward.
+        once: as in ``routed_tasks``.
+    """
+
+    pipeline: Pipeline = PIPELINES["default"]
+    forward_degree: int = 1
+    backward_degree: int = 1
+    sharded: bool = False
+    slices: Slices = NO_SLICES
+    once: bool = False
+
+
+ALONE, WHOLE = Beside(), Cutting()
+
+
+class LayerTasks(NamedTuple):
+    """All that runs of a layer.
+
+    Attributes:
+        beside: what goes on beside its rows.
+        forward: its program.
+        backward: likewise.
+    """
+
+    beside: Beside
+    forward: Schedule
+    backward: Schedule
+
+    @property
+    def layer(self) -> int:
+        return self.forward.outputs[0].layer
+
+    @property
+    def block(self) -> tuple[Task, ...]:
+        """See ``block``."""
+        return block(self.layer, self.beside)
+
+
+@cache
+def block(layer: int, beside: Beside) -> tuple[Task, ...]:
+    """What a layer's block does about copies as it begins; adjoints of these, in reverse, end its
+    backward.
+
+    Where the next layer's copies are carried, so that they travel from here on, their pass starts
+    here: their gradients have until this block's backward ends.
+    """
+    tasks: list[Task] = []
+    if beside.copied and not beside.carried:
+        tasks += [start(layer), launch(layer, 0, after=Value(STARTED, layer))]
+    if beside.carries:
+        tasks.append(start(layer + 1))
+    return tuple(tasks)
+
+
+@cache
+def programs(
+    layer: int, *, gated: bool, beside: Beside = ALONE, cutting: Cutting = WHOLE
+) -> tuple[Schedule, Schedule]:
+    """Forward and backward of one layer.
+
+    Args:
+        layer: its number.
+        gated: as in ``layer_schedule``.
+        beside: what goes on beside its rows.
+        cutting: how these travel.
+
+    Raises:
+        ValueError: as of ``Pipeline.arranged``.
+    """
+    pipeline, *degrees, sharded, slices, once = cutting
+    num_chunks = lcm(*degrees)
+
+    def cut(degree: int) -> Schedule:
+        tasks = routed_tasks(
+            layer,
+            num_chunks=num_chunks,
+            degree=degree,
+            copied=beside.copied,
+            sharded=sharded,
+            once=once,
+        )
+        return layer_schedule(tasks, layer, num_chunks=num_chunks, gated=gated)
+
+    forward, template = map(cut, degrees)
+    forward = replace(forward, tasks=tuple(_forward(in_halves(forward.tasks), beside)))
+    back = pipeline.arranged(forward.backward_cut_as(template), slices)
+    end = forward.inputs[0]  # x, whose gradient dispatch's adjoint writes
+    tasks = _backward(_begun(back.tasks, slices, end), end, beside)
+    return pipeline.queued(forward), replace(back, tasks=tuple(tasks))
+
+
+def _forward(tasks: list[Task], beside: Beside) -> list[Task]:
+    """With what the layer launches and plans: the next one's copies under its experts and under
+    what follows them (Pro-Prophet, Algorithm 2; spec 3.4)."""
+    layer = tasks[0].layer
+    arrives, computes, returns = ([t for t in tasks if t.op is op] for op in _TURNS)
+    if beside.carries:
+        under_experts = launch(layer + 1, 0, after=arrives[0].writes[0])
+        tasks.insert(tasks.index(computes[0]), under_experts)
+        rest = launch(layer + 1, 1, after=returns[-1].writes[0])
+        tasks.insert(tasks.index(returns[-1]) + 1, rest)
+    if beside.plans:
+        (ordered,) = (task for task in tasks if task.op is ORDER)
+        tasks.insert(tasks.index(arrives[-1]) + 1, plan_ahead(layer, ordered.span))
+    return tasks
+
+
+_TURNS = (DISPATCH, EXPERT, COMBINE)
+
+
+def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
+    """With what is to be done about copies once the experts have computed.
+
+    That begins when the gradients of the rows have been exchanged: that window is left to the rows
+    (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
+    layer before are recalled, if they were freed. Where that one carries this layer's, it needs
+    its own for its experts, and the gradients have until after those.
+    """
+    layer, tasks = end.layer, issued_last(tasks, JOIN)
+    if beside.copied:
+        asides = [send_home(layer, 0, after=end), recall(layer - 1, after=end)]
+        tasks += reversed(asides) if beside.carried else asides
+    first = next(task for task in tasks if task.op is EXPERT)
+    if beside.carries:
+        returning = send_home(layer + 1, 1, after=Value(COMPUTED, layer, first.span))
+        tasks.insert(tasks.index(first), returning)
+    if beside.freed:
+        joined = next(task for task in tasks if task.op is JOIN)
+        tasks.insert(tasks.index(first), have_again(joined, after=first.reads[0]))
+    return tasks
+
+
+def _begun(tasks: Iterable[Task], slices: Slices, end: Value) -> list[Task]:
+    """The reductions beside the dense part are only begun: they end while the host computes."""
+    dense = range(slices.within_moe, slices.within_moe + slices.dense)
+    return [
+        replace(task, op=BEGIN_GRADIENTS, reads=(end,))
+        if task.op is GRADIENTS and task.span.start in dense
+        else task
+        for task in tasks
+    ]

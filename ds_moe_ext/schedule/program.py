@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.binding import Binding, Reading, Step
-from ds_moe_ext.schedule.crew import Crew, Saved
-from ds_moe_ext.schedule.executor import Lanes, OnDevice
-from ds_moe_ext.schedule.issuing import Issuing
-from ds_moe_ext.schedule.ranges import in_ranges
-from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.schedule.executor import Issuing, Lanes, OnDevice
+from ds_moe_ext.schedule.stages import Binding, Crew, Reading, Saved, Step
+from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value, in_ranges
+from ds_moe_ext.schedule.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ds_moe_ext.schedule.orders import LayerTasks
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     GATHER,
@@ -37,7 +38,6 @@ from ds_moe_ext.schedule.task import (
     Task,
     Value,
 )
-from ds_moe_ext.schedule.wires import LayerTasks
 
 LOSS = Kind("loss")  # what the host makes of the last layer's tokens
 COPIES = Kind("copies")  # a piece of a layer's copies, arrived

@@ -16,6 +16,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+from torch.autograd import profiler
+
 Made = TypeVar("Made")
 
 
@@ -437,3 +439,25 @@ def _covers(spans: Iterable[Span | None], wanted: Span | None) -> bool:
         if span.start <= reached:
             reached = max(reached, span.stop)
     return reached >= wanted.stop
+
+
+# Ranges for profilers: what a task computes, issues or waits for stands under its name.
+
+
+def in_ranges(schedule: Schedule, do: Callable[[int], None]) -> Callable[[int], None]:
+    """What does a task of a schedule, by its position: within a range where a profiler is on, else
+    as it is."""
+    # Of the process: whether its callbacks are this thread's or of all, torch keeps apart.
+    if not profiler._is_profiler_enabled:
+        return do
+    names = schedule.once(_names)
+
+    def do_in_range(position: int) -> None:
+        with profiler.record_function(names[position]):
+            do(position)
+
+    return do_in_range
+
+
+def _names(schedule: Schedule) -> tuple[str, ...]:
+    return tuple(task.label for task in schedule.tasks)

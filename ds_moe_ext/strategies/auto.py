@@ -14,17 +14,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.load import STEADY_STEPS
-from ds_moe_ext.pricing.layer_seconds import TaskCosts
-from ds_moe_ext.pricing.memory import copied_bytes_C
-from ds_moe_ext.pricing.step_price import Conditions, price_step
-from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategies.shares import SHARES
-from ds_moe_ext.strategy import (
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.described_run import copied_bytes_C
+from ds_moe_ext.planning.layer_seconds import TaskCosts
+from ds_moe_ext.planning.loads import STEADY_STEPS
+from ds_moe_ext.planning.step_price import Conditions, price_step
+from ds_moe_ext.planning.strategy import (
     Choice,
     Choosing,
     Forecast,
@@ -35,6 +30,11 @@ from ds_moe_ext.strategy import (
     Strategy,
     register,
 )
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.esp import ExpertSharding
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategies.shares import SHARES
 from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
 
 KEY = "ds_moe_ext.auto"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ds_moe_ext.planning.strategy import Job, Keys, Plan, Strategy, register
 from ds_moe_ext.schedule.graphs import WARM_UPS
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.strategy import Job, Keys, Plan, Strategy, register
 from ds_moe_ext.strict import at_least, one_of
 
 KEY = "ds_moe_ext.ep"

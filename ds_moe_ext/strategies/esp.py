@@ -16,8 +16,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from ds_moe_ext.cost.exchange import BY_COST, WAYS, Way
-from ds_moe_ext.planners.layer_pipelines import (
+from ds_moe_ext.planning.exchange_costs import BY_COST, WAYS, Way
+from ds_moe_ext.planning.layer_pipelines import (
     EVEN,
     SOLVERS,
     Balance,
@@ -26,12 +26,8 @@ from ds_moe_ext.planners.layer_pipelines import (
     plan_pipelines,
     with_degrees,
 )
-from ds_moe_ext.pricing.layer_seconds import Flow
-from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
-from ds_moe_ext.schedule.task import Lane, Schedule
-from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategy import (
+from ds_moe_ext.planning.layer_seconds import Flow
+from ds_moe_ext.planning.strategy import (
     Job,
     Keys,
     Overlay,
@@ -44,6 +40,10 @@ from ds_moe_ext.strategy import (
     cutting_of,
     register,
 )
+from ds_moe_ext.schedule import orders
+from ds_moe_ext.schedule.orders import PIPELINES, Pipeline
+from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strict import NOT_A_KEY, at_least, one_of
 
 KEY = "ds_moe_ext.esp"
@@ -241,7 +241,7 @@ class ExpertSharding(Overlay):
 
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
         cutting = cutting_of(site, self.pipeline)
-        return wires.programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
+        return orders.programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
 
 
 @lru_cache(maxsize=4)

@@ -16,7 +16,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import (
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LevelShare, LocalElseHome
+from ds_moe_ext.planning.layer_costs import (
     BACKWARD,
     FORWARD,
     BlockPrices,
@@ -24,16 +26,28 @@ from ds_moe_ext.cost.block_costs import (
     is_balanced,
     placement_seconds,
 )
-from ds_moe_ext.cost.overlap import copies_that_fit
-from ds_moe_ext.cost.prices import TRIPS
-from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.load import STEADY_STEPS, drift, has_moved
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
-from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
-from ds_moe_ext.planners.shadow import shadow_experts
-from ds_moe_ext.schedule.wires import Beside
-from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.planning.loads import STEADY_STEPS, drift, has_moved
+from ds_moe_ext.planning.prices import TRIPS, copies_that_fit
+from ds_moe_ext.planning.prophet_planner import (
+    SPLITS,
+    BlockPlan,
+    place_experts,
+    shadow_experts,
+    split_backward,
+    split_forward,
+)
+from ds_moe_ext.planning.strategy import (
+    Carried,
+    Forecast,
+    Job,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+    register,
+)
+from ds_moe_ext.schedule.orders import Beside
 from ds_moe_ext.strategies.shares import (
     PAPER,
     PRICED,
@@ -47,17 +61,6 @@ from ds_moe_ext.strategies.shares import (
     rule_seconds,
     saves,
     shared_by_time,
-)
-from ds_moe_ext.strategy import (
-    Carried,
-    Forecast,
-    Job,
-    Plan,
-    Pool,
-    Rhythm,
-    Site,
-    Strategy,
-    register,
 )
 from ds_moe_ext.strict import at_least, one_of
 

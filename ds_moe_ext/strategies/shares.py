@@ -10,14 +10,19 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.level_share import SWEEPS, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_swaps import cover_nodes, swap_copies
-from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest, is_even
-from ds_moe_ext.row_levels import RowLevels, WholePrices, is_compiled
-from ds_moe_ext.share import Rule
-from ds_moe_ext.strategy import Destination, Plan, Pool
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices, is_compiled
+from ds_moe_ext.core.share import SWEEPS, LevelShare, Rule
+from ds_moe_ext.planning.priced_plans import (
+    TOLERANCE,
+    Repair,
+    cover_nodes,
+    fewest,
+    is_even,
+    swap_copies,
+)
+from ds_moe_ext.planning.prices import RowPrices
+from ds_moe_ext.planning.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import one_of
 
 PRICED, PLANNED, PAPER = "priced", "planned", "paper"  # shares, by their JSON names

@@ -13,12 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.roles import Roles, Striping
-from ds_moe_ext.schedule.stripe_samples import check_stripes, default_stripes
-from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.core.layout import Roles, Striping
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy, register
+from ds_moe_ext.schedule.stripes import A2E, E2A, check_stripes, default_stripes
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.strategy import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
 WHERE = "ds_moe_ext.zebra"

@@ -17,19 +17,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.cost.block_costs import BACKWARD
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import FREE, AllReduce, Line
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.load import LoadWindow
-from ds_moe_ext.loads.sources import read_loads
-from ds_moe_ext.placement import even_homes
-from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.pricing.layer_seconds import TaskCosts
-from ds_moe_ext.pricing.step_price import Conditions, price_step
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.core.placement import even_homes
+from ds_moe_ext.planning.layer_costs import BACKWARD, LayerCosts
+from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.planning.layer_seconds import TaskCosts
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.loads import LoadWindow
+from ds_moe_ext.planning.prices import FREE, AllReduce, Line, Prices
+from ds_moe_ext.planning.step_price import Conditions, price_step
+from ds_moe_ext.planning.strategy import Choice, Job, Past, Pool, Strategy
 from ds_moe_ext.strategies.auto import Auto
-from ds_moe_ext.strategy import Choice, Job, Past, Pool, Strategy
 
 CELLS, LAYERS, TOKENS, TOP_K = 8, 8, 4096, 2
 WIDTH = 4096  # of a row, two bytes each

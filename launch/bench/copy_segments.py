@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from rotation import Contender, measure
 
-from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import SMALL, Cargo, Part, Transfers, gather_rounds
 from ds_moe_ext.schedule.executor import Steps, T, to_the_end
-from ds_moe_ext.transfer import SMALL, Cargo, Part, Transfers, gather_rounds
 
 WAYS = ("whole", "segments")
 MEGA = 1e6

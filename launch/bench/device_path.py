@@ -52,7 +52,7 @@ from rich.table import Table
 from rotation import rotated
 from torch import Tensor, nn
 
-from ds_moe_ext.steps.costs import WATCHED
+from ds_moe_ext.hosts.steps.costs import WATCHED
 
 NUM_PROFILED = 2
 AFTER_BACKWARD = 2  # the moment of `passes`

@@ -33,16 +33,16 @@ from rich.console import Console
 from rich.table import Table
 from rotation import rotated
 
-from ds_moe_ext.attachment.launcher import Launched
-from ds_moe_ext.comm import all_to_all_rows, connect, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.commands.profile_ranks import device_of
-from ds_moe_ext.layout import Grid, ParallelLayout, world
-from ds_moe_ext.measure.bench import Bench, clock_of
-from ds_moe_ext.moe.deep_ep import DeepEp, why_not
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core.comm import all_to_all_rows, connect, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.layout import Grid, ParallelLayout, world
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.hosts.attachment.startup_check import Launched
+from ds_moe_ext.moe.dispatch import DeepEp, why_not
+from ds_moe_ext.planning.bench import Bench, clock_of
 from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.transfer import Cargo, gather_rounds
 
 MIB = 2**20
 NUM_WARM_UPS = 2

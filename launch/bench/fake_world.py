@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_moe_ext import comm, layout
+from ds_moe_ext.core import comm, layout
 from ds_moe_ext.moe import dispatch, layer
 from ds_moe_ext.schedule import executor
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ds_moe_ext import comm
+from ds_moe_ext.core import comm
 
 FETCHES = (
     "item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",

@@ -46,7 +46,7 @@ from rich.progress import track
 from rich.table import Table
 from rotation import NUM_WARM_UPS, rotated
 
-from ds_moe_ext.kernels import HAS_TRITON
+from ds_moe_ext.core.kernels import HAS_TRITON
 
 BUILDERS: Mapping[str, Builder] = {**OURS, **PEERS}
 """All contenders by name; the first is what the others are compared with."""

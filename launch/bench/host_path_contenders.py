@@ -19,9 +19,8 @@ from fake_world import inline
 from replaced_layers import CPU, ReplacedLayers
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 
 WIDTH = 8
 """Of tokens and of experts: what is computed takes no time beside what issues it."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from host_counts import COLLECTIVES, FETCHES, Place
 from torch import Tensor
 
-from ds_moe_ext import comm
+from ds_moe_ext.core import comm
 
 
 @dataclass

@@ -18,19 +18,17 @@ import torch
 from order_functions import IndexOrdering, OneHotOrdering, Ordering, Seats, room_of
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts import huggingface
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
-from ds_moe_ext.moe.gates.gate_object import GATES
+from ds_moe_ext.hosts.attachment.host_layer import any_name
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import GATES, Gate, SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Site
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategy import Job, Site
 
 OURS, CEILING = "ours: MoELayer", "dense FFN of the same FLOPs"
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_moe_ext import kernels
+from ds_moe_ext.core import kernels
 
 
 @dataclass

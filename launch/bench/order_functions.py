@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ds_moe_ext.comm import max_in_place
+from ds_moe_ext.core.comm import max_in_place
 from ds_moe_ext.moe.gate import capacity_of, count
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
+from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
 from ds_moe_ext.moe.slot_rows import SlotRows
 
 BACKWARD = 2.0  # times as long as forward

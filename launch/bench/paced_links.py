@@ -15,8 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext import comm
-from ds_moe_ext.comm import Pairs, Parcel
+from ds_moe_ext.core import comm
+from ds_moe_ext.core.comm import Pairs, Parcel
 from ds_moe_ext.moe import dispatch
 from ds_moe_ext.schedule.executor import InlineLanes, Steps, ThreadLanes
 

@@ -23,8 +23,8 @@ from priced_cluster import A100, PricedCluster
 from row_ways import by_optimum, by_priced, evenly, evenly_on_node
 from trace_replay import Planner
 
-from ds_moe_ext.loads.zipf import zipf_steps
-from ds_moe_ext.placement import even_homes
+from ds_moe_ext.core.placement import even_homes
+from ds_moe_ext.planning.load_models import zipf_steps
 
 NODE = 8  # ranks of one
 

@@ -50,18 +50,15 @@ from row_ways import (
 from trace_replay import Planner, Score, score
 from ultraep import quotas
 
-from ds_moe_ext.cost.prices import RoutedRows
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.hardware import read_hardware
-from ds_moe_ext.loads.count_tables import read_table
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.calibrate import calibrate, guarded
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
-from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.core.hardware import read_hardware
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.fssdp_planner import calibrate, guarded, materialize
+from ds_moe_ext.planning.load_files import read_table
+from ds_moe_ext.planning.prices import RoutedRows, RowPrices
+from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts, shadow_experts
+from ds_moe_ext.planning.strategy import Job, Pool, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Job, Pool, Strategy
 
 
 def materialized(

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.moe import layer as moe_layer
-from ds_moe_ext.schedule.worker import worker
+from ds_moe_ext.schedule.executor import worker
 
 NUM_ALONE = 2000  # turns of the loop, of which the second half tells how long one takes alone
 NUM_ELEMENTS = 16384  # of an operation, some of whose time Python's lock is free

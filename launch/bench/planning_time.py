@@ -36,27 +36,26 @@ from fake_world import inline
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.attachment.host_layer import Hosted
-from ds_moe_ext.attachment.replacement import AttachedLayer
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.load import LoadWindow
-from ds_moe_ext.loads.sizes import Sizes as DrawnSizes
-from ds_moe_ext.loads.zipf import TRAINED, zipf_rows, zipf_steps
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.hosts.attachment.host_layer import Hosted
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.steps import planning
+from ds_moe_ext.hosts.steps.costs import STEPS, Costs, Measured
+from ds_moe_ext.hosts.steps.planning import Checks, Planning
 from ds_moe_ext.moe import layer as moe_layer
-from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.layer_copies import Copies, in_order
 from ds_moe_ext.moe.observation import Rows
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.load_models import TRAINED, zipf_rows, zipf_steps
+from ds_moe_ext.planning.loads import LoadWindow
+from ds_moe_ext.planning.loads import Sizes as DrawnSizes
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.strategy import Job, Pool, Site, Strategy, followers
 from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.schedule.task import INTER, PARAM
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.steps import beside
-from ds_moe_ext.steps.cost_checks import Checks
-from ds_moe_ext.steps.costs import STEPS, Costs, Measured
-from ds_moe_ext.steps.planning import Planning
-from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -261,7 +260,7 @@ class OneRank:
 
     def route(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows, and plan beside the step: here and now."""
-        with mock.patch.object(beside, "worker", lambda: self._beside):
+        with mock.patch.object(planning, "worker", lambda: self._beside):
             self.count(rows_LCE)
 
     def balance_L(self, rows_LCE: np.ndarray) -> list[float]:

@@ -37,13 +37,15 @@ from replaced_layers import ReplacedLayers
 from rich.console import Console
 from torch import Tensor, nn
 
-from ds_moe_ext.moe.copies.airfield import Airfield
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.moe.copy_flights import Airfield
 from ds_moe_ext.moe.layer import RoutedExperts, SawSlice
-from ds_moe_ext.planners.copy_split import Split
-from ds_moe_ext.planners.layer_pipelines import NOWHERE, Placed
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.planning.layer_pipelines import NOWHERE, Placed
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.planning.strategy import Carried, Plan, followers
 from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -63,8 +65,6 @@ from ds_moe_ext.schedule.task import (
     Span,
     Task,
 )
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Carried, Plan, followers
 
 NUM_RANKS = 4  # that a process by itself stands for one of
 NUM_EXPERTS, NUM_ROWS, WIDTH = 8, 48, 4

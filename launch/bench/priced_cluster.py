@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD, BlockPrices
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD, BlockPrices
+from ds_moe_ext.planning.prices import Prices, RowPrices
 
 A100 = Hardware(
     name="A100 nodes with 400 Gb/s",

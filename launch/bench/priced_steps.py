@@ -5,10 +5,10 @@
 
 Layers and arguments are those of ``slow_links.py``. Once first steps have shown what rows and
 copies cost, each further one is priced by its rows and plans alone: ``simulate`` runs the schedules
-with what links carry (``cost/link_prices.py``), computing as long as it is paced, and what is left
-of a layer as long as it took in the warm-up. A step is from the start of forward to the end of
-backward on the last rank; planning between steps is not in it. It is taken several times with its
-plans and rows as they are, and the median counts: four ranks share this machine's cores.
+with what links carry (``planning/exchange_costs.py``), computing as long as it is paced, and what
+is left of a layer as long as it took in the warm-up. A step is from the start of forward to the
+end of backward on the last rank; planning between steps is not in it. It is taken several times
+with its plans and rows as they are, and the median counts: four ranks share this machine's cores.
 
 Shape letters: L layers, C ranks, E experts.
 """
@@ -36,12 +36,16 @@ from slow_links import Load, contenders, loads, parse_arguments, ways
 from slow_links_contenders import Contender
 from slow_links_figures import rows_between
 
-from ds_moe_ext.attachment.replacement import bytes_of
-from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.cost.link_prices import LinkPrices, trip_through
-from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.hosts.attachment.replacement import bytes_of
+from ds_moe_ext.hosts.steps.costs import Links
 from ds_moe_ext.moe.observation import Rows, TimedTask
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.exchange_costs import LinkPrices, trip_through
+from ds_moe_ext.planning.strategy import Plan
+from ds_moe_ext.schedule.orders import LayerTasks
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
@@ -58,10 +62,6 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     Task,
 )
-from ds_moe_ext.schedule.wires import LayerTasks
-from ds_moe_ext.steps.costs import Links
-from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Cargo, gather_rounds
 
 NUM_SEEN = 6  # last steps of the warm-up, which tell what layers add to links
 NUM_PRICED = 8

@@ -12,17 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.attachment.block_hooks import launch_with_blocks
-from ds_moe_ext.attachment.experts import HostedExperts, find_registered
-from ds_moe_ext.attachment.replacement import AttachedLayer, Finder, build, draw, stays_in_slots
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.block_hooks import launch_with_blocks
+from ds_moe_ext.hosts.attachment.experts import HostedExperts, find_registered
+from ds_moe_ext.hosts.attachment.replacement import (
+    AttachedLayer,
+    Finder,
+    build,
+    draw,
+    stays_in_slots,
+)
+from ds_moe_ext.hosts.steps.costs import Costs
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients, Pipelines
+from ds_moe_ext.hosts.steps.planning import Checks, Planning
 from ds_moe_ext.moe.observation import Rows
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.steps.cost_checks import Checks
-from ds_moe_ext.steps.costs import Costs
-from ds_moe_ext.steps.pipeline_costs import DenseGradients, Pipelines
-from ds_moe_ext.steps.planning import Planning
-from ds_moe_ext.strategy import Job
+from ds_moe_ext.planning.strategy import Job
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.steps.costs import CHECKED, STEPS
+from ds_moe_ext.hosts.steps.costs import CHECKED, STEPS
 
 NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
 """Steps after which costs are known, models are checked, and the window has seen the loads."""

@@ -13,11 +13,10 @@ from functools import partial
 import numpy as np
 from priced_cluster import PricedCluster
 
-from ds_moe_ext.level_share import SWEEPS, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_share import Routed, divide, in_whole_rows, sent_rows
-from ds_moe_ext.row_levels import RowLevels, WholePrices
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
+from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy, Rule
+from ds_moe_ext.planning.priced_plans import Routed, divide, in_whole_rows, sent_rows
 
 
 @dataclass(frozen=True, eq=False)

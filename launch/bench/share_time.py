@@ -20,14 +20,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.level_share import SWEEPS, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.share import NearestCopy, Rule, received_by_slot, sent_by_pair
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import (
+    SWEEPS,
+    LevelShare,
+    NearestCopy,
+    Rule,
+    received_by_slot,
+    sent_by_pair,
+)
+from ds_moe_ext.planning.fssdp_planner import materialize
+from ds_moe_ext.planning.prices import Prices, RowPrices
+from ds_moe_ext.planning.strategy import Pool
 from ds_moe_ext.strategies.shares import levels_by
-from ds_moe_ext.strategy import Pool
 
 PRICES = Prices(
     row_s=2e-7, row_bytes=4096, copy_s=1e-4, inter_bytes_per_s=4e11, intra_bytes_per_s=4.5e11

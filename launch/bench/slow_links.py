@@ -41,8 +41,8 @@ from slow_links_contenders import (
 )
 from slow_links_figures import Result, Seen, Tally, markdown
 
-from ds_moe_ext.loads.count_tables import read_table
-from ds_moe_ext.loads.zipf import zipf_loads
+from ds_moe_ext.planning.load_files import read_table
+from ds_moe_ext.planning.load_models import zipf_loads
 
 TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 

@@ -19,9 +19,9 @@ from replaced_layers import ReplacedLayers
 from slow_links_figures import Cards, Routed, Seen, Told, rows_between, travel
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import Traffic
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.strategy import ROWS_ALONE
+from ds_moe_ext.core.comm import Traffic
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.strategy import ROWS_ALONE
 
 
 @dataclass(frozen=True)

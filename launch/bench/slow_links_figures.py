@@ -16,13 +16,13 @@ import torch
 from cluster import SPEEDS
 from pace import BACKWARD, Moments, Pace, bare, union
 
-from ds_moe_ext.comm import all_gather_counts
-from ds_moe_ext.cost.prices import TRIPS, Prices, RowFlow, flow_seconds
-from ds_moe_ext.load import balance_L
+from ds_moe_ext.core.comm import all_gather_counts
 from ds_moe_ext.moe.observation import TimedTask
+from ds_moe_ext.planning.loads import balance_L
+from ds_moe_ext.planning.prices import TRIPS, Prices, RowFlow, flow_seconds
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.schedule.task import ATTENTION, COMPUTE, PARAM
-from ds_moe_ext.strategy import Plan
 
 # Where rows go.
 

@@ -34,12 +34,12 @@ from slow_links_contenders import PLAIN, Contender, Sizes, Way
 from slow_links_figures import Result
 
 from ds_moe_ext.commands.price.inputs import read_clusters, read_model
-from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.loads.sources import read_loads
-from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.reached import Reached
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Reached
+from ds_moe_ext.planning.described_run import DescribedRun
+from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.model_shape import Training
 
 WAYS = (
     PLAIN,

@@ -34,8 +34,8 @@ from rotation import rotated
 from slow_ranks_figures import ELEMENT_BYTES, Durations, Group, Shared, Simulator, Step
 from slow_ranks_model import Model, Shape, batch_of
 
-from ds_moe_ext.comm import all_gather_counts, all_to_all_by_pairs
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.comm import all_gather_counts, all_to_all_by_pairs
+from ds_moe_ext.core.hardware import Link
 
 TOLERANCE = 1e-4  # of a loss: sums are taken in another order, and steps multiply that
 

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pace import BACKWARD, Moments, bare, union
 from slow_ranks_model import Shape
 
-from ds_moe_ext.cost.zebra_step import ZebraShape, price_step, stripe_times
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
 from ds_moe_ext.papers.hetermoe_rivals import EpGroup, ep_tokens_per_s, price_dist_ep
-from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
+from ds_moe_ext.planning.zebra_costs import (
+    MoeModel,
+    RankClass,
+    TwoClasses,
+    ZebraShape,
+    price_step,
+    stripe_times,
+)
+from ds_moe_ext.planning.zebra_planner import ZebraGroup, assign_experts
 
 ELEMENT_BYTES = 4  # float32 travels
 

@@ -16,12 +16,11 @@ import numpy as np
 from priced_cluster import PricedCluster
 from row_ways import Layout, Way, to_home
 
-from ds_moe_ext.cost.block_costs import BlockPrices, block_seconds, copied_experts
-from ds_moe_ext.cost.prices import busiest_link
-from ds_moe_ext.cost.row_prices import between_nodes
-from ds_moe_ext.load import LoadWindow, balance_L
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.homes import shard
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.planning.fssdp_planner import shard
+from ds_moe_ext.planning.layer_costs import BlockPrices, block_seconds, copied_experts
+from ds_moe_ext.planning.loads import LoadWindow, balance_L
+from ds_moe_ext.planning.prices import between_nodes, busiest_link
 
 COPY_TRIPS = 2  # weights to a copy, gradients back
 

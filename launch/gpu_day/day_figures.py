@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.commands.cluster_profile import links, products
-from ds_moe_ext.hardware import read_hardware
+from ds_moe_ext.core.hardware import read_hardware
 
 JSON = "figures.json"
 PRINTED = "printed.txt"

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ds_moe_ext.convert import dcp, deepspeed
-from ds_moe_ext.convert.conversion import Asked, Form, convert
+from ds_moe_ext.commands.conversion import dcp, deepspeed
+from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert
 from tests.convert import models
 from tests.hosts import jobs
 from tests.hosts.jobs import Job

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from ds_moe_ext import cli
-from ds_moe_ext.convert import description, huggingface, megatron, megatron_arguments
-from ds_moe_ext.convert.conversion import Asked, Form, convert, form_of
+from ds_moe_ext.commands.conversion import description, huggingface, megatron, megatron_arguments
+from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert, form_of
 from tests.convert import models
 from tests.convert.models import edited
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ds_moe_ext.convert import description, huggingface
-from ds_moe_ext.convert.conversion import Form
-from ds_moe_ext.convert.listed_model import ListedModel
-from ds_moe_ext.convert.model import Scope
-from ds_moe_ext.convert.tables import Table, cells
+from ds_moe_ext.commands.conversion import description, huggingface
+from ds_moe_ext.commands.conversion.conversion import Form
+from ds_moe_ext.commands.conversion.listed_model import ListedModel
+from ds_moe_ext.commands.conversion.model import Scope
+from ds_moe_ext.commands.conversion.tables import Table, cells
 from tests.convert.models import assert_equal, edited
 from tests.convert.test_deepspeed import converted
 from tests.hosts import families, jobs

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ds_moe_ext.convert.conversion import Asked, Form, convert
+from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert
 from tests.convert import models
 from tests.convert.test_deepspeed import GPT, converted, described, ran
 from tests.hosts import jobs

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ds_moe_ext.convert.conversion import Asked, Form, convert
+from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from tests import payloads
 from tests.convert import models

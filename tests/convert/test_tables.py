@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_moe_ext.convert import description, megatron_arguments, names
-from ds_moe_ext.convert.listed_model import decoder_of
-from ds_moe_ext.convert.model import Experts, Model, Part, Piece, pieces
-from ds_moe_ext.convert.tables import Table, cells, join, of_model, split
+from ds_moe_ext.commands.conversion import description, megatron_arguments, names
+from ds_moe_ext.commands.conversion.listed_model import decoder_of
+from ds_moe_ext.commands.conversion.model import Experts, Model, Part, Piece, pieces
+from ds_moe_ext.commands.conversion.tables import Table, cells, join, of_model, split
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 MODELS = {

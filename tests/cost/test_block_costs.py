@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.block_costs import (
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.layer_costs import (
     block_seconds,
     cell_rows,
     copied_experts,
@@ -21,8 +23,6 @@ from ds_moe_ext.cost.block_costs import (
     placement_seconds,
     whole_rows,
 )
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import LocalElseHome
 from tests.planners.plainly import (
     BLOCK_PRICES,
     GATING_CE,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.all_to_all import Itinerary, Nodes, Reach, by_leaders, by_places, direct
-from ds_moe_ext.cost.exchange import (
+from ds_moe_ext.core.all_to_all import Itinerary, Nodes, Reach, by_leaders, by_places, direct
+from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.planning.exchange_costs import (
     BY_COST,
     WAYS,
     Hops,
@@ -23,11 +24,10 @@ from ds_moe_ext.cost.exchange import (
     hops_of,
     line_of_way,
 )
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, Line, LinearCost
-from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
-from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, Piped, plan_pipelines
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer, Piped, plan_pipelines
+from ds_moe_ext.planning.prices import AllReduce, Line, LinearCost
+from ds_moe_ext.schedule.orders import PIPELINES
 
 PLANNERS = {Way.DIRECT: direct, Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.link_prices import BARE, LinkPrices, Trip, trip_through
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Cargo, gather_rounds
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.planning.exchange_costs import BARE, LinkPrices, Trip, trip_through
 
 NODE_C = np.array([0, 0, 1, 1])
 LINKS = LinkPrices(near_bytes_per_s=10.0, far_bytes_per_s=2.0, node_bytes_per_s=4.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
+from ds_moe_ext.planning.prices import copies_that_fit, overlap_degree
 
 
 @pytest.mark.parametrize(

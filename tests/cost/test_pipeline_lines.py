@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.lines import FREE, AllReduce, Line
-from ds_moe_ext.cost.pipeline_lines import (
-    LayerRows,
-    PipelineLines,
-    Usage,
-    described_lines,
-    layer_costs,
-)
-from ds_moe_ext.hardware import (
+from ds_moe_ext.core.hardware import (
     Collectives,
     Device,
     Flops,
@@ -30,7 +22,15 @@ from ds_moe_ext.hardware import (
     Products,
     read_hardware,
 )
-from ds_moe_ext.planners.degree import best_degree
+from ds_moe_ext.planning.exchange_costs import (
+    LayerRows,
+    PipelineLines,
+    Usage,
+    described_lines,
+    layer_costs,
+)
+from ds_moe_ext.planning.pipeline_degrees import best_degree
+from ds_moe_ext.planning.prices import FREE, AllReduce, Line
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 GPU = Device(name="a GPU", flops_per_s=Flops(bf16=300e12, fp16=200e12))

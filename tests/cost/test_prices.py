@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.prices import PARTS, Prices, nearest_copy_flow, step_seconds
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.planning.prices import PARTS, Prices, nearest_copy_flow, step_seconds
 from tests.planners.plainly import HOME, NODE_C, PROPERTY, ROWS_CE, small_models
 
 PRICES = Prices(

@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_step import ZebraShape
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
 from ds_moe_ext.papers.hetermoe_rivals import (
     EpGroup,
     ep_ideal_tokens_per_s,
     ep_tokens_per_s,
     price_dist_ep,
 )
-from ds_moe_ext.planners.zebra_ratio import price_shape
+from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses, ZebraShape
+from ds_moe_ext.planning.zebra_planner import price_shape
 from tests.cost.zebra_bounds import Bounds
 from tests.planners.plainly import PROPERTY
 

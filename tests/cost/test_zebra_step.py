@@ -15,9 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_step import ZebraShape, exchange_s, price_step, stripe_times
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses, all_to_all_s, card_of
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.planning.zebra_costs import (
+    MoeModel,
+    RankClass,
+    TwoClasses,
+    ZebraShape,
+    all_to_all_s,
+    card_of,
+    exchange_s,
+    price_step,
+    stripe_times,
+)
 from tests.planners.plainly import PROPERTY
 
 FREE = Link(bytes_per_s=1e30)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.schedule.executor import (
     CudaLanes,
     InlineCudaLanes,
@@ -29,7 +29,6 @@ from ds_moe_ext.schedule.executor import (
 )
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategy import Job, Strategy
 from tests.strategies_for_tests import Chunked
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

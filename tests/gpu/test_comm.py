@@ -16,12 +16,12 @@ import torch.distributed as dist
 from shared_gpus import share_gpus
 from torch import Tensor
 
-from ds_moe_ext import comm
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core import comm
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
 from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
 from tests.ranks import pool_of
 
 SHAPE = (64, 48)

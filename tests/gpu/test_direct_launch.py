@@ -17,8 +17,8 @@ import torch
 from no_device import nowhere
 from torch import Tensor
 
-from ds_moe_ext import kernels
-from ds_moe_ext.direct_launch import Kernel
+from ds_moe_ext.core import kernels
+from ds_moe_ext.core.kernels import Kernel
 from tests.ranks import forkserver
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

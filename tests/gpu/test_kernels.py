@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext import kernels
-from ds_moe_ext.moe.padding import Padding
-from ds_moe_ext.moe.restore import weighing_grads
-from ds_moe_ext.moe.route import Route, one_cell_route
-from ds_moe_ext.moe.swiglu import _product, _product_grad
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import Moved, indices_of
+from ds_moe_ext.core import kernels
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import Moved, indices_of
+from ds_moe_ext.moe.feed_forward import _product, _product_grad
+from ds_moe_ext.moe.order import Padding
+from ds_moe_ext.moe.route import Route, one_cell_route, weighing_grads
 from ds_moe_ext.schedule.task import Span
 from tests.gpu.layers import CPU, ON_CUDA
 

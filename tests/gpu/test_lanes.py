@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.moe.slot_rows import SlotSortings
-from ds_moe_ext.schedule.crew import Saved, Stage
 from ds_moe_ext.schedule.executor import (
     CudaStreams,
     InlineLanes,
@@ -30,6 +29,7 @@ from ds_moe_ext.schedule.executor import (
     lanes_for,
 )
 from ds_moe_ext.schedule.program import Program
+from ds_moe_ext.schedule.stages import Saved, Stage
 from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Lane, Op, Span
 from ds_moe_ext.testing import relative_error
 from tests.flows import flow

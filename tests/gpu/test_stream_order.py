@@ -19,11 +19,11 @@ from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_moe_ext.hosts.steps.costs import STEPS
+from ds_moe_ext.hosts.steps.pipeline_costs import Pipelines
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes, _tensors
 from ds_moe_ext.schedule.task import PLAN
-from ds_moe_ext.steps.costs import STEPS
-from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
 from tests.gpu.stream_order import BookedLanes, Books, Queue, QueuedLanes, Queues
 from tests.gpu.way import copied_from_the_host

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_moe_ext.hosts.zebra import coroutine
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.executor import Carried
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.zebra import coroutine
 from tests import test_striped
 from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
 from tests.gpu.way import on_this_way

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.schedule.executor import Lanes
 from tests.gpu.layers import DEVICES, Case, Runner, layer_of, one_by_one, side_by_side
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fake_world import as_on_cuda, on_lanes
 
-from ds_moe_ext import comm
+from ds_moe_ext.core import comm
 from ds_moe_ext.schedule.executor import Lanes
 from tests.gpu.stream_order import BookedLanes, Books, Queues
 

@@ -27,8 +27,8 @@ from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
-from ds_moe_ext.steps.optimizer_states import MASTER
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.hosts.steps.expert_moves import MASTER
+from ds_moe_ext.hosts.steps.training_run import run_of
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, loss_of, micro_batch
 from tests.hosts.test_regions import in_whole

@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
-from ds_moe_ext.level_share import LevelShare
+from ds_moe_ext.core.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.core.share import LevelShare
+from ds_moe_ext.core.transfer import Part
+from ds_moe_ext.hosts.steps.planning import Planning
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.schedule.executor import Steps
-from ds_moe_ext.steps.planning import Planning
-from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Part
 from tests.hosts.jobs import Job, Result, train
 from tests.hosts.varied import VARIED
 from tests.ranks import pool_of
@@ -45,7 +45,7 @@ SLOW = Hardware(
 )
 """Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
 
-COPIES = "ds_moe_ext.moe.copies.flight"
+COPIES = "ds_moe_ext.moe.copy_flights"
 
 Tensors = Mapping[int, Sequence[Tensor]]
 
@@ -115,7 +115,7 @@ def watching(watch: Watch) -> Iterator[None]:
         after_step(planning, step, rows)
 
     with (
-        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", watch.gather),
+        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", watch.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", watch.reduce),
         mock.patch.object(Planning, "after_step", then_plan),
     ):

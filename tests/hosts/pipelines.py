@@ -279,8 +279,8 @@ def train_with_report(rank: int, world_size: int, pipeline: Pipeline) -> None:
     """Let the report be written into the job's folder."""
     from unittest import mock
 
+    from ds_moe_ext.hosts.steps.training_run import run_of
     from ds_moe_ext.report.report_files import ReportFiles
-    from ds_moe_ext.steps.training_run import run_of
 
     report = {"enabled": True, "path": pipeline.job.folder}
     document = jobs.document_of(pipeline.job, world_size // pipeline.num_stages)
@@ -299,8 +299,8 @@ def train_with_report(rank: int, world_size: int, pipeline: Pipeline) -> None:
 
 
 def _num_copies(engine: Any) -> int:
+    from ds_moe_ext.hosts.steps.training_run import recorder_of
     from ds_moe_ext.report.summary import outcomes_by_layer
-    from ds_moe_ext.steps.training_run import recorder_of
 
     recorder = recorder_of(engine)
     record = None if recorder is None else recorder.record()

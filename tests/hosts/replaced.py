@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment import replacement
-from ds_moe_ext.attachment.replacement import AttachedLayer
-from ds_moe_ext.settings import Settings
+from ds_moe_ext.hosts.attachment import replacement
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
 from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.settings import Settings
 
 
 def replace_experts(model: nn.Module, **settings: Any) -> list[AttachedLayer]:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import ds_moe_ext
-from ds_moe_ext.steps import costs
+from ds_moe_ext.hosts.steps import costs
 from tests.hosts import jobs
 from tests.ranks import pool_of
 

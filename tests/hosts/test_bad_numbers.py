@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.report.record import BadScores
-from ds_moe_ext.steps.training_run import run_of
 from tests.hosts.jobs import Job, _float16_on_a_cpu, engine_of, loss_of, micro_batch
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow

@@ -20,15 +20,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
-from ds_moe_ext.cost.link_prices import BARE, LinkPrices, Trip
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.observation import Rows
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.report.record import RunRecord, TermRecord
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.steps import cost_checks
-from ds_moe_ext.steps.cost_checks import Checks, term_of
-from ds_moe_ext.steps.costs import (
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.hosts.steps import planning
+from ds_moe_ext.hosts.steps.costs import (
     CHECKED,
     STEPS,
     TRIED,
@@ -37,8 +33,12 @@ from ds_moe_ext.steps.costs import (
     _corrected,
     exchange_s,
 )
-from ds_moe_ext.steps.training_run import terms_table
-from ds_moe_ext.strategy import ROWS_ALONE, Forecast, Job, Plan, Pool, Site
+from ds_moe_ext.hosts.steps.planning import Checks, term_of
+from ds_moe_ext.hosts.steps.training_run import terms_table
+from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.planning.exchange_costs import BARE, LinkPrices, Trip
+from ds_moe_ext.planning.strategy import ROWS_ALONE, Forecast, Job, Plan, Pool, Site
+from ds_moe_ext.report.record import RunRecord, TermRecord
 
 HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
 JOB = Job.at_start(HOMES, np.array([0, 0]))
@@ -107,7 +107,7 @@ class Fakes:
 
         strategy: Any = SimpleNamespace(forecast=forecast)
         self.checks = Checks(strategy, layers)
-        monkeypatch.setattr(cost_checks, "of_all_ranks", two_ranks)
+        monkeypatch.setattr(planning, "of_all_ranks", two_ranks)
 
     def are_tried(self) -> None:
         """The steps that come before those to be checked."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.attachment.dynamo import plain
+from ds_moe_ext.hosts.attachment.modules import plain
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.varied import VARIED
 from tests.marks import slow

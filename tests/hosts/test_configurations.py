@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.hardware import Device, Hardware, Link
-from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.core.hardware import Device, Hardware, Link
+from ds_moe_ext.core.share import LevelShare, NearestCopy
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
     SLOW,

@@ -11,16 +11,16 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.steps.costs import TRIED
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.hosts.steps.costs import TRIED
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, train
 from tests.ranks import pool_of
 
 
 def _slowest(rank: int, world_size: int) -> tuple[float, float]:
-    from ds_moe_ext.hardware import Link
-    from ds_moe_ext.steps.costs import slowest
+    from ds_moe_ext.core.hardware import Link
+    from ds_moe_ext.hosts.steps.costs import slowest
 
     measured = Link(bytes_per_s=10.0 * (rank + 1), latency_s=0.25 * rank, r_squared=0.5)
     link = slowest(measured, torch.device("cpu"))
@@ -46,9 +46,9 @@ class _RisingClock:
 
 
 def _links(rank: int, world_size: int, cell_size: int) -> tuple[float, ...]:
-    from ds_moe_ext.layout import Grid, ParallelLayout
+    from ds_moe_ext.core.layout import Grid, ParallelLayout
+    from ds_moe_ext.hosts.steps import costs
     from ds_moe_ext.schedule.task import INTER, PARAM
-    from ds_moe_ext.steps import costs
 
     grid = Grid(world_size, world_size // cell_size, cell_size)
     uses = [("ep", INTER), ("ep", PARAM)]
@@ -129,9 +129,8 @@ def test_copies_between_cells_meet_the_links_between_nodes(tmp_path: Path) -> No
 
 def _in_a_run_that_drifts(rank: int, world_size: int, job: Job) -> list[int]:
     """Steps behind which layers' corrections came."""
-    from ds_moe_ext.steps.costs import Correction, Costs, Measured
-    from ds_moe_ext.steps.step_times import StepTimes
-    from ds_moe_ext.strategy import Choice
+    from ds_moe_ext.hosts.steps.costs import Correction, Costs, Measured, StepTimes
+    from ds_moe_ext.planning.strategy import Choice
 
     corrected, steps = Costs.corrected, 0
     came: list[int] = []

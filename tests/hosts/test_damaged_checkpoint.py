@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.hosts.steps.training_run import run_of
 from tests import payloads
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (

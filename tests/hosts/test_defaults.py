@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_moe_ext
-from ds_moe_ext.attachment.defaults import HOMES, settle
+from ds_moe_ext.hosts.attachment.notices import HOMES, settle
 from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts import divided_runs, jobs, megatron_jobs, pipelines
 from tests.hosts import tensor_parallel as tp

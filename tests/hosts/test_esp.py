@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.hosts.steps.training_run import run_of
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategy import Strategy
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import ROWS, Job, Result, engine_of, train
 from tests.hosts.test_configurations import esp, float64, over

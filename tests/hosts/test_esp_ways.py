@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.steps import host, training_run
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.hosts.steps import host, training_run
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, train
 from tests.marks import slow

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_moe_ext
-from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment.host_layer import any_name
 from tests.hosts import families, jobs, test_sharded, test_torch
 from tests.hosts.copied_runs import worst
 from tests.hosts.jobs import Job, Result

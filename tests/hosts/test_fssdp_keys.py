@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.measure.bench import Bench
-from ds_moe_ext.steps.costs import STEPS
+from ds_moe_ext.hosts.steps.costs import STEPS
+from ds_moe_ext.planning.bench import Bench
+from ds_moe_ext.planning.prices import Prices
 from tests.hosts import families
 from tests.hosts.copied_runs import fssdp, num_copied, plain, run
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
@@ -45,7 +45,7 @@ def measured(rank: int, world_size: int, job: Job, seconds: float | None) -> lis
 
 def planned(rank: int, world_size: int, job: Job) -> list[Measured]:
     """What was known after each step."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     planning = run_of(engine).planning

@@ -18,11 +18,11 @@ import pytest
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
-from ds_moe_ext.moe.copies.slab import Slab
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Part
+from ds_moe_ext.moe.copy_memory import Slab
 from ds_moe_ext.schedule.executor import Steps
-from ds_moe_ext.transfer import Part
 from tests.hosts.copied_runs import COPIES, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.marks import slow
@@ -114,7 +114,7 @@ class Counted:
 def counted(rank: int, world_size: int, job: Job) -> Counted:
     """Three steps by one plan."""
     from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     census = Census()
     with census.taken():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.recorder import span_of
@@ -139,7 +139,7 @@ class Kept:
 
 def described(engine: Any) -> Schedule:
     """A step of a model as its layers run now, by the tasks that they run."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     return whole_step([layer.routed.schedules for layer in run_of(engine).layers])
 
@@ -191,7 +191,7 @@ class Met(NamedTuple):
 
 def met(rank: int, world_size: int, job: Job) -> Met:
     """The moments of a step in which all that should be hidden met what hides it."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     meetings, kept = Meetings(), Kept(range(1, 2))
@@ -202,7 +202,7 @@ def met(rank: int, world_size: int, job: Job) -> Met:
             meetings.attention_of(layer, gathers_again=again)
         )
     with (
-        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", meetings.gather),
+        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", meetings.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
     ):
         for step in range(2):
@@ -255,7 +255,7 @@ def check_gathered_again(layer: int, moments: dict[tuple[str, str, int], Moment]
 def begun_in(rank: int, world_size: int, job: Job) -> list[set[str]]:
     """Names of the threads in which copies set out: in a first step, in one that nobody watches,
     and in one that is watched."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine, threads = engine_of(job, world_size), [set[str](), set[str](), set[str]()]
     run_of(engine).recorder.tracer = Kept(range(2, 3))
@@ -264,7 +264,7 @@ def begun_in(rank: int, world_size: int, job: Job) -> list[set[str]]:
         threads[engine.global_steps].add(threading.current_thread().name)
         return (yield from sparse_all_gather(*arguments))
 
-    with mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", gather):
+    with mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", gather):
         while engine.global_steps < len(threads):
             engine.backward(loss_of(engine, micro_batch(engine.micro_steps, rank)))
             engine.step()

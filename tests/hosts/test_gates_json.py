@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.router_gates import routers_of, warn_if_causal
+from ds_moe_ext.hosts.attachment.router_gates import routers_of, warn_if_causal
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.gate import (
     Choice,
+    ExpertChoice,
     Gate,
     GateWeight,
+    NoisyTopK,
+    SigmoidTopK,
     SoftmaxTopK,
+    SoftMixture,
     balance_loss,
     projection,
     z_loss,
 )
-from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
-from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
-from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
-from ds_moe_ext.moe.gates.soft import SoftMixture
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.strategies.settings import read_settings
 from ds_moe_ext.testing import relative_error
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import check_equal
@@ -426,7 +426,7 @@ def test_routers_that_cannot_take_a_gate_are_refused(name: str) -> None:
 
 
 def test_experts_of_a_users_own_without_a_router_of_the_contract_are_refused() -> None:
-    from ds_moe_ext.attachment.experts import find_registered
+    from ds_moe_ext.hosts.attachment.experts import find_registered
 
     model = toy.build("toy")
     with pytest.raises(ValueError, match=r"blocks\.0\.experts cannot take: its Linear does not"):

@@ -388,9 +388,9 @@ def test_all_experts_of_a_family_are_known() -> None:
 
 
 def unknown_of_families(rank: int, world_size: int) -> dict[str, list[str]]:
-    from ds_moe_ext.attachment.host_layer import any_name
-    from ds_moe_ext.attachment.unknown_experts import unknown_experts
     from ds_moe_ext.hosts import huggingface
+    from ds_moe_ext.hosts.attachment.host_layer import any_name
+    from ds_moe_ext.hosts.attachment.modules import unknown_experts
 
     models = {name: families.build(name) for name in families.NAMES}
     return {

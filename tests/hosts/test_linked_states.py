@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.hosts.steps.training_run import run_of
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.marks import slow
 from tests.ranks import pool_of, preload

@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext import compiled, row_levels
-from ds_moe_ext.attachment import agreement, meeting
-from ds_moe_ext.attachment.meeting import Start
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.core import compiled, row_levels
+from ds_moe_ext.hosts.attachment import startup_check
+from ds_moe_ext.hosts.attachment.startup_check import Start
+from ds_moe_ext.strategies.settings import read_settings
 from tests.hosts.jobs import Job, document_of, model_of
 from tests.hosts.megatron_jobs import train
 from tests.hosts.megatron_toy import MegatronRun
@@ -120,7 +120,7 @@ def test_ranks_that_differ() -> None:
 def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
     def told(**block: Any) -> Mapping[str, str]:
         document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
-        return agreement.settings_of(read_settings(document)[0], document["ds_moe_ext"])
+        return startup_check.settings_of(read_settings(document)[0], document["ds_moe_ext"])
 
     plain = told()
     assert told(report={"path": "a", "enabled": False, "max_steps": 9}) == plain
@@ -141,11 +141,14 @@ def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
 FAILURES = {
     "drawing": ("ds_moe_ext.hosts.deepspeed.startup.draw", ValueError("no such layer")),
     "building": (
-        "ds_moe_ext.attachment.replacement._adopted",
+        "ds_moe_ext.hosts.attachment.replacement._adopted",
         torch.OutOfMemoryError("out of memory"),
     ),
-    "checking the way": ("ds_moe_ext.attachment.replacement._check_way", ValueError("no such way")),
-    "planning": ("ds_moe_ext.steps.host.Costs", KeyError("pool")),
+    "checking the way": (
+        "ds_moe_ext.hosts.attachment.replacement._check_way",
+        ValueError("no such way"),
+    ),
+    "planning": ("ds_moe_ext.hosts.steps.host.Costs", KeyError("pool")),
     "the engine": ("deepspeed.DeepSpeedEngine._configure_python_gc", OSError("disk is full")),
 }
 
@@ -178,7 +181,7 @@ def test_a_rank_that_fails_ends_the_start_of_all() -> None:
 
 def without_a_compiler(rank: int, world_size: int) -> str:
     """What ends a start where rank 1 cannot compile what its share would use."""
-    lacks = mock.patch("ds_moe_ext.compiled.compiler", return_value=None)
+    lacks = mock.patch("ds_moe_ext.core.compiled.compiler", return_value=None)
     compiled.library.cache_clear()
     row_levels.is_compiled.cache_clear()
     try:
@@ -285,7 +288,7 @@ def test_ranks_that_differ_under_megatron() -> None:
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    with mock.patch.object(meeting, "PATIENCE_S", 0.5):
+    with mock.patch.object(startup_check, "PATIENCE_S", 0.5):
         yield
 
 
@@ -335,7 +338,7 @@ def stand_aside_first(rank: int, world_size: int) -> str:
         start.stand_aside("off")
         return ""
     time.sleep(0.5)
-    with mock.patch.object(meeting, "FAREWELL_S", 0.1):  # rank 1 does not read why
+    with mock.patch.object(startup_check, "FAREWELL_S", 0.1):  # rank 1 does not read why
         try:
             start.agree({"a": "1"})
         except ValueError as error:

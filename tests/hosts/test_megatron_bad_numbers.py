@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.report.record import BadScores
-from ds_moe_ext.steps.training_run import run_of
 from tests.hosts import megatron_jobs
 from tests.hosts.megatron_jobs import Training, megatron, merged
 from tests.hosts.megatron_toy import MegatronRun

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.moe.copies.flight import Flight
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategy import Job, followers
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.moe.copy_flights import Flight
+from ds_moe_ext.planning.strategy import Job, followers
 from tests.hosts.copied_runs import SLOW, divides_anew
 from tests.hosts.megatron_jobs import Training
 from tests.hosts.megatron_skewed import (

@@ -60,7 +60,7 @@ def collected() -> Any:
 
 
 def train_collected(rank: int, world_size: int, settings: dict[str, Any] | None) -> Outcome:
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     with megatron(RUN, settings), collected():
         training = Training(RUN)

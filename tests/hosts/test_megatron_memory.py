@@ -29,9 +29,9 @@ class Runs(NamedTuple):
 
 
 def runs(training: Training) -> Runs:
-    from ds_moe_ext.moe.memory_order import arranged
-    from ds_moe_ext.side_by_side import runs_of
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.core.rows import runs_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
+    from ds_moe_ext.moe.feed_forward import arranged
 
     run = run_of(training.optimizer)
     assert run is not None

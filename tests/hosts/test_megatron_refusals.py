@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from ds_moe_ext.attachment.defaults import HOMES, settle
-from ds_moe_ext.attachment.refusal import refuse
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.notices import HOMES, refuse, settle
 from ds_moe_ext.hosts.megatron import active_settings, refusals
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Job, Plan, Strategy
 from tests.hosts import megatron_jobs, megatron_toy
 from tests.hosts.megatron_jobs import Training, megatron, train
 from tests.hosts.megatron_toy import MegatronRun, transformer_config

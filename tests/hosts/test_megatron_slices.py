@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.cost.lines import Line
-from ds_moe_ext.planners.layer_pipelines import Placed
-from ds_moe_ext.steps.gradient_counts import Reduced
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.optimizers import Reduced
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.planning.layer_pipelines import Placed
+from ds_moe_ext.planning.prices import Line
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategy import Plan
 from tests.hosts.megatron_jobs import Training, megatron, train
 from tests.hosts.megatron_toy import MegatronRun
 from tests.marks import slow
@@ -120,7 +120,7 @@ def sliced(
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
         from ds_moe_ext.hosts.megatron.slices import SlicedGroup
-        from ds_moe_ext.steps import host
+        from ds_moe_ext.hosts.steps import host
 
         start = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -374,25 +374,25 @@ def test_gradients_are_ready_when_the_last_of_their_bucket_is() -> None:
 
 
 def measured(rank: int, world_size: int, scatters: bool) -> tuple[Line, set[str]]:
-    from ds_moe_ext.measure import pipeline_probe
+    from ds_moe_ext.planning import probe
 
-    paths = pipeline_probe.Paths(None, None, dist.group.WORLD, scatters)
-    payload = pipeline_probe.Payload(8, 2, torch.float32, 80, torch.bfloat16)
+    paths = probe.Paths(None, None, dist.group.WORLD, scatters)
+    payload = probe.Payload(8, 2, torch.float32, 80, torch.bfloat16)
     used: set[str] = set()
 
     def noted(name: str) -> Any:
-        sweep = vars(pipeline_probe)[name]
+        sweep = vars(probe)[name]
 
         def note(level: Any, sizes: Any, like: Any) -> Any:
             made = sweep(level, sizes, like)
             used.add(f"{name} of {made.units_N}")
             return made
 
-        return mock.patch.object(pipeline_probe, name, note)
+        return mock.patch.object(probe, name, note)
 
     with noted("all_reduce_sweep"), noted("reduce_scatter_sweep"):
-        bench = pipeline_probe.quick_bench(torch.device("cpu"))
-        lines = pipeline_probe.measure_pipeline(paths, payload, lambda rows: None, bench)
+        bench = probe.quick_bench(torch.device("cpu"))
+        lines = probe.measure_pipeline(paths, payload, lambda rows: None, bench)
     return lines.all_reduce, used
 
 

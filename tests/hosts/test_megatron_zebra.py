@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.megatron.worlds import part
-from ds_moe_ext.roles import Roles
 from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
 from tests.hosts.megatron_skewed import train_skewed
 from tests.hosts.megatron_toy import MegatronRun

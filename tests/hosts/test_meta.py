@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import ds_moe_ext
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, OneEach, register_experts
-from ds_moe_ext.convert.conversion import Asked, Form, convert
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert
+from ds_moe_ext.moe.feed_forward import silu_gated
 from ds_moe_ext.testing import dense_experts
 from tests.hosts import divided_runs, families, jobs
 from tests.hosts.divided_runs import Case, Learnt, Way

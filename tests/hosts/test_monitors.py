@@ -113,7 +113,7 @@ def trained(
 ) -> Shown:
     import deepspeed
 
-    from ds_moe_ext.steps.training_run import finish
+    from ds_moe_ext.hosts.steps.training_run import finish
 
     model, document = model_of(job), document_of(job, world_size)
     document["ds_moe_ext"]["report"] = dict(report)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.steps.optimizer_kinds import Stepping, check_kind
+from ds_moe_ext.hosts.steps.optimizers import Stepping, check_kind
 from tests.hosts import jobs, test_torch
 from tests.hosts.jobs import Job, Result
 from tests.marks import slow

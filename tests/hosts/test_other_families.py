@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment.host_layer import any_name
 from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.families import tokens_of

@@ -86,7 +86,7 @@ def test_paths_that_cannot_be_written_are_refused_on_all_ranks(tmp_path: Path, k
 
 def spoilt(rank: int, world_size: int, folder: Path) -> list[str]:
     """Warnings of a run whose folder becomes a file, and of the report behind it."""
-    from ds_moe_ext.steps.training_run import finish, recorder_of
+    from ds_moe_ext.hosts.steps.training_run import finish, recorder_of
 
     trace = {"path": str(folder / "trace.json"), "first_step": 1}
     engine = engine_of(world_size, trace=trace)
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_written_later_end_no_training(tmp_path: Path) -> N
 
 def resumed(rank: int, world_size: int, folder: Path) -> str:
     """What the second of two runs shows that leave a report in one folder."""
-    from ds_moe_ext.steps.training_run import finish, recorder_of
+    from ds_moe_ext.hosts.steps.training_run import finish, recorder_of
 
     shown = StringIO()
     for each in (StringIO(), shown):
@@ -140,7 +140,7 @@ class Owner:
 
 def ended(rank: int, world_size: int, **keys: Any) -> str:
     """What is shown as a run starts and ends that has planned by forecasts."""
-    from ds_moe_ext.steps.training_run import leave_report, run_of
+    from ds_moe_ext.hosts.steps.training_run import leave_report, run_of
 
     shown, owner = StringIO(), Owner()
     with redirect_stdout(shown):
@@ -269,7 +269,7 @@ def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) 
 
 OWN = """
 import os, signal, sys, threading, time
-from ds_moe_ext.attachment.outputs import ENDINGS
+from ds_moe_ext.hosts.attachment.notices import ENDINGS
 
 def left(name):
     return lambda: print("wrote", name, flush=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment.host_layer import any_name
 from tests.hosts import families, jobs
 from tests.hosts.jobs import Job, Result
 from tests.marks import slow

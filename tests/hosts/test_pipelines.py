@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients, _forward
 from ds_moe_ext.moe.expert import ModuleExperts
-from ds_moe_ext.steps.pipeline_costs import DenseGradients, _forward
 from tests.hosts import toy
 
 HEAD = toy.VOCABULARY * toy.D

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ds_moe_ext
-from ds_moe_ext.steps.planning import Planning
-from ds_moe_ext.strategy import Job as Known
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.hosts.steps.planning import Planning
+from ds_moe_ext.planning.strategy import Job as Known
+from ds_moe_ext.planning.strategy import Plan
 from tests.hosts import jobs, megatron_jobs
 from tests.hosts.megatron_toy import MegatronRun
 from tests.ranks import pool_of, preload

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import ds_moe_ext
-from ds_moe_ext.attachment import priced_cluster
+from ds_moe_ext.hosts.attachment import startup_check
 from tests.hosts import jobs, toy
 from tests.ranks import pool_of
 
@@ -21,7 +21,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 def told(rank: int, world_size: int, devices: tuple[str, ...], under_deepspeed: bool) -> str:
     """What a start prints where ranks have devices of these names, on nodes of two ranks."""
     on_nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2")
-    named = mock.patch.object(priced_cluster, "device_name", lambda device: devices[rank])
+    named = mock.patch.object(startup_check, "device_name", lambda device: devices[rank])
     with on_nodes, named, redirect_stdout(StringIO()) as printed:
         if under_deepspeed:
             import deepspeed

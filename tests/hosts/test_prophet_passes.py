@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
@@ -106,7 +106,7 @@ class Meetings(Barriers):
 
 def met(rank: int, world_size: int, job: Job) -> Met:
     """The moments of a step in which all that should be hidden met what hides it."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     meetings, kept = Meetings(), Kept(range(1, 2))
@@ -114,7 +114,7 @@ def met(rank: int, world_size: int, job: Job) -> Met:
     for layer, block in enumerate(engine.module.blocks):
         block.query_key_value.register_forward_hook(meetings.attention_of(layer))
     with (
-        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", meetings.gather),
+        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", meetings.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
         mock.patch.object(Expert, "forward", meetings.expert(Expert.forward)),
         mock.patch.object(Expert, "backward", meetings.expert_back(Expert.backward)),

@@ -162,7 +162,7 @@ def sharded_at_construction(model: nn.Module | None = None) -> nn.Module:
 
 
 def replaced_before() -> nn.Module:
-    from ds_moe_ext.attachment.experts import HostedExperts
+    from ds_moe_ext.hosts.attachment.experts import HostedExperts
 
     model = families.build("mixtral")
     model.model.layers[0].mlp.experts = HostedExperts.__new__(HostedExperts)
@@ -774,7 +774,7 @@ def test_ranks_that_are_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_class_of_others_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who describes it knows better than what we would ask of transformers' classes."""
     from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
-    from ds_moe_ext.moe.swiglu import silu_gated
+    from ds_moe_ext.moe.feed_forward import silu_gated
 
     model = undecorated("top_k_index", "top_k_weights")
     names = ("gate_up_proj", "down_proj")

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.roles import Roles
+from ds_moe_ext.core.layout import Roles
 from tests.ranks import pool_of
 
 WIDTH = 6

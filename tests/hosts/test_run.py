@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.hosts.steps.training_run import start_table
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.settings import read_settings
-from ds_moe_ext.steps.training_run import start_table
+from ds_moe_ext.strategies.settings import read_settings
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.ranks import pool_of
 

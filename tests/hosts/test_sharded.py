@@ -40,7 +40,7 @@ def steps(engine: Any, rank: int, world_size: int, number: int) -> None:
 def kept(rank: int, world_size: int, job: Job) -> tuple[set[float], set[float], bool]:
     """Shares of dense weights and of its experts, and whether experts are gathered by a copy."""
     from ds_moe_ext.hosts.deepspeed.shards import whole
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     steps(engine, rank, world_size, 1)
@@ -68,7 +68,7 @@ def test_experts_are_sharded_over_those_that_have_them(
 def held(rank: int, world_size: int, job: Job) -> tuple[list[bool], list[bool]]:
     """Which of the experts that forward gathered are in memory before backward, and after the
     step."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine, gathered = engine_of(job, world_size), list[StorageWeakRef]()
 

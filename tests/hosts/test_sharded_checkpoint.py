@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
 from ds_moe_ext.hosts.deepspeed.regions import Fragment, Region, read_fragments
-from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.sharding import Along, Shard
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.attachment.defaults import SLICES, settle
+from ds_moe_ext.hosts.attachment.notices import SLICES, settle
 from ds_moe_ext.hosts.deepspeed.slices import UNSLICED, GradientSlices
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
-from ds_moe_ext.attachment.stored_weights import OneEach
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.hosts.attachment.host_layer import OneEach
+from ds_moe_ext.moe.feed_forward import silu_gated
 from ds_moe_ext.testing import dense_experts
 from tests.hosts import jobs, toy
 from tests.hosts.copied_runs import varied

@@ -14,28 +14,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment import grid_sizes
-from ds_moe_ext.attachment.expert_split import ways_to_split
-from ds_moe_ext.attachment.experts import find_registered
-from ds_moe_ext.attachment.grid_prices import _shape, prices_of_cells
-from ds_moe_ext.attachment.grid_sizes import NOTHING, Needs, Sized, grid_of
-from ds_moe_ext.attachment.host_layer import any_name
-from ds_moe_ext.attachment.launcher import ranks_on_this_node
-from ds_moe_ext.attachment.priced_cluster import UNKNOWN, Cluster
-from ds_moe_ext.attachment.replacement import on_grid, told_homes
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link, read_hardware, shipped_for
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, read_hardware, shipped_for
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.hosts.attachment import grid as grid_sizes
+from ds_moe_ext.hosts.attachment.experts import find_registered, ways_to_split
+from ds_moe_ext.hosts.attachment.grid import NOTHING, Needs, Sized, _shape, grid_of, prices_of_cells
+from ds_moe_ext.hosts.attachment.host_layer import any_name
+from ds_moe_ext.hosts.attachment.replacement import on_grid, told_homes
+from ds_moe_ext.hosts.attachment.startup_check import UNKNOWN, Cluster, ranks_on_this_node
 from ds_moe_ext.hosts.huggingface import find
-from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.expert import ModuleExperts
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.sharding import Along
-from ds_moe_ext.moe.swiglu import silu_gated
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.strategies.settings import read_settings
 from tests.hosts import families, toy
 
 D, F = 6, 8

@@ -37,7 +37,7 @@ ONE_A_SLOT = {
 
 def shapes(rank: int, world_size: int, job: Job) -> list[dict[str, tuple[int, ...]]]:
     """Of the experts' parameters of each layer, by their names."""
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = jobs.engine_of(job, world_size)
     return [

@@ -44,7 +44,7 @@ def left(
     """Run a job whose steps are traced, and profiled, from the step on at which it was loaded."""
     import deepspeed
 
-    from ds_moe_ext.steps.training_run import run_of
+    from ds_moe_ext.hosts.steps.training_run import run_of
 
     model, document = model_of(job), document_of(job, world_size)
     asked = {"path": str(path), "first_step": STEPS.start, "num_steps": len(STEPS)}

@@ -88,7 +88,7 @@ def disagree(rank: int, world_size: int) -> str:
     take their settings for equal."""
     import deepspeed
 
-    from ds_moe_ext.attachment import agreement
+    from ds_moe_ext.hosts.attachment import startup_check
     from tests.hosts.jobs import document_of, model_of
 
     job = Job("mixtral")
@@ -100,7 +100,7 @@ def disagree(rank: int, world_size: int) -> str:
     }
     model = model_of(job)
     try:
-        with mock.patch.object(agreement, "settings_of", return_value={}):
+        with mock.patch.object(startup_check, "settings_of", return_value={}):
             deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
     except RuntimeError as error:
         return str(error)

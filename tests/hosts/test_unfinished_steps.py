@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import ds_moe_ext
 from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
-from ds_moe_ext.moe.copies.accumulation import KeptInGrad, KeptMeanwhile
-from ds_moe_ext.steps.passes import Schedules
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.hosts.steps.host import Schedules
+from ds_moe_ext.hosts.steps.training_run import run_of
+from ds_moe_ext.moe.copy_memory import KeptInGrad, KeptMeanwhile
 from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs, pipelines, toy
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch

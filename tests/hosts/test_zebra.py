@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.attachment.replacement import Blueprint
-from ds_moe_ext.roles import Roles
+from ds_moe_ext.core.layout import Roles
+from ds_moe_ext.hosts.attachment.replacement import Blueprint
 from ds_moe_ext.strategies.zebra import Zebra
 from tests.hosts.copied_runs import plain
 from tests.hosts.jobs import Job, Result, document_of, model_of, train

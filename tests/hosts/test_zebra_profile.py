@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.cost.zebra_step import LayerTimes
-from ds_moe_ext.layout import world
-from ds_moe_ext.planners.asym_ea import ZebraGroup
-from ds_moe_ext.planners.zebra_choice import Stripes, Timed, step_seconds
+from ds_moe_ext.core.layout import world
+from ds_moe_ext.planning.zebra_costs import LayerTimes
+from ds_moe_ext.planning.zebra_planner import Stripes, Timed, ZebraGroup, step_seconds
 from ds_moe_ext.report.units import seconds_text
 from tests.hosts import jobs
 from tests.hosts.copied_runs import worst
@@ -83,8 +82,8 @@ def late(case: Case, rank: int) -> Iterator[None]:
     clock on which all else takes a millisecond."""
     from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-    from ds_moe_ext.measure.bench import HostClock
     from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+    from ds_moe_ext.planning.bench import HostClock
 
     late_s = 0.0
 
@@ -119,12 +118,12 @@ def late(case: Case, rank: int) -> Iterator[None]:
 
 def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = None) -> Outcome:
     """Profile a model as the engine does, and compare it with what it was."""
-    from ds_moe_ext.attachment.replacement import draw
+    from ds_moe_ext.hosts.attachment.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-    from ds_moe_ext.planners.zebra_choice import WeightBytes
-    from ds_moe_ext.settings import read_settings
-    from ds_moe_ext.zebra import profile
-    from ds_moe_ext.zebra.rehearsal import Scene
+    from ds_moe_ext.hosts.zebra import profile
+    from ds_moe_ext.hosts.zebra.rehearsal import Scene
+    from ds_moe_ext.planning.zebra_planner import WeightBytes
+    from ds_moe_ext.strategies.settings import read_settings
 
     job = case.job_with_keys
     model = jobs.model_of(job)
@@ -223,7 +222,7 @@ def test_what_is_measured_is_told_and_chosen_by() -> None:
 
 
 def _row_bytes(rank: int, world_size: int, case: Case) -> float:
-    from ds_moe_ext.zebra import profile
+    from ds_moe_ext.hosts.zebra import profile
 
     with mock.patch.object(profile, "choose_moved", wraps=profile.choose_moved) as chosen:
         profiled_on(rank, world_size, case)
@@ -250,8 +249,8 @@ def profiled_by_hand(
     rank: int, world_size: int, case: Case
 ) -> tuple[Outcome, list[tuple[int, ...]]]:
     """Profile with numbers for what a model takes; and the shapes of what experts compute."""
-    from ds_moe_ext.zebra import profile
-    from ds_moe_ext.zebra.rehearsal import Dense, Experts
+    from ds_moe_ext.hosts.zebra import profile
+    from ds_moe_ext.hosts.zebra.rehearsal import Dense, Experts
 
     shapes: list[tuple[int, ...]] = []
 
@@ -450,7 +449,7 @@ def test_a_run_in_half_precision_takes_the_profile() -> None:
 
 def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
     """The model that is there now will have left; a device is nobody else's."""
-    from ds_moe_ext.zebra.profile_exchange import RankHere, least_free_bytes
+    from ds_moe_ext.hosts.zebra.profile_exchange import RankHere, least_free_bytes
 
     def here(node: str, *, is_shared: bool) -> RankHere:
         return RankHere(node=node, free_bytes=100, model_bytes=7, is_shared=is_shared, dense=None)
@@ -462,7 +461,7 @@ def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
 
 def test_what_backward_needs_is_counted_once() -> None:
     """A linear layer keeps its input, and so does a second one; weights do not count."""
-    from ds_moe_ext.zebra.rehearsal import Scene
+    from ds_moe_ext.hosts.zebra.rehearsal import Scene
 
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     x = torch.zeros(5, 8, requires_grad=True)
@@ -473,7 +472,7 @@ def test_what_backward_needs_is_counted_once() -> None:
 
 @pytest.mark.parametrize("forward_takes", ["pixels", "input_ids, mask"])
 def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
-    from ds_moe_ext.zebra.rehearsal import token_inputs
+    from ds_moe_ext.hosts.zebra.rehearsal import token_inputs
 
     model = nn.Embedding(4, 2)
     model.forward = eval(f"lambda {forward_takes}: None")
@@ -483,11 +482,11 @@ def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> None:
-    from ds_moe_ext.attachment.replacement import draw
+    from ds_moe_ext.hosts.attachment.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+    from ds_moe_ext.hosts.zebra.rehearsal import Scene, rehearse_experts
     from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-    from ds_moe_ext.settings import read_settings
-    from ds_moe_ext.zebra.rehearsal import Scene, rehearse_experts
+    from ds_moe_ext.strategies.settings import read_settings
 
     job = Case().job_with_keys
     model = jobs.model_of(job)
@@ -517,7 +516,7 @@ def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> N
 
 
 def test_warm_ups_do_not_count() -> None:
-    from ds_moe_ext.zebra.rehearsal import WARM_UPS, Scene
+    from ds_moe_ext.hosts.zebra.rehearsal import WARM_UPS, Scene
 
     calls: list[int] = []
 
@@ -542,7 +541,7 @@ def test_warm_ups_do_not_count() -> None:
     ],
 )
 def test_wrong_keys(block: dict[str, Any], message: str) -> None:
-    from ds_moe_ext.settings import read_settings
+    from ds_moe_ext.strategies.settings import read_settings
 
     with pytest.raises(ValueError, match=message):
         read_settings({"ds_moe_ext": {"enabled": True, "strategy": "zebra", "zebra": block}})

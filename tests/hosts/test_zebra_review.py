@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.roles import Roles
+from ds_moe_ext.core.layout import Roles
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, model_of, train
 from tests.hosts.test_batches import exchange_of

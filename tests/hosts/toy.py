@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
+from ds_moe_ext.moe.feed_forward import silu_gated
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.testing import dense_experts
 
 VOCABULARY, LENGTH, D, HEADS, TOP_K = 64, 16, 16, 2, 2

@@ -11,18 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.copy_split import Split
-from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategy import (
-    Carried,
-    Destination,
-    Job,
-    Plan,
-    Pool,
-    Rhythm,
-    Strategy,
-)
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.planning.strategy import Carried, Destination, Job, Plan, Pool, Rhythm, Strategy
 
 VARIED = f"{__name__}:Varied"
 IN_SLOTS = f"{__name__}:VariedInSlots"

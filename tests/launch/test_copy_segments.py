@@ -12,8 +12,8 @@ import pytest
 from cluster import SPEEDS
 from copy_segments import CARDS, CASES, Fabric, compare, model_s, placements
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import SMALL, Cargo, gather_rounds
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import SMALL, Cargo, gather_rounds
 from tests.ranks import pool_of
 
 

@@ -96,7 +96,7 @@ def test_counts_do_not_grow(name: str, results: Mapping[str, Result]) -> None:
 def test_passes_wait_in_one_place(name: str, results: Mapping[str, Result]) -> None:
     counts = results[name].counts
     assert counts is not None, results[name].skipped
-    where = [] if name == "ep, static capacity" else ["ds_moe_ext/comm.py ready"]
+    where = [] if name == "ep, static capacity" else ["ds_moe_ext/core/comm.py ready"]
     assert counts.waits_in_passes == where
 
 
@@ -125,7 +125,7 @@ def _launched_after_waits(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
             contender = BUILDERS[name](sizes)
             for number in range(3):
                 take_step(contender, Batch.of(sizes, number), number)
-            with contender.turn(), windows(("ds_moe_ext/comm.py ready",)) as seen:
+            with contender.turn(), windows(("ds_moe_ext/core/comm.py ready",)) as seen:
                 step = passes(contender, Batch.of(sizes, 3), 3)
                 with _Launched(seen) as launched:
                     deque(islice(step, 2), maxlen=0)

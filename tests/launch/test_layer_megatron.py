@@ -17,9 +17,9 @@ from host_path_peers import grouped_gemm
 from layer_contenders import Problem, Shape, ours
 from layer_speed import errors, step
 
-from ds_moe_ext.comm import connect
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.measure.bench import Bench, HostClock
+from ds_moe_ext.core.comm import connect
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.planning.bench import Bench, HostClock
 from ds_moe_ext.schedule.task import INTER
 from tests.ranks import pool_of, preload
 

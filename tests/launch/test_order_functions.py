@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from order_functions import IndexOrdering, OneHotOrdering, Ordering, Room, Seats, room_of
 from torch import Tensor
 
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.gate import drop_over_capacity
 from ds_moe_ext.moe.route import one_cell_route
-from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.testing import relative_error
 from tests.ranks import pool_of

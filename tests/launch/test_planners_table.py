@@ -18,15 +18,13 @@ import trace_replay
 from priced_cluster import A100, PricedCluster
 from row_ways import Layout, to_home
 
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.load import balance_L
-from ds_moe_ext.loads.count_tables import read_table, write_table
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.zipf import zipf_loads
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prophet_greedy import place_experts
-from ds_moe_ext.planners.shadow import shadow_experts
-from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.load_files import read_table, write_table
+from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.loads import Loads, balance_L
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.prophet_planner import place_experts, shadow_experts
 
 RUN_ILCE = zipf_loads((8, 2, 4, 8), rows=1000, skew=1.5)
 """Routed by 4 ranks to 8 experts."""

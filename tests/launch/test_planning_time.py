@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
-from ds_moe_ext.loads.zipf import zipf_steps
-from ds_moe_ext.moe.local_stage import Local
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.hosts.steps.planning import BesideStep
+from ds_moe_ext.moe.expert import Local
+from ds_moe_ext.planning.load_models import zipf_steps
+from ds_moe_ext.planning.strategy import Plan, Site
+from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
-from ds_moe_ext.steps.beside import BesideStep
 from ds_moe_ext.strategies import prophet
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Plan, Site
 
 SIZES = Sizes(ranks=8, ranks_per_node=4, layers=3, experts=16, rows=4096, skew=1.0)
 COPIED = {"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 0}

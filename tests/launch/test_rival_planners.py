@@ -23,9 +23,9 @@ from priced_cluster import A100, PricedCluster
 from row_ways import Layout, evenly_on_node
 from ultraep import quotas
 
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.loads.zipf import zipf_loads
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.prices import RowPrices
 
 LOADS = zipf_loads((20, 1, 8, 16), rows=500, skew=1.2)[:, 0]
 """Rows of 8 ranks for 16 experts, 20 layers."""

@@ -15,9 +15,9 @@ import row_ways
 from priced_cluster import A100, PricedCluster
 from row_ways import Layout
 
-from ds_moe_ext.loads.zipf import zipf_loads
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.planning.load_models import zipf_loads
 
 STEPS_LCE = zipf_loads((2, 10, 4, 8), rows=1000, skew=1.0)
 """Rows planned on, and rows to come."""

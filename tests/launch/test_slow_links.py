@@ -28,17 +28,17 @@ from slow_links_figures import (
     travel,
 )
 
-from ds_moe_ext.cost.block_costs import cell_rows
-from ds_moe_ext.cost.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
-from ds_moe_ext.loads.count_tables import write_table
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.zipf import zipf_loads
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy
 from ds_moe_ext.moe.observation import TimedTask
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.planning.layer_costs import cell_rows
+from ds_moe_ext.planning.load_files import write_table
+from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.loads import Loads
+from ds_moe_ext.planning.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
-from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategy import Plan
 from tests.ranks import pool_of
 
 LAUNCH = Path(cluster.__file__).parent

@@ -18,7 +18,7 @@ from pace import Pace
 from slow_ranks_figures import Durations, Group, Shared, Simulator, Step
 from slow_ranks_model import Model, Shape, balanced
 
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
 
 SHAPE = Shape(layers=4, experts=8, top_k=2, width=16, expert_width=4, length=8, samples=8)
 FREE = Link(bytes_per_s=1e18)

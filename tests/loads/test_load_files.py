@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.sources import read_loads, write_loads
+from ds_moe_ext.planning.load_files import read_loads, write_loads
+from ds_moe_ext.planning.loads import Loads
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from ds_moe_ext import cli
-from ds_moe_ext.loads.figures import figures_of
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.loads import Loads, figures_of
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.redivision import redivided
-from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.planning.load_files import read_loads, redivided
+from ds_moe_ext.planning.loads import Loads
 
 
 def loads_of(rows_ILCE: np.ndarray, top_k: int | None = None) -> Loads:

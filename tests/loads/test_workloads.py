@@ -9,10 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from ds_moe_ext.loads.oracles import ORACLES, broken
-from ds_moe_ext.loads.sizes import Sizes
-from ds_moe_ext.loads.sources import read_loads
-from ds_moe_ext.loads.workloads import WORKLOADS, workload_rows
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.load_models import WORKLOADS, workload_rows
+from ds_moe_ext.planning.loads import Sizes
+from tests.loads.oracles import ORACLES, broken
 
 SIZES = Sizes(ranks=4, experts=16, layers=2, tokens=64, top_k=2, steps=9)  # all divides
 

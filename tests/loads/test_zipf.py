@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_moe_ext.loads.figures import figures_of
-from ds_moe_ext.loads.sources import read_loads
-from ds_moe_ext.loads.zipf import zipf_loads
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.loads import figures_of
 
 
 @pytest.mark.parametrize("name", ["zipf:0", "zipf:1.2", "zipf:3,drift=0.3", "trained", "zipf:10"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_moe_ext.measure.bench import Bench, HostClock, Sweep, clock_of
+from ds_moe_ext.planning.bench import Bench, HostClock, Sweep, clock_of
 from tests.ranks import pool_of
 
 CPU = torch.device("cpu")

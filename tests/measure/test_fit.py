@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.measure.fit import LinearFit, fit_line, fit_straight
+from ds_moe_ext.planning.bench import LinearFit, fit_line, fit_straight
 
 SIZES_N = 2.0 ** np.arange(10, 25)
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext import comm
-from ds_moe_ext.all_to_all import Channel
-from ds_moe_ext.cost.lines import FREE, Line
-from ds_moe_ext.cost.pipeline_lines import PipelineLines
-from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.measure.bench import Bench
-from ds_moe_ext.measure.pipeline_probe import STEPS, Paths, Payload, measure_pipeline, quick_bench
+from ds_moe_ext.core import comm
+from ds_moe_ext.core.all_to_all import Channel
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.planning.bench import Bench
+from ds_moe_ext.planning.exchange_costs import PipelineLines
+from ds_moe_ext.planning.prices import FREE, Line
+from ds_moe_ext.planning.probe import STEPS, Paths, Payload, measure_pipeline, quick_bench
 from ds_moe_ext.schedule.task import INTER, INTRA
 from tests.ranks import pool_of
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import all_to_all_by_pairs, all_to_all_rows
-from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.measure.bench import Bench
-from ds_moe_ext.measure.probe import (
+from ds_moe_ext.core.comm import all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.core.hardware import Hardware, Link
+from ds_moe_ext.planning.bench import Bench
+from ds_moe_ext.planning.probe import (
     Sizes,
     all_gather_sweep,
     all_reduce_sweep,

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, LinearCost
 from ds_moe_ext.papers import fsmoe_layers
 from ds_moe_ext.papers.fsmoe_grid import CLUSTERS, Cluster, PricedLayer, Shape, grid
 from ds_moe_ext.papers.fsmoe_layers import (
@@ -22,7 +20,9 @@ from ds_moe_ext.papers.fsmoe_layers import (
     simulated_s,
     summed,
 )
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Slices
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.prices import AllReduce, LinearCost
+from ds_moe_ext.schedule.orders import PIPELINES, Slices
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, Lane, Op, Span, Task
 

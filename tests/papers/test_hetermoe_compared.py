@@ -14,7 +14,6 @@ from statistics import mean
 import pytest
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_step import StepPrice
 from ds_moe_ext.papers import hetermoe_compared
 from ds_moe_ext.papers.hetermoe_compared import PAPER, Compared, Means, Way
 from ds_moe_ext.papers.hetermoe_setups import (
@@ -29,6 +28,7 @@ from ds_moe_ext.papers.hetermoe_setups import (
     T4,
     V100,
 )
+from ds_moe_ext.planning.zebra_costs import StepPrice
 
 WAY = Way()
 NEAR = 0.10

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
 from ds_moe_ext.papers.hetermoe_pipelines import PipelinePlan, Pipelines, best_pipelines
+from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
 
 

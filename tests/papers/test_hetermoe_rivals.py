@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
+from ds_moe_ext.core.hardware import Link
 from ds_moe_ext.papers.hetermoe_rivals import (
     EpGroup,
     ep_ideal_tokens_per_s,
     ep_tokens_per_s,
     price_dist_ep,
 )
+from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
 
 MODEL = MoeModel(num_layers=4, num_experts=4, top_k=1, width=1, expert_width=1, length=1)

@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.block_costs import BlockPrices
-from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.planning.layer_costs import BlockPrices
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=75)
 

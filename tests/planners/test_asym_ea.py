@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.zebra_step import LayerTimes
-from ds_moe_ext.planners.asym_ea import (
+from ds_moe_ext.planning.zebra_costs import LayerTimes
+from ds_moe_ext.planning.zebra_planner import (
     VARIANTS,
     AsymmetricAssignment,
     Chunk,

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.prices import Prices, RoutedRows, busiest_link, step_seconds
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.calibrate import calibrate, guarded
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.planning.fssdp_planner import calibrate, guarded, materialize
+from ds_moe_ext.planning.prices import Prices, RoutedRows, busiest_link, step_seconds
 from tests.planners.plainly import HOME, NODE_C, PROPERTY, holdings, small_models
 
 # Golden test H8: every device has these counts; the forecast copied expert 0 everywhere.

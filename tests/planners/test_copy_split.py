@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.planners.copy_split import SPLITS, Split, SplitRule, split_backward, split_forward
+from ds_moe_ext.planning.prophet_planner import (
+    SPLITS,
+    Split,
+    SplitRule,
+    split_backward,
+    split_forward,
+)
 from tests.planners.plainly import PROPERTY
 
 FNEC_FIRST, HALF = SPLITS["fnec_first"], SPLITS["half"]

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.level_share import PLANNED_SWEEPS, SWEEPS, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners import copy_swaps
-from ds_moe_ext.planners.copy_swaps import swap_copies
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.row_levels import Division, RowLevels, WholePrices
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import Division, RowLevels, WholePrices
+from ds_moe_ext.core.share import PLANNED_SWEEPS, SWEEPS, LevelShare
+from ds_moe_ext.planning import priced_plans
+from ds_moe_ext.planning.fssdp_planner import materialize
+from ds_moe_ext.planning.priced_plans import swap_copies
 
 NODES = np.array([0, 0, 1, 1])
 HOME = Placement.block(8, 4)
@@ -172,7 +172,7 @@ def test_trials_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(RowLevels, "first_below", counted)
-    monkeypatch.setattr(copy_swaps, "TRIALS", 8)
+    monkeypatch.setattr(priced_plans, "TRIALS", 8)
     for num_cells, most in ((4, 8), (32, 2)):
         rng, home = np.random.default_rng(0), Placement.block(64, num_cells)
         rows_CE = rng.multinomial(4000, rng.dirichlet(np.full(64, 0.2)), num_cells)

@@ -12,15 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_copies import TOLERANCE
-from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LevelShare, LocalElseHome
+from ds_moe_ext.planning.priced_plans import TOLERANCE
+from ds_moe_ext.planning.prices import Prices
+from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.shares import rule_seconds
-from ds_moe_ext.strategy import Job, Plan, Pool, Strategy
 
 
 def random_job(seed: int) -> Job:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.layer_costs import (
+from ds_moe_ext.planning.layer_costs import (
     Chunks,
     LayerCosts,
     link_seconds,
@@ -23,8 +23,7 @@ from ds_moe_ext.cost.layer_costs import (
     path_seconds,
     windows,
 )
-from ds_moe_ext.cost.lines import LinearCost
-from ds_moe_ext.planners.degree import (
+from ds_moe_ext.planning.pipeline_degrees import (
     BRANCHES,
     best_degree,
     case_of,
@@ -33,6 +32,7 @@ from ds_moe_ext.planners.degree import (
     margins,
     solved_degree,
 )
+from ds_moe_ext.planning.prices import LinearCost
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import in_lanes
 from ds_moe_ext.schedule.task import (

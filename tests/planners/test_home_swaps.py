@@ -13,16 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.prices import (
-    Prices,
-    RoutedRows,
-    least_flow,
-    nearest_flow,
-    step_seconds,
-)
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
-from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.planning.fssdp_planner import CopyRules, MoveCosts, materialize, swap_homes
+from ds_moe_ext.planning.prices import Prices, RoutedRows, least_flow, nearest_flow, step_seconds
 from tests.planners.plainly import PROPERTY, small_models
 
 COMPUTING = Prices(

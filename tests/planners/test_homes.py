@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.homes import shard
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.planning.fssdp_planner import shard
 from tests.planners.plainly import (
     NODE_C,
     PROPERTY,

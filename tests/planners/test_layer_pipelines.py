@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import FREE, AllReduce, LinearCost
-from ds_moe_ext.planners.degree import best_degree
-from ds_moe_ext.planners.layer_pipelines import (
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import (
     NOWHERE,
     SOLVERS,
     HostSeconds,
@@ -27,9 +25,10 @@ from ds_moe_ext.planners.layer_pipelines import (
     place,
     plan_pipelines,
 )
-from ds_moe_ext.planners.partition import BackwardLayer, partition_gradients
-from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
+from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
+from ds_moe_ext.planning.pipeline_degrees import BackwardLayer, best_degree, partition_gradients
+from ds_moe_ext.planning.prices import FREE, AllReduce, LinearCost
+from ds_moe_ext.schedule.orders import PIPELINES, Pipeline
 
 GATHER = LinearCost(alpha_s=0.1, beta_s=1e-3, n=1000)
 G1 = LayerCosts(

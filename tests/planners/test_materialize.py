@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.materialize import materialize, slot_quotas
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.fssdp_planner import materialize, slot_quotas
 from tests.planners.plainly import (
     HOME,
     LOAD_E,

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, LinearCost
-from ds_moe_ext.planners import evolution
-from ds_moe_ext.planners.layer_pipelines import SOLVERS
-from ds_moe_ext.planners.partition import (
+from ds_moe_ext.planning import pipeline_degrees
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import SOLVERS
+from ds_moe_ext.planning.pipeline_degrees import (
     BackwardLayer,
     GradientPartition,
     fill_windows,
     partition_gradients,
 )
+from ds_moe_ext.planning.prices import AllReduce, LinearCost
 from tests.planners.plainly import PROPERTY
 
 GOLDEN = AllReduce(alpha_s=0.5, beta_s=1e-3)
@@ -245,7 +245,7 @@ def test_slices_cover_all_once_when_they_are_ready(
     tail_elements: int,
     num_quanta: int,
 ) -> None:
-    with mock.patch.object(evolution, "GENERATIONS", 1):  # any candidate must be a partition
+    with mock.patch.object(pipeline_degrees, "GENERATIONS", 1):  # any candidate must be a partition
         partition = partition_gradients(
             layers,
             all_reduce=all_reduce,

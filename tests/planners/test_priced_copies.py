@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.block_costs import BlockPrices
-from ds_moe_ext.cost.prices import busiest_link
-from ds_moe_ext.level_share import SWEEPS, LevelShare
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.priced_copies import TOLERANCE, Repair, fewest
-from ds_moe_ext.planners.prophet_greedy import place_experts
-from ds_moe_ext.row_levels import RowLevels, WholePrices
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
+from ds_moe_ext.core.share import SWEEPS, LevelShare
+from ds_moe_ext.planning.fssdp_planner import materialize
+from ds_moe_ext.planning.layer_costs import BlockPrices
+from ds_moe_ext.planning.priced_plans import TOLERANCE, Repair, fewest
+from ds_moe_ext.planning.prices import busiest_link
+from ds_moe_ext.planning.prophet_planner import place_experts
 
 NODES = np.array([0, 0, 1, 1])
 HOME = Placement.block(8, 4)

@@ -14,16 +14,16 @@ import pytest
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_share import (
-    Division,
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.planning.priced_plans import (
     Routed,
+    RoutedDivision,
     divide,
     in_whole_rows,
     sent_rows,
 )
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.planning.prices import RowPrices
 
 FREE = (1.0, 0.0, 0.0)
 PRICES = (FREE, (30.0, 8.0, 80.0), (30.0, 4.0, 16.0), (30.0, 1.2, 8.0), (0.1, 1.0, 5.0))
@@ -244,7 +244,7 @@ def test_a_hot_expert_by_hand() -> None:
 
 def test_what_is_left_is_given_where_most_lacks() -> None:
     routed = Routed(np.array([[5], [4]]), Placement(np.array([[True, True]])), np.array([0, 0]))
-    parts = Division(np.array([3.6, 2.2]), np.array([[1.4, 1.8]]))
+    parts = RoutedDivision(np.array([3.6, 2.2]), np.array([[1.4, 1.8]]))
     whole = in_whole_rows(parts, routed)
     assert whole.kept_N.sum() + whole.sent_VN.sum() == 9
     assert whole.kept_N.tolist() == [4, 2]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.block_costs import is_balanced, placement_seconds
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners import prophet_greedy
-from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning import prophet_planner
+from ds_moe_ext.planning.layer_costs import is_balanced, placement_seconds
+from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts
 from tests.planners.plainly import (
     BLOCK_PRICES,
     GATING_CE,
@@ -178,13 +178,13 @@ def searches(draw: st.DrawFn) -> tuple[Block, int | None, float]:
     return block, num_excluded, draw(st.sampled_from([0.0, 0.25, 1.0, 3.0]))
 
 
-@pytest.mark.parametrize("looked_at", [1, 3, prophet_greedy.LOOKED_AT])
+@pytest.mark.parametrize("looked_at", [1, 3, prophet_planner.LOOKED_AT])
 @PROPERTY
 @given(searches())
 def test_the_plan_is_the_papers(looked_at: int, search: tuple[Block, int | None, float]) -> None:
     """Bit for bit, but for experts that the paper selects and copies nowhere; however often the
     search looks whether more can pay."""
-    with mock.patch.object(prophet_greedy, "LOOKED_AT", looked_at):
+    with mock.patch.object(prophet_planner, "LOOKED_AT", looked_at):
         check_against_paper(search)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ds_moe_ext.cost.block_costs import placement_seconds
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.shadow import shadow_experts, shadow_seconds
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.layer_costs import placement_seconds
+from ds_moe_ext.planning.prophet_planner import shadow_experts, shadow_seconds
 from tests.planners.plainly import (
     BLOCK_PRICES,
     GATING_CE,

@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_step import LayerTimes
-from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup, assign_experts
-from ds_moe_ext.planners.zebra_choice import (
+from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.zebra_costs import LayerTimes
+from ds_moe_ext.planning.zebra_planner import (
     USABLE,
+    VARIANTS,
     Memory,
     MovedBounds,
     Stripes,
     Timed,
     WeightBytes,
+    ZebraGroup,
+    assign_experts,
     choose_moved,
     moved_bounds,
     step_seconds,

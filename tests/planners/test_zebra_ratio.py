@@ -10,14 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.cost.zebra_step import ZebraShape, price_step, stripe_times
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
-from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
-from ds_moe_ext.planners.zebra_ratio import (
+from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.zebra_costs import (
+    MoeModel,
+    RankClass,
+    TwoClasses,
+    ZebraShape,
+    price_step,
+    stripe_times,
+)
+from ds_moe_ext.planning.zebra_planner import (
     PricedShape,
     RefusedShape,
     Stock,
+    ZebraGroup,
+    assign_experts,
     best_shape,
     price_shape,
     price_shapes,

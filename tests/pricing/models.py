@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.pricing.model_shape import ModelShape, of_config
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.planning.model_shape import ModelShape, of_config
 
 TINY = {
     "hidden_size": 4,

@@ -12,14 +12,13 @@ import torch
 
 import ds_moe_ext
 from ds_moe_ext.commands.price.cases import Case
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.hosts.steps.costs import STEPS
 from ds_moe_ext.moe.hooks import read_hooks
-from ds_moe_ext.pricing.model_shape import of_config
-from ds_moe_ext.pricing.training_shape import Training
-from ds_moe_ext.steps.costs import STEPS
+from ds_moe_ext.planning.model_shape import Training, of_config
+from ds_moe_ext.planning.strategy import Job, Plan, Pool
 from ds_moe_ext.strategies.fssdp import FullySharded
-from ds_moe_ext.strategy import Job, Plan, Pool
 from tests.hosts import toy
 from tests.ranks import pool_of
 

@@ -10,16 +10,14 @@ import numpy as np
 
 from ds_moe_ext.commands.price.cases import Case
 from ds_moe_ext.commands.price.inputs import read_clusters
-from ds_moe_ext.cost.lines import LinearCost
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Priced, Way, price_way
-from ds_moe_ext.pricing.model_parallel import ModelParallel
-from ds_moe_ext.pricing.model_shape import of_config
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Priced, Way, price_way
+from ds_moe_ext.planning.model_shape import ModelParallel, Training, of_config
+from ds_moe_ext.planning.prices import LinearCost
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Strategy
 from tests.pricing.test_model_shape import DEEPSEEK
 
 PIPELINE = ExpertSharding(slice_gradients=False)

@@ -9,21 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.row_bytes import RowBytes
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link, Product, Products
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.pricing.candidates import copied_bytes
-from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.memory import RUNTIME, MemoryUse
-from ds_moe_ext.pricing.mixed_cluster import joined
-from ds_moe_ext.pricing.on_its_way import OnItsWay
-from ds_moe_ext.pricing.reached import Reached
-from ds_moe_ext.pricing.training_shape import Training
-from ds_moe_ext.steps.costs import Links
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.steps.costs import Links
+from ds_moe_ext.planning.candidates import Reached, copied_bytes
+from ds_moe_ext.planning.described_run import RUNTIME, DescribedRun, MemoryUse
+from ds_moe_ext.planning.model_shape import OnItsWay, Training
+from ds_moe_ext.planning.prices import RowBytes
+from ds_moe_ext.planning.strategy import Plan
+from ds_moe_ext.planning.zebra_price import joined
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Plan
 from tests.pricing.models import cluster, tiny
 
 # Of a layer: attention 4 x 4 x 4, router 4 x 4, norms 2 x 4; of an expert 3 x 4 x 8.

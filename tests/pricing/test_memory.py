@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.pricing.memory import copied_bytes_C
-from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Carried, Plan
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.described_run import copied_bytes_C
+from ds_moe_ext.planning.strategy import Carried, Plan
 
 HOME = Placement.block(4, 2)  # experts 0 and 1 live in cell 0
 

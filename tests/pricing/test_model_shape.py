@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
+from ds_moe_ext.planning.model_shape import ModelShape, of_config, of_megatron
 
 MIXTRAL = {
     "hidden_size": 4096,

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Priced, Way, price_way
-from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.issue import NO_HOST
-from ds_moe_ext.pricing.model_parallel import ModelParallel
-from ds_moe_ext.pricing.model_shape import of_config
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.core.hardware import Hardware, Link
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Priced, Way, price_way
+from ds_moe_ext.planning.described_run import DescribedRun
+from ds_moe_ext.planning.layer_seconds import NO_HOST
+from ds_moe_ext.planning.model_shape import ModelParallel, Training, of_config
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.pricing.models import cluster, tiny
 from tests.pricing.test_model_shape import DEEPSEEK

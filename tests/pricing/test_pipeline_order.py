@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_moe_ext.pricing.model_parallel import ModelParallel
-from ds_moe_ext.pricing.pipeline_order import Pass, most_kept, order_of, run_passes
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.planning.model_shape import ModelParallel, Training
+from ds_moe_ext.planning.step_price import Pass, most_kept, order_of, run_passes
 
 PIPELINES = [(2, 1, 3), (4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 2, 8), (3, 2, 3), (4, 3, 16)]
 

@@ -25,11 +25,10 @@ from ds_moe_ext.commands.price.market_page import page_of
 from ds_moe_ext.commands.price.table import PARTS, print_market
 from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
 from ds_moe_ext.commands.price.words import block_words, grid_text, verdict
+from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.files import commented
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.loads.sources import read_loads, write_loads
-from ds_moe_ext.pricing.model_shape import of_config
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.planning.load_files import read_loads, write_loads
+from ds_moe_ext.planning.model_shape import Training, of_config
 from tests.pricing.models import TINY, cluster
 from tests.pricing.test_model_shape import DEEPSEEK, FLAGS, MIXTRAL, QWEN
 

@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.lines import AllReduce, Line
-from ds_moe_ext.cost.link_prices import LinkPrices
-from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.layer_pipelines import Placed
-from ds_moe_ext.pricing.issue import HostTimes
-from ds_moe_ext.pricing.layer_seconds import TaskCosts
-from ds_moe_ext.pricing.step_price import Conditions, StepPrice, price_step
-from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.planning.exchange_costs import LinkPrices
+from ds_moe_ext.planning.layer_pipelines import Placed
+from ds_moe_ext.planning.layer_seconds import HostTimes, TaskCosts
+from ds_moe_ext.planning.prices import AllReduce, Line, Prices
+from ds_moe_ext.planning.step_price import Conditions, StepPrice, price_step
+from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Job, Plan, Pool, Strategy
 
 ROW_S, ROW_BYTES, COPY_S = 3.0, 10.0, 5.0
 PRICES = Prices(

@@ -9,11 +9,9 @@ import pytest
 
 from ds_moe_ext.commands.price.cases import Case
 from ds_moe_ext.commands.price.inputs import read_clusters
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Way, price_way
-from ds_moe_ext.pricing.model_parallel import ModelParallel
-from ds_moe_ext.pricing.model_shape import of_config
-from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Way, price_way
+from ds_moe_ext.planning.model_shape import ModelParallel, Training, of_config
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.pricing.test_model_shape import MIXTRAL
 

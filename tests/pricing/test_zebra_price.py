@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_moe_ext.cost.row_bytes import RowBytes
-from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.pricing.on_its_way import OnItsWay
-from ds_moe_ext.pricing.training_shape import Training
-from ds_moe_ext.pricing.zebra_price import price_zebra
+from ds_moe_ext.core.hardware import Hardware, Link
+from ds_moe_ext.planning.model_shape import OnItsWay, Training
+from ds_moe_ext.planning.prices import RowBytes
+from ds_moe_ext.planning.zebra_price import price_zebra
 from tests.pricing.models import cluster, tiny
 
 TOKENS = 6

@@ -116,7 +116,7 @@ def test_no_name_means_two_files() -> None:
 
 @pytest.mark.parametrize("name", sorted(names_of("strategies")))
 def test_a_block_is_read_by_its_name(name: str) -> None:
-    from ds_moe_ext.settings import read_file, read_settings
+    from ds_moe_ext.strategies.settings import read_file, read_settings
 
     document = read_file(name, "told")
     settings, strategy = read_settings(document)

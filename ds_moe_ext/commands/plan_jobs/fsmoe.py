@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
-from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, LinearCost
-from ds_moe_ext.planners.degree import best_degree
-from ds_moe_ext.planners.layer_pipelines import SOLVERS
-from ds_moe_ext.planners.partition import BackwardLayer, partition_gradients
+from ds_moe_ext.planning.layer_costs import LayerCosts
+from ds_moe_ext.planning.layer_pipelines import SOLVERS
+from ds_moe_ext.planning.pipeline_degrees import BackwardLayer, best_degree, partition_gradients
+from ds_moe_ext.planning.prices import AllReduce, LinearCost
 from ds_moe_ext.strict import nearest, read_record
 
 MOST_DEGREE = 2**12  # chunks of a layer

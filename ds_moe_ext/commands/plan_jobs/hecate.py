@@ -18,9 +18,8 @@ from ds_moe_ext.commands.plan_jobs.job_inputs import (
     check_number,
     holders_of,
 )
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.homes import shard
-from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.fssdp_planner import materialize, shard
 from ds_moe_ext.strict import at_least
 
 PARTS = 2**10  # of a row: loads that are no whole rows, as a mean of steps, are rounded to these

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
-from ds_moe_ext.cost.zebra_step import LayerTimes
-from ds_moe_ext.planners.asym_ea import VARIANTS, Chunk, ZebraGroup, assign_experts
+from ds_moe_ext.planning.zebra_costs import LayerTimes
+from ds_moe_ext.planning.zebra_planner import VARIANTS, Chunk, ZebraGroup, assign_experts
 from ds_moe_ext.strict import one_of
 
 MOST_LAYERS = 2**10

@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
-from ds_moe_ext.cost.zebra_step import ZebraShape
-from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses, card_of
-from ds_moe_ext.hardware import Hardware, Link, read_hardware
-from ds_moe_ext.planners.zebra_ratio import (
+from ds_moe_ext.core.hardware import Hardware, Link, read_hardware
+from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses, ZebraShape, card_of
+from ds_moe_ext.planning.zebra_planner import (
     PricedShape,
     RefusedShape,
     Stock,

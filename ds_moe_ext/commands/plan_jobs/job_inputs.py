@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.core.placement import Placement
 
 MOST_ROWS = 2**32
 MOST_PAIRS = 2**20  # of expert and rank; rows in parts times these fit into 64 bits

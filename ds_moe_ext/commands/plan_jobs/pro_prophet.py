@@ -15,10 +15,9 @@ from ds_moe_ext.commands.plan_jobs.job_inputs import (
     check_size,
     holders_of,
 )
-from ds_moe_ext.cost.block_costs import BlockPrices
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
-from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.layer_costs import BlockPrices
+from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts, shadow_experts
 
 LEAST_RATE = 1e-9  # of bytes or rows in a second
 

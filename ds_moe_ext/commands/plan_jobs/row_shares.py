@@ -17,15 +17,10 @@ from ds_moe_ext.commands.plan_jobs.job_inputs import (
     check_number,
     check_size,
 )
-from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.priced_share import (
-    Routed,
-    divide,
-    in_whole_rows,
-    sent_rows,
-)
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.planning.priced_plans import Routed, divide, in_whole_rows, sent_rows
+from ds_moe_ext.planning.prices import RowPrices
 
 
 @dataclass(frozen=True, kw_only=True)

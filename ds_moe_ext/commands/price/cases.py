@@ -8,20 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ds_moe_ext.commands.price.ways import BASE
-from ds_moe_ext.hardware import Hardware
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.loads.sources import read_loads
-from ds_moe_ext.moe.described_weight import on_its_way
-from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
-from ds_moe_ext.pricing.candidates import PRICED, Priced, Refused
-from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.mixed_cluster import joined
-from ds_moe_ext.pricing.model_shape import ModelShape
-from ds_moe_ext.pricing.on_its_way import OnItsWay
-from ds_moe_ext.pricing.reached import Reached
-from ds_moe_ext.pricing.training_shape import Training
-from ds_moe_ext.pricing.zebra_price import ZebraPrice, price_zebra
+from ds_moe_ext.core.hardware import Hardware
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, on_its_way
+from ds_moe_ext.planning.candidates import PRICED, Priced, Reached, Refused
+from ds_moe_ext.planning.described_run import DescribedRun
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.loads import Loads
+from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.zebra_price import ZebraPrice, joined, price_zebra
 
 SEEN = 3  # steps that plans go by, before those that are priced
 LARGE = 2**22  # counts of a step, from which one step is priced in place of some

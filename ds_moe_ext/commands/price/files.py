@@ -12,9 +12,9 @@ from typing import Any
 from ds_moe_ext.commands.price.cases import Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.commands.price.words import about, assumed, plan_words, verdict, zebra_words
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Priced
-from ds_moe_ext.schedule.trace import chrome_trace
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Priced
+from ds_moe_ext.schedule.simulator import chrome_trace
 
 NUMBERS = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "bubble_s", "balance")
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.commands.price.parallel import expert_sizes, parallel_of, whole
+from ds_moe_ext.core.hardware import Hardware, read_hardware
 from ds_moe_ext.files.commented import is_json, parsed_as_hjson
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, read_document
-from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.pricing.model_parallel import ALONE
-from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
-from ds_moe_ext.pricing.training_shape import Training
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.planning.model_shape import ALONE, ModelShape, Training, of_config, of_megatron
+from ds_moe_ext.strategies.settings import BLOCK
 from ds_moe_ext.strict import nearest_and_all
 
 CONFIG = "config.json"

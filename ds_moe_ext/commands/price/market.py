@@ -26,10 +26,10 @@ from ds_moe_ext.commands.price.ways import (
     ways_of,
 )
 from ds_moe_ext.files.console import wide_console
-from ds_moe_ext.loads.loads import Loads
-from ds_moe_ext.pricing.candidates import Priced, Refused, Way, price_way
-from ds_moe_ext.pricing.zebra_price import ZebraPrice
-from ds_moe_ext.settings import read_settings
+from ds_moe_ext.planning.candidates import Priced, Refused, Way, price_way
+from ds_moe_ext.planning.loads import Loads
+from ds_moe_ext.planning.zebra_price import ZebraPrice
+from ds_moe_ext.strategies.settings import read_settings
 
 ALIKE = 1e-3  # part of a step, by which two shares must differ to be shown both
 

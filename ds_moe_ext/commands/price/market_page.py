@@ -17,7 +17,7 @@ from ds_moe_ext.commands.price.words import (
     verdict,
     zebra_words,
 )
-from ds_moe_ext.pricing.candidates import Priced
+from ds_moe_ext.planning.candidates import Priced
 from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
 from ds_moe_ext.report.colours import classes_of

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.pricing.model_parallel import ModelParallel
-from ds_moe_ext.pricing.model_shape import ModelShape
+from ds_moe_ext.planning.model_shape import ModelParallel, ModelShape
 
 _REFUSED = {
     "pipeline-model-parallel-layout": "say the layers of the first and the last stage by "

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from ds_moe_ext.commands.price.cases import Case, Market
 from ds_moe_ext.commands.price.words import grid_text
-from ds_moe_ext.pricing.candidates import Way, price_way
+from ds_moe_ext.planning.candidates import Way, price_way
 
 SKEWS = (0.0, 0.3, 0.6, 0.9, 1.2)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)

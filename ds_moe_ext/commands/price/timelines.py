@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ds_moe_ext.pricing.candidates import Priced
-from ds_moe_ext.pricing.issue import ISSUING
+from ds_moe_ext.planning.candidates import Priced
+from ds_moe_ext.planning.layer_seconds import ISSUING
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.waits import Moment, bound_by
+from ds_moe_ext.schedule.simulator import Box
 from ds_moe_ext.schedule.task import HOST, Task
-from ds_moe_ext.schedule.trace import Box
 
 
 def class_names(priced: Priced) -> list[str]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ds_moe_ext.hardware import Hardware
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Priced, Way, grids_for
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.core.hardware import Hardware
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Priced, Way, grids_for
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.strict import nearest_and_all
 
 BASE = "ep"

@@ -11,10 +11,10 @@ import numpy as np
 
 from ds_moe_ext.commands.price.cases import Market
 from ds_moe_ext.commands.price.ways import OVER
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.pricing.candidates import Priced, most_copies
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.planning.candidates import Priced, most_copies
 from ds_moe_ext.report.units import bytes_text, counted
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strategies.settings import BLOCK
 
 
 def about(market: Market) -> str:

@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.core.comm import sum_in_place
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
 from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices
 

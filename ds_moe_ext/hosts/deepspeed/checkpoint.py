@@ -23,13 +23,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import plain
-from ds_moe_ext.attachment.experts import HostedExperts
-from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.files.file_sums import FileSum
+from ds_moe_ext.hosts.attachment.experts import HostedExperts
+from ds_moe_ext.hosts.attachment.host_layer import Slot
+from ds_moe_ext.hosts.attachment.modules import plain
 from ds_moe_ext.hosts.deepspeed import decoupled_saves, host_file, rates, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     base_optimizer,
@@ -59,8 +59,8 @@ from ds_moe_ext.hosts.deepspeed.role_engine import own_groups
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.unread_checkpoint import refuse_ours
-from ds_moe_ext.steps.expert_moves import Expert
-from ds_moe_ext.steps.training_run import Run, run_of
+from ds_moe_ext.hosts.steps.expert_moves import Expert
+from ds_moe_ext.hosts.steps.training_run import Run, run_of
 
 Arguments = Mapping[str, Any]  # of a method of DeepSpeed's engine, ``self`` included
 

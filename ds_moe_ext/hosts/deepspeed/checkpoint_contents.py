@@ -26,16 +26,16 @@ import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import plain
-from ds_moe_ext.attachment.host_layer import Slot
+from ds_moe_ext.hosts.attachment.host_layer import Slot
+from ds_moe_ext.hosts.attachment.modules import plain
 from ds_moe_ext.hosts.deepspeed import pipeline, shards
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.steps.expert_moves import Expert
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.expert_moves import Expert
+from ds_moe_ext.hosts.steps.training_run import Run
 
 SCALARS, ABOUT = "scalars", "about"
 OPTIMIZER, REMEMBERED = "optimizer", "remembered"

@@ -12,9 +12,10 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import plain
-from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.host_layer import Slot
+from ds_moe_ext.hosts.attachment.modules import plain
 from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     ABOUT,
@@ -31,10 +32,8 @@ from ds_moe_ext.hosts.deepspeed.pipeline import num_stages
 from ds_moe_ext.hosts.deepspeed.regions import Fragment, read_fragments
 from ds_moe_ext.hosts.deepspeed.state_places import ADAMS, OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.steps.expert_moves import Expert
-from ds_moe_ext.steps.optimizer_states import MASTER, ParameterStates
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.expert_moves import MASTER, Expert, ParameterStates
+from ds_moe_ext.hosts.steps.training_run import Run
 
 
 class Asked(NamedTuple):

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
+from ds_moe_ext.core.layout import group_among
 from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
-from ds_moe_ext.layout import group_among
 
 _PENDING: WeakSet[Any] = WeakSet()  # engines whose save goes on
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

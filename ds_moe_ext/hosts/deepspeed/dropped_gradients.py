@@ -10,9 +10,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
 from ds_moe_ext.hosts.deepspeed.engine_record import NOTHING, record_of
-from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptInGrad, KeptMeanwhile
+from ds_moe_ext.moe.copy_memory import Accumulation, KeptInGrad, KeptMeanwhile
 
 
 class EngineAccumulation:

@@ -19,15 +19,15 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment import replacement
-from ds_moe_ext.attachment.defaults import SLICES, settle
-from ds_moe_ext.attachment.dynamo import named_modules
-from ds_moe_ext.attachment.grid_sizes import grid_of
-from ds_moe_ext.attachment.host_layer import Adopted, Found
-from ds_moe_ext.attachment.meeting import start_of
-from ds_moe_ext.attachment.priced_cluster import cluster_of
-from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_objects, sum_in_place
+from ds_moe_ext.core.comm import gather_objects, sum_in_place
+from ds_moe_ext.core.layout import GRID, Grid
+from ds_moe_ext.hosts.attachment import replacement
+from ds_moe_ext.hosts.attachment.grid import grid_of
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found
+from ds_moe_ext.hosts.attachment.modules import named_modules
+from ds_moe_ext.hosts.attachment.notices import SLICES, settle
+from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attachment.startup_check import cluster_of, start_of
 from ds_moe_ext.hosts.deepspeed import (
     engine_record,
     parameter_groups,
@@ -48,27 +48,19 @@ from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.meta_model import MetaModel
-from ds_moe_ext.layout import GRID, Grid
-from ds_moe_ext.moe.copies.accumulation import Accumulation
-from ds_moe_ext.moe.token_parts import TokenParts
-from ds_moe_ext.settings import BLOCK, Settings, read_settings
-from ds_moe_ext.steps.alike_groups import settle_alike
-from ds_moe_ext.steps.host import Built, Seats, of_stage, run_on
-from ds_moe_ext.steps.monitor import MONITORED
-from ds_moe_ext.steps.optimizer_kinds import (
-    ELEMENT_BY_ELEMENT,
-    Stepping,
-    check_kind,
-    split_by,
-)
-from ds_moe_ext.steps.optimizer_states import States
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.training_run import Run, run_of
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.watch import JOINED
-from ds_moe_ext.zebra.passage import Here
-from ds_moe_ext.zebra.profile import profiled
-from ds_moe_ext.zebra.stripe_model import Gradients, Pausing, Role, stripe
+from ds_moe_ext.hosts.steps.expert_moves import States
+from ds_moe_ext.hosts.steps.host import Built, Seats, of_stage, run_on, settle_alike
+from ds_moe_ext.hosts.steps.optimizers import ELEMENT_BY_ELEMENT, Stepping, check_kind, split_by
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.training_run import MONITORED, Run, run_of
+from ds_moe_ext.hosts.zebra.passage import Here
+from ds_moe_ext.hosts.zebra.profile import profiled
+from ds_moe_ext.hosts.zebra.stripe_model import Gradients, Pausing, Role, stripe
+from ds_moe_ext.moe.copy_memory import Accumulation
+from ds_moe_ext.moe.gate import TokenParts
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.schedule.watch import JOINED
+from ds_moe_ext.strategies.settings import BLOCK, Settings, read_settings
 
 
 def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:

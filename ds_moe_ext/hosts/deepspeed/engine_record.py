@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
-from ds_moe_ext.steps.passes import Schedules
-from ds_moe_ext.steps.training_run import RECORD, Record
+from ds_moe_ext.hosts.steps.host import Schedules
+from ds_moe_ext.hosts.steps.training_run import RECORD, Record
 
 
 @dataclass(eq=False)

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import without
-from ds_moe_ext.attachment.experts import HostedExperts
-from ds_moe_ext.attachment.host_layer import Hosted
-from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_objects
+from ds_moe_ext.core.comm import all_gather_slots, as_bytes, exchange, gather_objects
+from ds_moe_ext.hosts.attachment.experts import HostedExperts
+from ds_moe_ext.hosts.attachment.host_layer import Hosted
+from ds_moe_ext.hosts.attachment.modules import without
 from ds_moe_ext.hosts.deepspeed import shards
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
-from ds_moe_ext.moe.cell import whole_weights
+from ds_moe_ext.hosts.steps.training_run import run_of
+from ds_moe_ext.moe.sharding import whole_weights
 from ds_moe_ext.schedule.task import INTER, INTRA
-from ds_moe_ext.steps.training_run import run_of
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 """Where torch's ``checkpoint_wrapper`` keeps the module that it wraps; not in names of a state."""

@@ -17,10 +17,8 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.dynamo import eager, named_modules
-from ds_moe_ext.attachment.expert_split import ways_to_split
-from ds_moe_ext.attachment.experts import check_own_weights, shell
-from ds_moe_ext.attachment.host_layer import (
+from ds_moe_ext.hosts.attachment.experts import check_own_weights, shell, ways_to_split
+from ds_moe_ext.hosts.attachment.host_layer import (
     Adopted,
     Found,
     RoutedOf,
@@ -28,9 +26,10 @@ from ds_moe_ext.attachment.host_layer import (
     Wanted,
     keep_marks,
     shape_of,
+    stated,
     weights_of,
 )
-from ds_moe_ext.attachment.routing_facts import stated
+from ds_moe_ext.hosts.attachment.modules import eager, named_modules
 from ds_moe_ext.moe.expert import ModuleExperts, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts

@@ -23,12 +23,12 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
 )
 
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import GRID
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
-from ds_moe_ext.layout import GRID
+from ds_moe_ext.hosts.steps.training_run import Run
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.strategies.settings import BLOCK
 
 Options = dict[str, Any]  # a parameter group, as torch has it
 

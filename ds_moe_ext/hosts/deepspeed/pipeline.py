@@ -13,13 +13,13 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.hosts.attachment.host_layer import Found
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.steps.passes import Passes, Schedules
-from ds_moe_ext.steps.training_run import run_of
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.hosts.steps.host import Passes, Schedules
+from ds_moe_ext.hosts.steps.training_run import run_of
+from ds_moe_ext.schedule.watch import WATCH
+from ds_moe_ext.strategies.settings import BLOCK
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import base_optimizer, has_dense_weights
 from ds_moe_ext.hosts.deepspeed.parameter_groups import belongs_to_user
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.training_run import Run
 
 
 def fitting(engine: Any, run: Run, saved: Any) -> Any:

@@ -17,15 +17,15 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
-from ds_moe_ext.attachment import experts
-from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment import experts
+from ds_moe_ext.hosts.attachment.notices import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, is_of_sequences
 from ds_moe_ext.hosts.meta_model import ADAPTERS, META, is_on_meta
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 
 @dataclass(frozen=True, eq=False)

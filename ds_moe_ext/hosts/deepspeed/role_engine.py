@@ -31,9 +31,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import max_in_place, sum_in_place
-from ds_moe_ext.layout import group_among
-from ds_moe_ext.roles import Roles
+from ds_moe_ext.core.comm import max_in_place, sum_in_place
+from ds_moe_ext.core.layout import Roles, group_among
 
 LARGEST_SQUARE = 1e36
 """Of a norm that is not taken for an overflow. DeepSpeed squares in float32, which ends at 3e38; a

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_moe_ext.steps.optimizer_states import Shard
+from ds_moe_ext.hosts.steps.expert_moves import Shard
 
 
 def are_of(engine: Any) -> bool:

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.refusal import Refusal
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.hosts.attachment.notices import Refusal
 from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.hosts.steps.optimizers import Reduced, check_slice
 from ds_moe_ext.moe.layer import SawSlice
+from ds_moe_ext.planning.strategy import Keys
 from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
-from ds_moe_ext.strategy import Keys
 
 
 class Averaging(Protocol):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_moe_ext.attachment.experts import HostedExperts
-from ds_moe_ext.attachment.host_layer import Adopted
-from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.attachment.experts import HostedExperts
+from ds_moe_ext.hosts.attachment.host_layer import Adopted
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
 
 
 def numbers_of_groups(optimizer: Any) -> Mapping[int, int]:

@@ -22,14 +22,21 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from torch import nn
 
-from ds_moe_ext.attachment import agreement, experts
-from ds_moe_ext.attachment.defaults import HOMES, settle
-from ds_moe_ext.attachment.grid_sizes import Needs
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.launcher import is_first
-from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
-from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
+from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment import experts, startup_check
+from ds_moe_ext.hosts.attachment.grid import Needs
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.notices import HOMES, settle
+from ds_moe_ext.hosts.attachment.replacement import Blueprint, draw, wanted
+from ds_moe_ext.hosts.attachment.startup_check import (
+    PATIENCE_S,
+    Description,
+    Start,
+    is_first,
+    start_of,
+    starting,
+)
 from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
@@ -42,11 +49,10 @@ from ds_moe_ext.hosts.deepspeed.refusals import (
 )
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
-from ds_moe_ext.steps.host import device_names
-from ds_moe_ext.steps.optimizer_kinds import takes_whole_weights
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.hosts.steps.host import device_names
+from ds_moe_ext.hosts.steps.optimizers import takes_whole_weights
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, Settings, misspelt, read_settings
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
 
@@ -170,15 +176,15 @@ def _described(
 ) -> Description:
     settings, _ = read_settings(document)
     told = {
-        **agreement.settings_of(settings, document[BLOCK]),
+        **startup_check.settings_of(settings, document[BLOCK]),
         "train_micro_batch_size_per_gpu": str(micro_batch_of(document)),
-        **agreement.versions("deepspeed", deepspeed.__version__),
+        **startup_check.versions("deepspeed", deepspeed.__version__),
     }
     if Stages.of(model) is None or grid is not None:  # else others have other layers
-        told.update(agreement.layers_of(_found(settings, model)))
+        told.update(startup_check.layers_of(_found(settings, model)))
         if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
-            told.update(agreement.weights_of(model))
-            told.update(agreement.empty_of(model))
+            told.update(startup_check.weights_of(model))
+            told.update(startup_check.empty_of(model))
     if grid is not None:
         told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told

@@ -23,8 +23,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed import shards
-from ds_moe_ext.steps.optimizer_states import Group, Scalar, Shard, States, Views
-from ds_moe_ext.steps.training_run import Run, run_of
+from ds_moe_ext.hosts.steps.expert_moves import Group, Scalar, Shard, States, Views
+from ds_moe_ext.hosts.steps.training_run import Run, run_of
 
 
 def _groups_of(optimizer: Any) -> Iterator[Group]:

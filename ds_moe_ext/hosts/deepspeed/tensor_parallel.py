@@ -15,7 +15,7 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 
 
 @dataclass(frozen=True, eq=False)

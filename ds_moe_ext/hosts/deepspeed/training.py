@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from ds_moe_ext.planners.zebra_choice import WeightBytes
-from ds_moe_ext.zebra.profile import Training
-from ds_moe_ext.zebra.rehearsal import Scene
+from ds_moe_ext.hosts.zebra.profile import Training
+from ds_moe_ext.hosts.zebra.rehearsal import Scene
+from ds_moe_ext.planning.zebra_planner import WeightBytes
 
 STATES = {"sgd": 1, "lion": 1, "adagrad": 1}
 """Tensors of an optimizer's state; of any other two are counted, as Adam has."""

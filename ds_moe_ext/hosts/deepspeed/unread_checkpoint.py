@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strategies.settings import BLOCK
 
 
 def refuse_ours(engine: Any, arguments: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import max_in_place, sum_in_place
+from ds_moe_ext.core.comm import max_in_place, sum_in_place
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
 from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices
 

@@ -17,13 +17,13 @@ from deepspeed.runtime.zero import register_external_parameter
 from deepspeed.utils import get_z3_leaf_modules, groups, set_z3_leaf_module
 from torch import nn
 
-from ds_moe_ext.attachment.block_hooks import block_of, launches
-from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, parameters_of
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.hosts.attachment.block_hooks import block_of, launches
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, parameters_of
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
 from ds_moe_ext.hosts.deepspeed.shards import whole
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.training_run import Run
+from ds_moe_ext.strategies.settings import BLOCK
 
 EXPERTS = "autoep_expert"
 """DeepSpeed's word for weights that are sharded over fewer ranks than it averages gradients of."""

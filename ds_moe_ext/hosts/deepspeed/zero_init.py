@@ -16,7 +16,7 @@ from deepspeed.runtime.zero import ZeroParamStatus
 from deepspeed.runtime.zero.utils import is_zero_param
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, RoutedOf
 from ds_moe_ext.hosts.deepspeed.shards import whole
 from ds_moe_ext.moe.sharding import Shard
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from torch import Tensor
 
-from ds_moe_ext.moe.swiglu import silu_gated
+from ds_moe_ext.moe.feed_forward import silu_gated
 
 
 def activation_of(experts: Any, config: Any) -> Callable[[Tensor], Tensor]:

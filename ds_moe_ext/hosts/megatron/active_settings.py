@@ -12,17 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_moe_ext.attachment import agreement
-from ds_moe_ext.attachment.launcher import is_first
-from ds_moe_ext.attachment.meeting import Description, Start
-from ds_moe_ext.attachment.refusal import refuse
+from ds_moe_ext.hosts.attachment import startup_check
+from ds_moe_ext.hosts.attachment.notices import refuse
+from ds_moe_ext.hosts.attachment.startup_check import Description, Start, is_first
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_with_roles
 from ds_moe_ext.hosts.megatron.worlds import Worlds
-from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_file, read_settings
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.zebra.early_refusals import refuse_early
+from ds_moe_ext.hosts.zebra.early_refusals import refuse_early
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, Settings, misspelt, read_file, read_settings
 
 USE = "ds_moe_ext.use"
 NOTHING: Description = MappingProxyType({})
@@ -62,7 +61,7 @@ class Chosen:
             ValueError: on all ranks, where something differs.
         """
         version = importlib.import_module("megatron.core").__version__
-        self.start.agree({**self.told, **agreement.versions("megatron-core", version), **more})
+        self.start.agree({**self.told, **startup_check.versions("megatron-core", version), **more})
 
     def tell(self, error: Exception) -> None:
         """Let other ranks know why this one cannot start."""
@@ -119,7 +118,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     if strategy.has_roles:
         refuse_early(settings, strategy)
         refuse_with_roles(settings, strategy)
-    return Chosen(source, settings, strategy, agreement.settings_of(settings, document[BLOCK]))
+    return Chosen(source, settings, strategy, startup_check.settings_of(settings, document[BLOCK]))
 
 
 def read_document(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

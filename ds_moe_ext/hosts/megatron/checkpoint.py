@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ds_moe_ext.attachment.routing_facts import Facts
+from ds_moe_ext.hosts.attachment.host_layer import Facts
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts
 from ds_moe_ext.hosts.megatron.state_places import main_gradient
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.training_run import Run
 
 ASKS = ("state_dict", "sharded_state_dict", "save_parameter_state")
 LOADS = ("load_state_dict", "load_parameter_state")

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_moe_ext.attachment.routing_facts import Facts
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.file_sums import FileSum
+from ds_moe_ext.hosts.attachment.host_layer import Facts
 
 SUMS_FILE = "ds_moe_ext_files.json"
 LAST_FILE = "metadata.json"  # of Megatron's (``dist_checkpointing/core.py``)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strategies.settings import BLOCK
 
 STOCK = "megatron.core."
 

@@ -16,13 +16,12 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from ds_moe_ext.attachment import agreement, replacement
-from ds_moe_ext.attachment.defaults import HOMES, settle
-from ds_moe_ext.attachment.host_layer import ExpertShape, Found
-from ds_moe_ext.attachment.meeting import start_of
-from ds_moe_ext.attachment.refusal import refuse
-from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.hosts.attachment import replacement, startup_check
+from ds_moe_ext.hosts.attachment.host_layer import ExpertShape, Found
+from ds_moe_ext.hosts.attachment.notices import HOMES, refuse, settle
+from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring, start_remarks
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
@@ -30,16 +29,23 @@ from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.refusals import STEPPING, SUMMED
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE, OptimizerStates
-from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptMeanwhile
+from ds_moe_ext.hosts.steps.expert_moves import States
+from ds_moe_ext.hosts.steps.host import (
+    Built,
+    Passes,
+    Schedules,
+    Seats,
+    device_names,
+    of_stage,
+    run_on,
+)
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run
+from ds_moe_ext.moe.copy_memory import Accumulation, KeptMeanwhile
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.program import in_backward
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.host import Built, Seats, device_names, of_stage, run_on
-from ds_moe_ext.steps.optimizer_states import States
-from ds_moe_ext.steps.passes import Passes, Schedules
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.training_run import RECORD, Record, Run
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.watch import ALIKE, WATCH
+from ds_moe_ext.schedule.watch import ALIKE, WATCH
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 OPTIMIZER = "get_megatron_optimizer"
 
@@ -132,7 +138,7 @@ class MegatronHost:
         return told
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        return Seats(self._seats.own, self._seats.beside, agreement.layers_of(found))
+        return Seats(self._seats.own, self._seats.beside, startup_check.layers_of(found))
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         check_found(blueprint.found, blueprint.settings, self._chunks)

@@ -18,14 +18,14 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as moe_experts
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import ExpertShape, Slot, shape_of, weights_of
+from ds_moe_ext.hosts.attachment.host_layer import ExpertShape, Slot, shape_of, weights_of
 from ds_moe_ext.hosts.megatron.activations import activation_of
 from ds_moe_ext.hosts.megatron.choices import Choices
+from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.steps.passes import Passes, Schedules
 
 Ready = Callable[[], None]
 """Waits for weights that the host is still gathering."""

@@ -20,13 +20,13 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts.megatron.role_scale import ScaledOnce
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.steps.training_run import RECORD, Record
-from ds_moe_ext.zebra.passage import Passage
-from ds_moe_ext.zebra.stack import Stack
-from ds_moe_ext.zebra.stripe import Stripe
+from ds_moe_ext.hosts.steps.training_run import RECORD, Record
+from ds_moe_ext.hosts.zebra.passage import Passage
+from ds_moe_ext.hosts.zebra.stack import Stack
+from ds_moe_ext.hosts.zebra.stripe import Stripe
+from ds_moe_ext.strategies.settings import BLOCK
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, RoutedOf, Wanted
-from ds_moe_ext.attachment.refusal import refuse
-from ds_moe_ext.attachment.routing_facts import stated
+from ds_moe_ext.hosts.attachment.host_layer import (
+    Adopted,
+    ExpertShape,
+    Found,
+    RoutedOf,
+    Wanted,
+    stated,
+)
+from ds_moe_ext.hosts.attachment.notices import refuse
 from ds_moe_ext.hosts.megatron.active_settings import worlds
 from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
@@ -38,7 +44,7 @@ from ds_moe_ext.hosts.megatron.role_models import Elsewhere, leave_experts
 from ds_moe_ext.hosts.megatron.role_refusals import WITH_ROLES
 from ds_moe_ext.moe.expert import on_shard
 from ds_moe_ext.moe.sharding import Shard
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strategies.settings import BLOCK
 
 _WAITING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # to be started
 _MADE_READY: WeakSet[nn.Module] = WeakSet()

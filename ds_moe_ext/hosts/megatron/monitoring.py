@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_moe_ext.steps.monitor import Event
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.hosts.steps.training_run import Event, Run
 
 LOOP = "megatron.training.global_vars"
 LOSS = "lm loss"  # as Megatron-LM's loss functions call it

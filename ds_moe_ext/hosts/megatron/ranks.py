@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 
 class Seat(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_moe_ext.attachment.refusal import Refusal
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import names_with
+from ds_moe_ext.hosts.attachment.notices import Refusal
+from ds_moe_ext.planning.strategy import names_with
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 
 def flag(name: str, asked: Callable[[Any], object], reason: str, remedy: str) -> Refusal:

@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import ChainedOptimizer
 
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts.megatron.worlds import Worlds
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strategies.settings import BLOCK
 
 
 class Absent:

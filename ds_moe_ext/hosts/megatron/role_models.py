@@ -18,12 +18,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from ds_moe_ext.attachment.host_layer import ExpertShape
+from ds_moe_ext.hosts.attachment.host_layer import ExpertShape
 from ds_moe_ext.hosts.megatron.expert_modules import function_of, shape_of_one
 from ds_moe_ext.hosts.megatron.worlds import Worlds
+from ds_moe_ext.hosts.zebra.stripe_model import keep_parameters
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.zebra.stripe_model import keep_parameters
+from ds_moe_ext.strategies.settings import BLOCK
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext.comm import max_in_place, sum_in_place
+from ds_moe_ext.core.comm import max_in_place, sum_in_place
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 
 

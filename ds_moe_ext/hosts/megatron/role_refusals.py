@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_moe_ext.attachment.refusal import Refusal, refuse
+from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import field_of, flag, graphed
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 _SEVERAL = "several micro-batches are under way at once"
 

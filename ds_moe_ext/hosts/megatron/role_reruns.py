@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import rerun_state_machine
 
-from ds_moe_ext.comm import max_in_place
+from ds_moe_ext.core.comm import max_in_place
 
 
 def join_reruns(control: dist.ProcessGroup) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.attachment import agreement
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.meeting import start_of
-from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import Grid, group_among
+from ds_moe_ext.hosts.attachment import startup_check
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
@@ -36,16 +37,14 @@ from ds_moe_ext.hosts.megatron.role_norm import join_norm
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
 from ds_moe_ext.hosts.megatron.role_reruns import join_reruns
 from ds_moe_ext.hosts.megatron.worlds import Worlds
-from ds_moe_ext.layout import Grid, group_among
-from ds_moe_ext.settings import Settings
-from ds_moe_ext.steps.host import Built, Seats, run_on
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.tracer import Tracer
-from ds_moe_ext.steps.training_run import Run
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.zebra.both_sides import BothSides
-from ds_moe_ext.zebra.passage import Here
-from ds_moe_ext.zebra.stripe_model import Pausing, blocks_of, cut_at, stack_of
+from ds_moe_ext.hosts.steps.host import Built, Seats, run_on
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.training_run import Run, Tracer
+from ds_moe_ext.hosts.zebra.both_sides import BothSides
+from ds_moe_ext.hosts.zebra.passage import Here
+from ds_moe_ext.hosts.zebra.stripe_model import Pausing, blocks_of, cut_at, stack_of
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import Settings
 
 
 def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
@@ -97,7 +96,7 @@ class RolesHost(MegatronHost):
         return [told[cell] for cell in self._worlds.roles.expert_cells]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        return Seats(self._seats.own, (), agreement.layers_of(found))
+        return Seats(self._seats.own, (), startup_check.layers_of(found))
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         blueprint, _ = super().prepare(blueprint)

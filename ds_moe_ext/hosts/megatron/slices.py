@@ -31,13 +31,13 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import nn
 
-from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.steps.optimizers import Reduced, check_slice
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.moe.layer import SawSlice
+from ds_moe_ext.planning.strategy import Keys
 from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.strategy import Keys
 
 
 class Waiting(NamedTuple):

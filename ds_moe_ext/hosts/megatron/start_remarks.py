@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.lost_hooks import hooks_of
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.modules import hooks_of
 from ds_moe_ext.hosts.megatron.activations import forgets_clamp
 
 NOT_OF_USERS = ("megatron", "transformer_engine", "ds_moe_ext")

@@ -12,9 +12,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
+from ds_moe_ext.hosts.attachment.notices import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import MOVING
-from ds_moe_ext.steps.optimizer_states import Group, States
+from ds_moe_ext.hosts.steps.expert_moves import Group, States
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_moe_ext.roles import Roles
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.core.layout import Roles
+from ds_moe_ext.strategies.settings import BLOCK
 
 TRIED = "2.13"
 """Version of torch in which what this module changes of it was tried."""

@@ -14,25 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_moe_ext.attachment import agreement, experts, replacement
-from ds_moe_ext.attachment.grid_sizes import grid_of
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.meeting import start_of
-from ds_moe_ext.attachment.priced_cluster import cluster_of
-from ds_moe_ext.attachment.refusal import Refusal, refuse
-from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.core.comm import sum_in_place
+from ds_moe_ext.core.layout import group_among
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.attachment import experts, replacement, startup_check
+from ds_moe_ext.hosts.attachment.grid import grid_of
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
+from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attachment.startup_check import cluster_of, start_of
 from ds_moe_ext.hosts.meta_model import ADAPTERS, MetaModel
-from ds_moe_ext.layout import group_among
-from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptInGrad
-from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.host import Built, Seats, device_names
-from ds_moe_ext.steps.optimizer_states import Group, States
-from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.training_run import RECORD, Record, Run
-from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.watch import JOINED
+from ds_moe_ext.hosts.steps.expert_moves import Group, States
+from ds_moe_ext.hosts.steps.host import Built, Seats, device_names
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run
+from ds_moe_ext.moe.copy_memory import Accumulation, KeptInGrad
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.schedule.watch import JOINED
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 NAME = "ds_moe_ext.attach"
 FINDERS = (huggingface.find, experts.find_registered)
@@ -199,12 +198,12 @@ class PlainHost:
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         alike = {
-            **agreement.settings_of(settings, self._block),
+            **startup_check.settings_of(settings, self._block),
             "micro_batches": str(self.num_micro_batches),
-            **agreement.versions("torch", str(torch.__version__)),
-            **agreement.layers_of(found),
-            **agreement.weights_of(self.carrier),
-            **agreement.empty_of(self.carrier),
+            **startup_check.versions("torch", str(torch.__version__)),
+            **startup_check.layers_of(found),
+            **startup_check.weights_of(self.carrier),
+            **startup_check.empty_of(self.carrier),
         }
         start = start_of(NAME)
         start.agree(alike)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_states
 
-from ds_moe_ext.moe.cell import whole_weights
-from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.hosts.steps.training_run import Run
+from ds_moe_ext.moe.sharding import Shard, whole_weights
 from ds_moe_ext.schedule.task import INTRA
-from ds_moe_ext.steps.training_run import Run
 
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
 """Keys: ours and torch's."""

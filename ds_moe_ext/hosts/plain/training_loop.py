@@ -15,18 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ds_moe_ext.attachment.defaults import HOMES
-from ds_moe_ext.attachment.meeting import Start, starting
-from ds_moe_ext.attachment.replacement import stays_in_slots
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.core.comm import sum_in_place
+from ds_moe_ext.hosts.attachment.notices import HOMES
+from ds_moe_ext.hosts.attachment.replacement import stays_in_slots
+from ds_moe_ext.hosts.attachment.startup_check import Start, starting
 from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
-from ds_moe_ext.settings import BLOCK, read_file, read_settings
-from ds_moe_ext.steps.alike_groups import check_alike, settle_alike
-from ds_moe_ext.steps.host import run_on
-from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
-from ds_moe_ext.steps.optimizer_kinds import BY_ELEMENTS, Stepping, check_kind, split_by
-from ds_moe_ext.steps.training_run import Record, Run, run_of
+from ds_moe_ext.hosts.steps.host import check_alike, run_on, settle_alike
+from ds_moe_ext.hosts.steps.optimizers import BY_ELEMENTS, Stepping, check_kind, split_by
+from ds_moe_ext.hosts.steps.training_run import MONITORED, Record, Run, WriteEvents, run_of
+from ds_moe_ext.strategies.settings import BLOCK, read_file, read_settings
 
 
 def attach(

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.replacement import found_in
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.replacement import found_in
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, document_of
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.hosts.verification.recording import (
     ExpertPart,
     Parts,
@@ -26,8 +27,7 @@ from ds_moe_ext.hosts.verification.recording import (
     turned,
 )
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run, undrawn
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.verification.trial import Precision
 
 NARROW = ("bf16", "bfloat16", "fp16", "amp", "torch_autocast")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.hosts.attachment.host_layer import any_name
 from ds_moe_ext.hosts.megatron import moe_layers
 from ds_moe_ext.hosts.megatron.engine import whole
 from ds_moe_ext.hosts.megatron.expert_modules import form_of, weight_names

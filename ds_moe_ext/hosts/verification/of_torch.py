@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.replacement import found_in
+from ds_moe_ext.hosts.attachment.replacement import found_in
 from ds_moe_ext.hosts.plain.plain_host import FINDERS, NAME
 from ds_moe_ext.hosts.plain.training_loop import Attachment, block_of
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.hosts.verification.recording import (
     Recording,
     cast,
@@ -21,8 +22,7 @@ from ds_moe_ext.hosts.verification.recording import (
     turned,
 )
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run, undrawn
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 _RECORDINGS: list[Recording] = []  # of this process: one or none
 

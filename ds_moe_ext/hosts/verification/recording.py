@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import Found
-from ds_moe_ext.attachment.stored_weights import Place
-from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts import llama4, switch_transformers
+from ds_moe_ext.hosts.attachment.host_layer import Found, Place
+from ds_moe_ext.hosts.steps.training_run import Run
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
-from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.strategies.settings import BLOCK
 from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
 from ds_moe_ext.verification.sketch import sketch, sketch_at
 from ds_moe_ext.verification.trial import Precision, Trial

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One conversion: which form a folder has, open, check, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ds_moe_ext.commands.conversion import deepspeed, huggingface, megatron, names
+from ds_moe_ext.commands.conversion.description import (
+    Document,
+    document_of,
+    model_of,
+    read_document,
+)
+from ds_moe_ext.commands.conversion.listed_model import decoder_of
+from ds_moe_ext.commands.conversion.megatron_arguments import flags_of
+from ds_moe_ext.commands.conversion.megatron_arguments import model_of as model_of_arguments
+from ds_moe_ext.commands.conversion.model import AnyModel
+from ds_moe_ext.commands.conversion.source import Pieces, Source
+from ds_moe_ext.commands.conversion.tables import Table, cells
+from ds_moe_ext.commands.conversion.target import Maker
+from ds_moe_ext.files.writable import why_unwritable
+
+
+class Form(Enum):
+    """How a checkpoint is kept."""
+
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
+    HUGGINGFACE = "huggingface"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a conversion is asked for.
+
+    Attributes:
+        source: folder.
+        target: folder, which must not have anything.
+        goal: form of the target.
+        given: form of the source; None asks its folder.
+        described: of the model; None asks the source.
+        dtype: of the weights; None leaves them.
+    """
+
+    source: Path
+    target: Path
+    goal: Form
+    given: Form | None = None
+    described: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def convert(asked: Asked, console: Console) -> AnyModel:
+    """Write a checkpoint's weights in another form, and say what was done.
+
+    Returns:
+        The model that it is of.
+
+    Raises:
+        ValueError: what cannot be converted, and why.
+    """
+    form = form_of(asked.source, asked.given)
+    if form is asked.goal:
+        raise ValueError(f"{asked.source} is of form {form.value} already")
+    if asked.target.exists() and not asked.target.is_dir():
+        raise ValueError(f"{asked.target} is no folder; name a new one")
+    if asked.target.exists() and any(asked.target.iterdir()):
+        raise ValueError(f"{asked.target} is not empty; name a new folder")
+    with ExitStack() as files, Progress(console=console, transient=True) as progress:
+        opened = _WAYS[form].open(asked, files)
+        model = opened.model
+        document = opened.document
+        if asked.goal is Form.HUGGINGFACE:
+            document = {**document_of(model), **document}
+        table = _WAYS[asked.goal].table(model)
+        total = sum(1 for _ in cells(model, table))
+        task = progress.add_task(f"{form.value} to {asked.goal.value}", total=total)
+        pieces = Pieces(opened.source, model)
+        maker = Maker(model, pieces, asked.dtype, lambda: progress.advance(task))
+        _try(asked.target)
+        _WAYS[asked.goal].write(asked.target, maker, document)
+    _tell(console, asked, opened)
+    return model
+
+
+def _try(target: Path) -> None:
+    """Make the folder that is to be written, and see whether it takes files.
+
+    Raises:
+        ValueError: it cannot be made, or takes none.
+    """
+    if reason := why_unwritable(target / "file", makes_folders=True):
+        raise ValueError(
+            f"TARGET is {str(target)!r}, where nothing can be written ({reason}); name another "
+            "folder, new or empty"
+        )
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source and the model that it is of.
+
+    Attributes:
+        source: to read.
+        model: that it is of.
+        document: its config, as far as it was given.
+        has_states: of an optimizer.
+    """
+
+    source: Source
+    model: AnyModel
+    document: Document
+    has_states: bool
+
+
+def _open_huggingface(asked: Asked, files: ExitStack) -> _Opened:
+    document = read_document(asked.described or asked.source)
+    model = model_of(document)
+    source = huggingface.open_source(asked.source, model, files)
+    return _Opened(source, model, document, has_states=False)
+
+
+def _open_deepspeed(asked: Asked, files: ExitStack) -> _Opened:
+    tag = deepspeed.tag_of(asked.source)
+    if asked.described is None:
+        raise ValueError(
+            f"{tag} does not say of which model it is; add --model: its Hugging Face config.json, "
+            "or a file like those of configs/models"
+        )
+    document = read_document(asked.described)
+    model = model_of(document)
+    return _Opened(deepspeed.open_source(tag, model), model, document, has_states=True)
+
+
+def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
+    folder = megatron.iteration_of(asked.source)
+    document: Document = {} if asked.described is None else read_document(asked.described)
+    if document:
+        model = decoder_of(model_of(document))
+    else:
+        model = model_of_arguments(megatron.arguments(folder))
+    source = megatron.open_source(folder, model)
+    return _Opened(source, model, document, megatron.has_optimizer(folder))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a form is known, read and written.
+
+    Attributes:
+        is_here: whether a folder looks like it.
+        open: a source.
+        table: names of what is written.
+        write: into a folder, given the config of the model.
+    """
+
+    is_here: Callable[[Path], bool]
+    open: Callable[[Asked, ExitStack], _Opened]
+    table: Callable[[AnyModel], Table]
+    write: Callable[[Path, Maker, Document], None]
+
+
+_WAYS = {
+    Form.MEGATRON: _Way(
+        megatron.is_here,
+        _open_megatron,
+        lambda model: names.megatron(decoder_of(model)),
+        lambda folder, maker, _: megatron.write(folder, maker),
+    ),
+    Form.DEEPSPEED: _Way(
+        deepspeed.is_here,
+        _open_deepspeed,
+        lambda model: names.in_deepspeed(model).both,
+        lambda folder, maker, _: deepspeed.write(folder, maker),
+    ),
+    Form.HUGGINGFACE: _Way(
+        huggingface.is_here,
+        _open_huggingface,
+        lambda model: names.in_huggingface(model).files,
+        huggingface.write,
+    ),
+}
+
+
+def form_of(folder: Path, told: Form | None) -> Form:
+    """That of a folder.
+
+    Args:
+        folder: of a checkpoint.
+        told: what it is said to be.
+
+    Raises:
+        ValueError: it is not; or of none, or of several.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name the folder of a checkpoint")
+    found = [form for form, way in _WAYS.items() if way.is_here(folder)]
+    if told in found:
+        return told
+    signs = (
+        f"megatron has {megatron.TRACKER} or {megatron.BACKENDS}, deepspeed {deepspeed.LATEST} or "
+        f"{deepspeed.LAYOUT_FILE}, huggingface config.json and *.safetensors"
+    )
+    if told is not None:
+        raise ValueError(f"{folder} is no checkpoint of form {told.value}: {signs}")
+    if len(found) != 1:
+        names = " and ".join(form.value for form in found) or "none of the forms"
+        raise ValueError(f"{folder} looks like {names}: {signs}; say which with --from")
+    return found[0]
+
+
+def _tell(console: Console, asked: Asked, opened: _Opened) -> None:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    model = opened.model
+    say(
+        f"wrote {asked.target}: {model.family.value}, {model.num_layers} layers, "
+        f"{model.num_moe_layers} of them with {model.num_experts} experts"
+    )
+    if opened.has_states:
+        say("weights only: states of the optimizer, schedules and counters are not converted")
+    if asked.goal is Form.MEGATRON:
+        say("pretrain_gpt.py loads it with --ckpt-format torch_dist --load and")
+        for line in flags_of(decoder_of(model)):
+            say(f"  {line}")
+    if asked.goal is Form.DEEPSPEED:
+        say("an engine loads it with load_checkpoint(folder, load_module_only=True)")

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks have attention and which have experts: the roles of zebra parallelism. Pure.
+
+HeterMoE, section 3 (spec 2.1). A *ZP group* is M + N neighbouring ranks; it takes the place of an
+expert-parallel grid, and each of its ranks is a cell. Data are parallel across the groups.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+
+import numpy as np
+import torch.distributed as dist
+
+from ds_moe_ext.core.all_to_all import Nodes, Reach
+from ds_moe_ext.core.comm import begin_watch, gather_objects, timeout_of, urgent
+from ds_moe_ext.schedule.task import INTER, INTRA, Lane
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles in every ZP group.
+
+    Attributes:
+        attention_cells: places in the group, ascending, whose ranks have attention, gates,
+            embeddings and head.
+        expert_cells: those whose ranks have experts only.
+    """
+
+    attention_cells: tuple[int, ...]
+    expert_cells: tuple[int, ...]
+
+    @classmethod
+    def first(cls, attention_size: int, expert_size: int) -> Roles:
+        """Attention ranks first."""
+        size = attention_size + expert_size
+        return cls(tuple(range(attention_size)), tuple(range(attention_size, size)))
+
+    def __str__(self) -> str:
+        return f"{len(self.attention_cells)} attention + {len(self.expert_cells)} expert ranks"
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return len(self.attention_cells) + len(self.expert_cells)
+
+    def is_attention(self, rank: int) -> bool:
+        """Whether a rank of the world has attention."""
+        return rank % self.size in self.attention_cells
+
+    def ranks_like(self, rank: int, world_size: int) -> list[int]:
+        """The ranks of the world that have the role of a rank."""
+        role = self.is_attention(rank)
+        return [other for other in range(world_size) if self.is_attention(other) == role]
+
+
+@dataclass(frozen=True)
+class Striping:
+    """How the micro-batches of attention ranks run.
+
+    Attributes:
+        num_stripes: that the samples of an attention rank are cut into; None until it is settled.
+        recomputes: expert ranks keep the rows that came in, and compute the rest again in backward.
+    """
+
+    num_stripes: int | None = None
+    recomputes: bool = False
+
+
+# Which ranks form the expert-parallel grid, and a communicator for each of its axes and lanes.
+
+
+AXES = ("edp", "ep", "esp")
+GRID = "grid"  # the cells of one grid and the ranks in them: two axes as one
+
+WITHIN_NODES = "within nodes"  # of the cells that exchange rows, those of one node
+BETWEEN_NODES = "between nodes"  # and those of equal place in their nodes
+NODE_AXES = {WITHIN_NODES: Reach.WITHIN, BETWEEN_NODES: Reach.BETWEEN}
+"""What the axis of cells falls into where ways lead by the nodes; see ``all_to_all.Nodes``."""
+
+
+@contextmanager
+def world(
+    backend: str,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    store: dist.Store | None = None,
+    timeout: timedelta | None = None,
+) -> Iterator[None]:
+    """The world of all ranks inside the block: the one that is, or one made for it. Collective.
+
+    Where there are several they meet at a store, or where a launcher's MASTER_ADDR and MASTER_PORT
+    say. They wait for each other as long as the backend does, or until the timeout.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if store is None and world_size == 1:
+        store = dist.HashStore()
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, int(number) + 1) if number % d == 0]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rank arithmetic. Pure.
+
+    Attributes:
+        world_size: ranks that run the same layers.
+        num_cells: cells of a grid.
+        cell_size: ranks of a cell.
+        members: these ranks in the order of the axes, where they are a part of all, as a pipeline
+            stage is; none: all, in their own order.
+
+    Raises:
+        ValueError: the axes do not fill the world.
+    """
+
+    world_size: int
+    num_cells: int
+    cell_size: int = 1
+    members: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.num_cells * self.cell_size):
+            raise ValueError(
+                f"{self.num_cells} cells of {self.cell_size} rank(s) do not divide "
+                f"{self.world_size} ranks; choose sizes whose product divides {self.world_size}"
+            )
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Ranks, int64 ``[edp, ep, esp]``."""
+        shape = (self.world_size // self.size, self.num_cells, self.cell_size)
+        return np.array(self.members or range(self.world_size)).reshape(shape)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one expert-parallel grid: together they hold every expert once."""
+        return self.num_cells * self.cell_size
+
+    def along(self, axis: str) -> list[list[int]]:
+        """The lists of ranks that differ along one axis only."""
+        if axis == GRID:
+            whole: list[list[int]] = self.ranks.reshape(-1, self.size).tolist()
+            return whole
+        moved = np.moveaxis(self.ranks, AXES.index(axis), -1)
+        lists: list[list[int]] = moved.reshape(-1, moved.shape[-1]).tolist()
+        return lists
+
+    def index(self, axis: str, rank: int) -> int:
+        """Place of a rank along an axis."""
+        return int(np.argwhere(self.ranks == rank)[0, AXES.index(axis)])
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The grid and its process groups.
+
+    Attributes:
+        grid: the ranks.
+        rank: this one.
+        node_of: number of each rank's node; a machine unless ``build`` was told otherwise.
+        beside: the grids of all ranks, where they do not all run the same layers; else none.
+        everyone: the ranks of this grid; None where these are all.
+
+    Two lanes never share a communicator: collectives of one communicator must be issued in the
+    same order on every rank, and lanes are ordered only among their own tasks.
+    """
+
+    grid: Grid
+    rank: int
+    node_of: tuple[int, ...] = ()
+    beside: tuple[Grid, ...] = ()
+    everyone: dist.ProcessGroup | None = None
+    _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        grid: Grid,
+        uses: Iterable[tuple[str, Lane]],
+        ranks_per_node: int | None = None,
+        beside: Sequence[Grid] = (),
+    ) -> ParallelLayout:
+        """Make a communicator for each (axis, lane) in ``uses``, and where cells have several
+        ranks those that every strategy needs then. Collective, in the same order on every rank.
+
+        Args:
+            grid: of this rank.
+            uses: by the strategy.
+            ranks_per_node: ranks that share fast links; None for those of one machine.
+            beside: the grids of all ranks, this one's among them, in the same order everywhere;
+                none where all ranks run the same layers.
+        """
+        begin_watch()
+        if ranks_per_node is None:
+            hosts = gather_objects(socket.gethostname(), None)
+            nodes = [hosts.index(host) for host in hosts]  # its first rank stands for a node
+        else:
+            nodes = [rank // ranks_per_node for rank in range(dist.get_world_size())]
+        parts = [each.ranks.flatten().tolist() for each in beside]
+        everyone = group_among(parts) if parts else None
+        layout = cls(grid, dist.get_rank(), tuple(nodes), tuple(beside), everyone)
+        within = [(GRID, INTER), ("esp", INTRA)] if grid.cell_size > 1 else []
+        for axis, lane in (*uses, *within):
+            if lists := layout.lists_along(axis):
+                layout._groups[axis, lane] = group_among(lists, is_urgent=True)
+        return layout
+
+    @property
+    def _grids(self) -> tuple[Grid, ...]:
+        return self.beside or (self.grid,)
+
+    @property
+    def num_hosts(self) -> int:
+        """Nodes that the ranks run on."""
+        return len(set(self.node_of))
+
+    @property
+    def node_C(self) -> np.ndarray:
+        """Node of each cell of this rank's grid, 0 and up, int64: that of its first rank."""
+        ranks_CS = self.grid.ranks[self.index("edp")]
+        return np.unique(self._nodes_of(ranks_CS[:, 0]), return_inverse=True)[1]
+
+    @property
+    def nodes(self) -> Nodes:
+        """Where the ranks are that this one exchanges rows with: one of each cell.
+
+        Raises:
+            ValueError: nodes have not equally many of them.
+        """
+        return Nodes(self.node_of_cells)
+
+    @property
+    def node_of_cells(self) -> np.ndarray:
+        """Node of each rank that this one exchanges rows with, int64."""
+        return self._nodes_of(next(row for row in self.grid.along("ep") if self.rank in row))
+
+    @property
+    def place(self) -> int:
+        """This rank's among those that run the same layers."""
+        return int(np.flatnonzero(self.grid.ranks == self.rank)[0])
+
+    def _nodes_of(self, ranks: Iterable[int]) -> np.ndarray:
+        return np.array([self.node_of[rank] if self.node_of else 0 for rank in ranks])
+
+    @cached_property
+    def why_flat(self) -> str:
+        """Why no way between cells leads by the nodes, the same on every rank; empty if some do."""
+        for row in self._along("ep"):
+            cells_V = np.unique(self._nodes_of(row), return_counts=True)[1]
+            if cells_V.size == 1:
+                return "all cells are on one node"
+            if cells_V.max() == 1:
+                return "every node has one cell"
+            if cells_V.min() < cells_V.max():
+                return f"nodes have {', '.join(map(str, cells_V))} cells: not equally many"
+        return ""
+
+    def lists_along(self, axis: str) -> list[list[int]]:
+        """The lists of ranks along an axis, of all grids; none along those of the nodes where no
+        way leads by the nodes."""
+        if axis not in NODE_AXES:
+            return self._along(axis)
+        if self.why_flat:
+            return []
+        return [
+            [row[cell] for cell in cells]
+            for row in self._along("ep")
+            for cells in Nodes(self._nodes_of(row)).groups(NODE_AXES[axis])
+        ]
+
+    def _along(self, axis: str) -> list[list[int]]:
+        return [ranks for grid in self._grids for ranks in grid.along(axis)]
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return self._index[axis]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {axis: self.grid.index(axis, self.rank) for axis in AXES}
+
+    def close(self) -> None:
+        """Close the communicators, when no pass will run any more. Collective."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def group(self, axis: str, lane: Lane) -> dist.ProcessGroup:
+        """The communicator of a lane along an axis, made by ``build``. Where cells have one rank,
+        the whole grid is the axis of cells."""
+        is_row = axis == GRID and self.grid.cell_size == 1
+        return self._groups["ep" if is_row else axis, lane]
+
+
+def group_among(
+    lists: list[list[int]], backend: str | None = None, *, is_urgent: bool = False
+) -> dist.ProcessGroup:
+    """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
+    with the same lists in the same order on every rank. They wait for other ranks as long as the
+    world does, which a host may have been told.
+
+    Args:
+        backend: of the communicators; None takes that of the world.
+        is_urgent: what travels is waited for by other work on the device, and goes before that.
+    """
+    rank, timeout = dist.get_rank(), timeout_of(None)
+    groups = [
+        (ranks, dist.new_group(ranks, timeout, backend, urgent() if is_urgent else None))
+        for ranks in lists
+    ]
+    return next(group for ranks, group in groups if rank in ranks)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transformer block does about copies as it begins.
+
+It does the tasks of the layer's ``block`` (``schedule/orders.py``): starts the pass of its own
+copies and launches them, and starts that of the next layer's where this block carries them. Their
+adjoints end the block's backward, so that gradients can travel while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.layout import GRID
+from ds_moe_ext.hosts.attachment.host_layer import Hosted
+from ds_moe_ext.hosts.attachment.modules import eager
+from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal, Tell, settle
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.planning.strategy import followers
+from ds_moe_ext.schedule.task import INTER, START
+
+
+def launch_with_blocks(
+    model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
+) -> tuple[RemovableHandle, ...]:
+    """Let each layer's block launch copies as it begins.
+
+    Args:
+        measures: what blocks compute beside their MoE layer is timed also where none has copies.
+
+    Returns:
+        The hooks that do it.
+    """
+    hooks: list[RemovableHandle] = []
+    for layer, launch in zip(layers, launches(layers)):
+        if measures or layer.routed.copies is not None:
+            hook = eager(launch.__call__)
+            block = model.get_submodule(block_of(model, layer.name))
+            hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+    return tuple(hooks)
+
+
+def launches(layers: Sequence[AttachedLayer]) -> list[Launch]:
+    """What each layer's block does as it begins."""
+    following = followers(layers, [layer.stack for layer in layers])
+    return [
+        Launch(layer.hosted, None if after is None else after.hosted)
+        for layer, after in zip(layers, following)
+    ]
+
+
+def block_of(model: nn.Module, name: str) -> str:
+    """Name of the block: the innermost element of a list of modules around a layer, also where the
+    model is one, as of a pipeline; the layer's own where there is none."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
+            return ".".join(parts[:length])
+    return parts[0] if parts[0].isdecimal() else name
+
+
+class Launch:
+    """A pre-forward hook."""
+
+    def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
+        self._hosted, self._after = hosted, after
+
+    @property
+    def begun(self) -> tuple[Hosted, ...]:
+        """Layers whose copies may be launched."""
+        return (self._hosted,) if self._after is None else (self._hosted, self._after)
+
+    def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = (x for x in (*given, *named.values()) if isinstance(x, Tensor))
+        self.begin(next(tensors, None))
+
+    def begin(self, block_input: Tensor | None) -> None:
+        """Args: block_input: what the block computes from; None: this rank has no rows."""
+        own = self._hosted.routed
+        for task in own.block_begins(block_input):
+            hosted = self._hosted if task.layer == own.site.layer else self._after
+            assert hosted is not None
+            if task.op == START:
+                hosted.routed.begin(hosted.weights(), is_training=hosted.training)
+            else:
+                hosted.routed.launch()
+
+
+# Layers of which some experts are trained and others are frozen, as expert-specialized tuning
+# has them: ranks must agree on whether gradients of copies travel, whatever their own experts
+# are.
+
+
+def _are_mixed(names: Sequence[str]) -> str:
+    return f"of {names[0]} some experts are frozen and some are trained" if names else ""
+
+
+MIXED = Refusal(
+    "a layer with frozen experts beside trained ones",
+    _are_mixed,
+    "a home that is frozen cannot train the expert that comes",
+    "freeze all experts of a layer alike",
+)
+"""Of names of such layers, where experts move. What is frozen is a place, which the host's
+optimizer steps or does not."""
+
+
+def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], tell: Tell) -> Blueprint:
+    """Let gradients of copies travel wherever a layer has an expert that is trained. Collective,
+    over the ranks that run the layers.
+
+    Args:
+        blueprint: of the layers.
+        layers: that were built.
+        tell: is given what was left out of defaults, a line each.
+
+    Returns:
+        What was built, where experts of such layers keep their homes.
+
+    Raises:
+        ValueError: on all ranks; a key asks for experts that move, and some only are trained.
+    """
+    copied = [layer.routed for layer in layers if layer.routed.copies is not None]
+    if not copied:
+        return blueprint
+    own = [_ways_to_learn(layer.hosted) for layer in layers if layer.routed.copies is not None]
+    told = gather_objects(own, copied[0].site.layout.group(GRID, INTER))
+    mixed = [each for each, *ways in zip(copied, *told) if len(set().union(*ways)) > 1]
+    for routed in mixed:
+        assert routed.copies is not None
+        routed.copies.some_are_trained = True
+    names = [routed.name for routed in mixed]
+    return replace(blueprint, strategy=settle(HOMES, blueprint.strategy, (MIXED,), names, tell))
+
+
+def _ways_to_learn(hosted: Hosted) -> list[bool]:
+    """Whether there are trained experts at home here, and whether there are frozen ones."""
+    return sorted({any(p.requires_grad for p in slot.parameters) for slot in hosted.slots()})

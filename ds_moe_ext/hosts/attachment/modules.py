@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.compile`` and replaced layers: Dynamo breaks its graph there, and names stay plain.
+
+What is between the layers is compiled as the user asked; rows travel between ranks by schedules
+that no graph can hold.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from ds_moe_ext.hosts.attachment.host_layer import Found, Wanted
+from ds_moe_ext.strategies.settings import BLOCK
+
+WRAPPED = "_orig_mod"
+"""Where ``torch.compile(module)`` keeps the module that it wraps."""
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which runs as it is inside of what is compiled.
+
+    Not as a decorator: that would import Dynamo with the host."""
+    broken: Callable[..., Any] = torch.compiler.disable(
+        function, reason="ds_moe_ext exchanges rows between ranks here; fullgraph must be false"
+    )
+    return broken
+
+
+def stepped_into(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which runs as it is inside of what is compiled; what it calls is compiled."""
+    skipped: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+    return skipped
+
+
+class Compilable:
+    """A model's forward, which the user may compile at any time.
+
+    Args:
+        forward: the model's own.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = self._run = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Backward goes through some graphs twice, which may then free nothing the first time. It is
+        # said for good: calls begin in many threads before others have ended, and torch keeps its
+        # settings for each thread, or before 2.12 for all at once.
+        if functorch_config.donated_buffer:
+            functorch_config.donated_buffer = False
+        return self._run(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """In the place of ``nn.Module.compile``, with its arguments."""
+        self._run = torch.compile(self._forward, *args, **kwargs)
+
+
+def plain(name: str) -> str:
+    """A dotted name as it is in the model that is not compiled."""
+    return without(WRAPPED, name)
+
+
+def without(wrapper: str, name: str) -> str:
+    """A dotted name without the parts that are a wrapper's."""
+    return ".".join(part for part in name.split(".") if part != wrapper)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules by their plain names, which ``get_submodule`` takes as well."""
+    return ((plain(name), module) for name, module in model.named_modules())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given; the model itself if it was not."""
+    inner: nn.Module = model._modules.get(WRAPPED) or model
+    return inner
+
+
+# Why a replaced layer is not copied by Python, as ``copy.deepcopy`` and pickle do.
+
+
+def no_duplicate(name: str) -> TypeError:
+    """What a user is told who copies a model, as for averaged weights, or pickles it.
+
+    Args:
+        name: of the layer.
+    """
+    return TypeError(
+        f"{name} is run by ds_moe_ext, on experts that lie on all ranks, and can be neither copied "
+        "(copy.deepcopy, AveragedModel) nor pickled (torch.save of a model); for averaged weights "
+        "copy the model before its layers are replaced, and average into that what all ranks get "
+        "of ds_moe_ext.full_state_dict(model); to save, use that or a checkpoint"
+    )
+
+
+# Hooks of a user's on experts that are replaced, which nobody calls any more: told at start.
+
+
+def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
+    """Tell, on rank 0, of hooks that go with a module and its weights.
+
+    Args:
+        name: of the layer.
+        module: what is there.
+        inside: where in it what is replaced begins, dotted.
+    """
+    hooked = list(_hooked(module.get_submodule(inside), f"{name}.{inside}" if inside else name))
+    if hooked and dist.get_rank() == 0:
+        names = ", ".join(hooked[:3]) + (", ..." if len(hooked) > 3 else "")
+        warnings.warn(
+            f"{names} had hooks when ds_moe_ext replaced the experts of {name}, and these are not "
+            f"called any more; register them behind that, on the module that is at {name} then, or "
+            "on its parameters, of which each rank has those of its own experts",
+            stacklevel=2,
+        )
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """A module's own hooks of passes, from where torch keeps them."""
+    kept = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for hooks in kept for hook in hooks.values()]
+
+
+def _hooked(module: nn.Module, name: str) -> Iterator[str]:
+    """Names of modules with weights and of weights that have hooks of passes."""
+    for inner, each in module.named_modules(prefix=name):
+        if hooks_of(each) and next(each.parameters(), None) is not None:
+            yield inner
+        for weight, parameter in each.named_parameters(recurse=False):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                yield f"{inner}.{weight}"
+
+
+# Weights of experts that are tied, which they would not be any more as parameters of their own.
+
+
+_WHY = (
+    "ds_moe_ext makes each expert parameters of its own, which would be trained apart; give each "
+    "weights of its own, share the whole experts module, or leave this layer out with "
+    "ds_moe_ext.moe_layer_pattern"
+)
+
+
+def check_not_tied(model: nn.Module, found: Sequence[Found]) -> None:
+    """A module that stands at several places of a model is replaced at all of them, but of a weight
+    that two modules have each would get one of its own.
+
+    Args:
+        model: that has the layers.
+        found: the layers; one that does not say how it keeps its weights is not looked at.
+
+    Raises:
+        ValueError: a weight of an expert is another's too, or that of a module elsewhere.
+    """
+    owners: dict[int, list[nn.Module]] = {}  # of a parameter
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(module)
+    for layer in found:
+        experts = model.get_submodule(layer.name)
+        inside = {id(inner) for inner in experts.modules()}
+        for weight in _weights(layer, experts):
+            outside = next((each for each in owners[weight] if id(each) not in inside), None)
+            if outside is not None:
+                told = next(other for other, each in named_modules(model) if each is outside)
+                raise ValueError(
+                    f"a weight of experts of {layer.name} is tied to one of {told or 'the model'}; "
+                    f"{_WHY}"
+                )
+
+
+def _weights(layer: Found, experts: nn.Module) -> Iterable[int]:
+    """The ids of the parameters that have a layer's weights, of which no two are one."""
+    used: dict[int, list[str]] = {}  # of a parameter, which of its places are an expert's
+    for each in layer.stored:
+        for expert in range(layer.num_experts):
+            place = str(each.place(experts, expert))
+            places = used.setdefault(id(each.of(experts, expert)), [])
+            if place in places:
+                raise ValueError(
+                    f"a weight of expert {expert} of {layer.name} is tied to one of another expert "
+                    f"of it, or to another weight of its own; {_WHY}"
+                )
+            places.append(place)
+    return used
+
+
+# Modules that look like experts, but that nothing here knows how to replace: never in silence.
+
+
+def unknown_experts(model: nn.Module, known: Collection[str], wanted: Wanted) -> list[str]:
+    """Modules with weights that have "expert" in their name or class; shared experts are dense.
+
+    Args:
+        known: names of the layers that are replaced.
+        wanted: whether a layer of a name is to be replaced.
+
+    Returns:
+        One text for all modules of a class that differ in the numbers of their name only.
+    """
+    seen: list[str] = [*known]
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, module in named_modules(model):
+        kind = type(module).__name__
+        told = f"{name.rpartition('.')[2]} {kind}".lower()
+        if "expert" not in told or "shared" in told or next(module.parameters(), None) is None:
+            continue
+        if not wanted(name) or any(
+            _lies_in(name, other) or _lies_in(other, name) for other in seen
+        ):
+            continue
+        seen.append(name)
+        counts[re.sub(r"\b\d+\b", "*", name), kind] += 1
+    return [f"{name} ({kind}, {count})" for (name, kind), count in counts.items()]
+
+
+def _lies_in(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def warn_of_unknown(unknown: Sequence[str]) -> None:
+    """Tell that some stay as they are."""
+    if unknown:
+        warnings.warn(
+            f"{BLOCK}: these look like experts, but are of classes that ds_moe_ext does not know, "
+            f"so that they stay as they are: {', '.join(unknown)}; teach it their classes with "
+            f"ds_moe_ext.register_experts, or exclude them with {BLOCK}.moe_layer_pattern",
+            stacklevel=2,
+        )

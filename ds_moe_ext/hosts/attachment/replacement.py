@@ -1,0 +1,570 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model and the settings to replaced layers: the same for every host."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.core.comm import connect, gather_objects, take_first
+from ds_moe_ext.core.hardware import Hardware, read_hardware
+from ds_moe_ext.core.layout import GRID, NODE_AXES, Grid, ParallelLayout, divisors
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.grid import NOTHING, Needs, grid_of, sizes_with_homes
+from ds_moe_ext.hosts.attachment.host_layer import (
+    Adopted,
+    ExpertShape,
+    Facts,
+    Found,
+    Hosted,
+    Slot,
+    Wanted,
+    facts_of,
+)
+from ds_moe_ext.hosts.attachment.modules import check_not_tied, unknown_experts, warn_of_unknown
+from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal, Tell, check_outputs, settle
+from ds_moe_ext.hosts.attachment.router_gates import Router, host, routers_of, warn_if_causal
+from ds_moe_ext.hosts.attachment.startup_check import start_of
+from ds_moe_ext.moe import dispatch
+from ds_moe_ext.moe.copy_memory import Weights, check_repeats
+from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.gate import RunRows
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.layer_copies import in_order
+from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.moe.turns import DTYPES
+from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
+from ds_moe_ext.planning.strategy import Job, Pool, Site, Strategy, followers
+from ds_moe_ext.report.record import LayerRecord
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
+from ds_moe_ext.strategies.settings import BLOCK, Settings
+from ds_moe_ext.strict import in_json
+
+CPU = torch.device("cpu")
+
+Around = Callable[[int, Hosted], RunRows]
+"""See ``build``."""
+
+Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedLayer:
+    """One replaced layer.
+
+    Attributes:
+        name: dotted module name.
+        kind: what was there.
+        hosted: what has taken its place.
+        bytes_before: bytes of expert weights that the rank held before.
+        stack: see ``Found``.
+        expert_bytes: of expert weights that it holds now; a host that shards them later leaves less
+            to look at.
+        num_factors: see ``Found``.
+        routing: how it routes; without the number of choices where no attribute says it.
+    """
+
+    name: str
+    kind: str
+    hosted: Hosted
+    bytes_before: int
+    stack: int
+    expert_bytes: int
+    num_factors: int = 0
+    routing: Facts = field(default_factory=dict)
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """Its program."""
+        return self.hosted.routed
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The expert weights of this rank, as the model has them: slot by slot, or stacked."""
+        return parameters_of(self.hosted)
+
+    @classmethod
+    def of(cls, found: Found, adopted: Adopted, routing: Facts) -> AttachedLayer:
+        before = {p for sources in adopted.sources.values() for p in sources}
+        return cls(
+            found.name,
+            found.kind,
+            adopted.hosted,
+            bytes_of(before.union(adopted.discarded)),
+            found.stack,
+            bytes_of(parameters_of(adopted.hosted)),
+            found.num_factors,
+            routing,
+        )
+
+    def computed(self, slot: Slot) -> tuple[nn.Parameter, ...]:
+        """Of an expert's weights those that it computes with; adapters change them before."""
+        return slot.parameters[: len(slot.parameters) - self.num_factors]
+
+    def record(self) -> LayerRecord:
+        """What the report says of it."""
+        home = self.routed.site.plan.home
+        return LayerRecord(
+            name=self.name,
+            kind=self.kind,
+            num_experts=home.num_experts,
+            top_k=self.routed.rows.top_k,
+            home_E=tuple(int(cell) for cell in home.owner_E),
+            expert_bytes=self.expert_bytes,
+        )
+
+
+def parameters_of(hosted: Hosted) -> tuple[nn.Parameter, ...]:
+    """See ``AttachedLayer.parameters``."""
+    if hosted.stacks:
+        return hosted.stacks
+    return tuple(parameter for slot in hosted.slots() for parameter in slot.parameters)
+
+
+def bytes_of(weights: Iterable[Tensor]) -> int:
+    """Bytes of all weights that have elements."""
+    return sum(weight.nbytes for weight in weights if not weight.is_meta)
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What will be replaced, by what, on which grid. Made before any process group.
+
+    Attributes:
+        settings: the block.
+        strategy: the chosen strategy.
+        grid: the ranks.
+        found: the layers, in model order.
+        hardware: the cluster, if the settings name a file.
+        routers: of the layers, where the settings have a gate; else none.
+        why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
+        why_together: why all ranks must call the model together, for a person; else empty.
+        made: of a model on the meta device how its weights were made, for a person; else empty.
+    """
+
+    settings: Settings
+    strategy: Strategy
+    grid: Grid
+    found: tuple[Found, ...]
+    hardware: Hardware | None
+    routers: tuple[Router, ...] = ()
+    why_grid: str = ""
+    why_together: str = ""
+    made: str = ""
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Layers of a stack whose experts are alike. Between stacks none move: the host expects
+        gradients of each at other times."""
+        layers: dict[tuple[ExpertShape, int], list[int]] = {}
+        for layer, found in enumerate(self.found):
+            layers.setdefault((found.expert, found.stack), []).append(layer)
+        return tuple(Pool(layers=tuple(numbers)) for numbers in layers.values())
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """Of the layers."""
+        return tuple(found.stack for found in self.found)
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts may change their homes."""
+        return self.strategy.rhythm().shard_every > 0
+
+    @property
+    def copies_by_grid(self) -> bool:
+        """Whether several grids copy experts, each by plans of its own."""
+        return self.grid.size < self.grid.world_size and ("ep", PARAM) in self.strategy.uses()
+
+    def homes(self) -> tuple[Placement, ...]:
+        """Where the experts of each layer live at first."""
+        num_experts = [found.num_experts for found in self.found]
+        return self.strategy.first_homes(num_experts, self.pools, self.grid.num_cells)
+
+
+def wanted(settings: Settings) -> Wanted:
+    """Which layers the settings ask for."""
+    return re.compile(settings.moe_layer_pattern or "").search
+
+
+def draw(
+    settings: Settings,
+    strategy: Strategy,
+    model: nn.Module,
+    finders: Iterable[Finder],
+    world_size: int,
+    *,
+    needs: Needs = NOTHING,
+) -> Blueprint:
+    """Find the layers and check that they fit the ranks. Pure but for reading the model.
+
+    Raises:
+        ValueError: there is nothing to replace, or sizes do not divide.
+    """
+    found = found_in(model, finders, settings)
+    grid, why = grid_of(settings, strategy, found, world_size, needs=needs)
+    routers = routers_of(model, found, settings.gate)
+    return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
+
+
+def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) -> list[Found]:
+    """The layers that the settings ask for, of a model that must have some.
+
+    Raises:
+        ValueError: there is nothing to replace, or weights are tied.
+    """
+    found = [layer for finder in finders for layer in finder(model, wanted(settings))]
+    if not found:
+        pattern = settings.moe_layer_pattern
+        unknown = unknown_experts(model, (), wanted(settings))
+        raise ValueError(
+            f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
+            + (f" and that matches {pattern!r}" if pattern else "")
+            + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
+            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
+            + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
+        )
+    check_not_tied(model, found)
+    return found
+
+
+def ignored(_: str) -> None:
+    """Takes a line that nobody reads."""
+
+
+def _several_homes(grid: Grid) -> str:
+    num_homes = grid.world_size // grid.size
+    return f"each expert has {num_homes} homes here" if num_homes > 1 else ""
+
+
+SEVERAL_HOMES = Refusal(
+    "expert_parallel_size (under Megatron: --expert-model-parallel-size) by which each expert has "
+    "several homes",
+    _several_homes,
+    "an expert that moves has one",
+    "leave expert_parallel_size out (under Megatron: raise --expert-model-parallel-size)",
+)
+"""Of a grid, where experts move."""
+
+
+def on_grid(
+    settings: Settings,
+    strategy: Strategy,
+    found: Sequence[Found],
+    grid: Grid,
+    routers: tuple[Router, ...] = (),
+    *,
+    tell: Tell = ignored,
+) -> Blueprint:
+    """Check that layers fit ranks. Pure but for reading a hardware file, and telling.
+
+    Args:
+        tell: is given what was left out of defaults, a line each.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if grid.num_cells == 1:
+        tell = ignored  # of what there is to leave out: every cell has all experts
+    strategy = settle(HOMES, strategy, (SEVERAL_HOMES,), grid, tell)
+    hardware = _hardware(settings, grid.size if strategy.rhythm().weighs_copies else 1)
+    blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
+    num_ranks = grid.world_size
+    for pool in blueprint.pools:
+        names = [found[layer].name for layer in pool.layers]
+        count = sum(found[layer].num_experts for layer in pool.layers)
+        if count < grid.num_cells and strategy.roles is None:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
+                f"only {count} experts of their shape: some ranks would have none; choose one of "
+                f"{[size for size in divisors(num_ranks // grid.cell_size) if size <= count]}"
+            )
+    blueprint.homes()  # so that what the strategy refuses is refused now
+    return blueprint
+
+
+def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
+    """The cluster of the settings, if they name one; it must say how copies reach all ranks."""
+    if settings.hardware is None:
+        return None
+    try:
+        hardware = read_hardware(settings.hardware)
+        if num_ranks > 1:
+            hardware.copy_link(num_ranks)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
+    return hardware
+
+
+def build(
+    blueprint: Blueprint,
+    device: torch.device = CPU,
+    around: Around | None = None,
+    beside: Sequence[Grid] = (),
+) -> list[tuple[AttachedLayer, Adopted]]:
+    """Replace the layers. Collective: it makes the layout's process groups.
+
+    Args:
+        device: where this rank's experts will compute.
+        around: makes what a layer calls from its number and its module, whose ``run`` are the
+            experts; None where that is these alone.
+        beside: as ``ParallelLayout.build`` takes them; a rank may then have no layer.
+    """
+    is_first = dist.get_rank() == blueprint.grid.ranks.flat[0]
+    check_outputs(blueprint.settings, writes=is_first and bool(blueprint.found))
+    strategy = blueprint.strategy
+    hardware = blueprint.hardware
+    ranks_per_node = None if hardware is None else hardware.ranks_per_node
+    layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
+    start, has_layers = start_of("attachment.build"), bool(blueprint.found)
+    with start.together():
+        if has_layers:
+            _check_way(blueprint, layout, device)
+    if has_layers:
+        _connect(layout, strategy.uses(), device)
+    with start.together():
+        built = _adopted(blueprint, layout, around, device) if has_layers else []
+    return built
+
+
+def stays_in_slots(blueprint: Blueprint) -> bool:
+    """Whether the experts of each layer lie in the same slots of every rank for good."""
+    strategy, homes = blueprint.strategy, blueprint.homes()
+    has_all = all(home.is_everywhere for home in homes)
+    return has_all and not blueprint.moves_experts and strategy.roles is None
+
+
+def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.device) -> None:
+    """Raises ValueError where rows cannot travel as asked for."""
+    if Way.DEEP_EP in blueprint.strategy.ways and (reason := dispatch.why_not(layout, device)):
+        raise ValueError(
+            f"{blueprint.strategy.keys.ways} is {Way.DEEP_EP.value!r}, but {reason}; choose "
+            "another, or leave it out"
+        )
+    if layout.place == 0:
+        _warn_of_idle_codecs(blueprint)
+
+
+def _connect(
+    layout: ParallelLayout, uses: Sequence[tuple[str, Lane]], device: torch.device
+) -> None:
+    """Connect ranks where not all take part in each transfer. Collective."""
+    if ("ep", PARAM) in uses:
+        connect(layout.group("ep", PARAM), device)
+    if layout.grid.cell_size > 1:
+        connect(layout.group("esp", INTRA), device)
+    for axis in NODE_AXES:
+        if (axis, INTER) in uses and not layout.why_flat:
+            connect(layout.group(axis, INTER), device)
+
+
+def _adopted(
+    blueprint: Blueprint, layout: ParallelLayout, around: Around | None, device: torch.device
+) -> list[tuple[AttachedLayer, Adopted]]:
+    """See ``build``."""
+    strategy, homes, stacks = blueprint.strategy, blueprint.homes(), blueprint.stacks
+    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
+    attached = []
+    planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
+    for index, (found, home, plan, following) in enumerate(planned):
+        held = torch.from_numpy(home.experts_of(layout.index("ep")))
+        site = Site(plan, layout, index, following)
+        router = blueprint.routers[index] if blueprint.routers else None
+        may_drop = found.may_drop if router is None else router.gate.may_drop
+        shard = _shard(found, layout)
+        adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
+        if around is not None:
+            adopted.hosted.run = around(index, adopted.hosted)
+        gate = None if router is None else router.gate
+        routing = facts_of(found.routing, gate, blueprint.settings, strategy)
+        layer = AttachedLayer.of(found, adopted, routing)
+        attached.append((layer, adopted if router is None else host(router, adopted)))
+    if ("ep", PARAM) in strategy.uses():
+        _allow_copies(blueprint, [layer for layer, _ in attached], device)
+    return attached
+
+
+def take_first_ranks_experts(
+    model: nn.Module,
+    blueprint: Blueprint,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give all ranks the first one's experts, for ranks may have drawn or loaded their own.
+    Collective.
+
+    Args:
+        model: before its layers are replaced.
+        blueprint: of what will be.
+        device: that ranks talk over.
+        group: the ranks that run the same layers; None: all.
+    """
+    for found in blueprint.found if blueprint.grid.world_size > 1 else ():
+        if found.num_cells > 1:
+            continue  # the model was built with other experts on each rank
+        for parameter in model.get_submodule(found.name).parameters():
+            if parameter.is_meta:
+                continue  # each rank will draw its own, as the others would
+            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), group))
+
+
+def warn_of_what_stays(model: nn.Module, blueprint: Blueprint) -> None:
+    """Tell, on rank 0, of what was not found, and of a gate that looks at later tokens."""
+    if dist.get_rank() == 0:
+        warn_if_causal(blueprint.settings.gate, model)
+        names = [found.name for found in blueprint.found]
+        warn_of_unknown(unknown_experts(model, names, wanted(blueprint.settings)))
+
+
+def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
+    """That the way which was asked for is the direct one here, for a person; else empty."""
+    ways = strategy.ways
+    if Way.DIRECT in ways or BY_NODES.isdisjoint(ways) or not layout.why_flat:
+        return ""
+    return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
+
+
+CELLS = f"{BLOCK}.expert_parallel_size"
+
+
+def told_homes(
+    blueprint: Blueprint,
+    key: str = CELLS,
+    resize: Callable[[int], str] = lambda size: f"set {in_json(CELLS, size)}",
+) -> str:
+    """That homes leave a strategy nothing to do, or ranks without experts; else empty.
+
+    Args:
+        blueprint: what was asked for.
+        key: by which the user says how many cells there are.
+        resize: what gives so many.
+    """
+    strategy, grid = blueprint.strategy, blueprint.grid
+    max_cells = grid.world_size // grid.cell_size
+    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().weighs_copies:
+        divide = np.gcd.reduce([max_cells, *(found.num_experts for found in blueprint.found)]) > 1
+        remedy = f"raise {key}" if divide or strategy.has_uneven_homes else "choose other ranks"
+        return (
+            f"every rank has all experts, so that none is copied; {remedy} for "
+            f"{blueprint.settings.placing} to have an effect"
+        )
+    pairs = zip(blueprint.found, blueprint.homes())
+    bare = [found for found, home in pairs if not home.is_everywhere]
+    if not bare or strategy.roles is not None:
+        return ""
+    least = min(bare, key=lambda found: found.num_experts)
+    others = "" if len(bare) == 1 else f" (of {len(bare)} layers likewise)"
+    size = sizes_with_homes(least.num_experts, max_cells)[-1]
+    return (
+        f"some of the {grid.num_cells} cells are home to no expert of {least.name}, which has "
+        f"{least.num_experts}{others}: there they compute only what is copied to them; "
+        f"to have experts everywhere {resize(size)}"
+    )
+
+
+def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
+    is_split = blueprint.grid.cell_size > 1
+    codecs = blueprint.settings.hooks.codecs
+    idle = [c for c in codecs if not (c.cell and is_split)]
+    if idle and blueprint.grid.num_cells == 1:
+        _warn_of_no_effect(
+            f"{', '.join(map(str, idle))}, which has no effect: there is one cell, so that no rows "
+            "travel between cells; leave it out, or raise expert_parallel_size"
+        )
+    in_cells = [c for c in codecs if c.cell]
+    if in_cells and not is_split:
+        _warn_of_no_effect(
+            f"'cell' of {', '.join(map(str, in_cells))}, which has no effect: no ranks split "
+            "experts; leave it out, or raise expert_sharding_size"
+        )
+    of_copies = [c for c in codecs if c.copies or c.copy_gradients]
+    if of_copies and not blueprint.strategy.rhythm().weighs_copies:
+        _warn_of_no_effect(
+            f"'copies' or 'copy_gradients' of {', '.join(map(str, of_copies))}, which have no "
+            f"effect: strategy {blueprint.settings.placing!r} copies no experts; leave them out, "
+            "or choose one that does"
+        )
+
+
+def _warn_of_no_effect(what: str) -> None:
+    warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)
+
+
+def _shard(found: Found, layout: ParallelLayout) -> Shard:
+    """The part of a layer's experts that this rank has."""
+    size = layout.grid.cell_size
+    return WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size)
+
+
+def _allow_copies(
+    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device
+) -> None:
+    for pool in blueprint.pools:
+        hosted, first = [layers[layer].hosted for layer in pool.layers], pool.layers[0]
+        slot = next((slot for each in hosted for slot in each.slots()), None)
+        if slot is None:
+            some = _like_none(blueprint.found[first].expert, device)
+        else:
+            some = slot.parameters
+        like = some[: len(blueprint.found[first].computed)]
+        _check_codec(blueprint, like, device)
+        for each in hosted:
+            each.routed.allow_copies(like, parameters_of(each) or some, device)
+    for _, stack in groupby(layers, key=lambda layer: layer.stack):
+        in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
+
+
+def _check_codec(blueprint: Blueprint, like: Weights, device: torch.device) -> None:
+    """Raises ValueError where copies of experts would not be the same each time they travel."""
+    try:
+        check_repeats(blueprint.settings.hooks.of_copies, like, device)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.hooks: {error}") from error
+
+
+def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
+    """What an expert's weights are like, on a rank of another role that has none; without memory.
+    Of what type they will be when they are copied, the others tell."""
+    dtypes = {str(dtype): dtype for dtype in DTYPES}
+    return tuple(
+        torch.empty((), dtype=dtypes[dtype], device=device).expand(shape).requires_grad_(trained)
+        for _, shape, dtype, trained in expert
+    )
+
+
+def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
+    """Collective. A plan or an issue order that differs between ranks would hang them later.
+
+    Raises:
+        RuntimeError: on every rank, naming its own digest and those of the others.
+    """
+    for layer in layers:
+        text = layer.routed.describe()
+        group = layer.routed.site.layout.group(GRID, INTER)
+        digests = gather_objects(hashlib.sha256(text.encode()).hexdigest()[:8], group)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of the grid's ranks; "
+                f"rank {rank} has\n{text}"
+            )
+
+
+def _factory(
+    blueprint: Blueprint, name: str, may_drop: bool, site: Site
+) -> Callable[[ExpertFunction], RoutedExperts]:
+    options = LayerOptions(
+        capacity_factor=blueprint.settings.capacity_factor,
+        gate_may_drop=may_drop,
+        hooks=blueprint.settings.hooks,
+        name=name,
+    )
+    return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

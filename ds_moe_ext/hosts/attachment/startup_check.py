@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher (torchrun, deepspeed, MPI, srun) tells a process, in the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_moe_ext.core.comm import Board
+from ds_moe_ext.core.hardware import Hardware, read_hardware, shipped_for
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.planning.strategy import Choosing, registered
+from ds_moe_ext.strategies.settings import BLOCK, Settings
+from ds_moe_ext.strict import read_record
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process among those that were started together.
+
+    Attributes:
+        rank: among all.
+        world_size: all.
+        local_rank: among those of this node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Launched:
+        """Of a process that no launcher started: the only rank.
+
+        Raises:
+            ValueError: some of the variables are set and others not.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        found = [os.environ[name] for name in names if name in os.environ]
+        if not found:
+            return cls()
+        if len(found) < len(names):
+            missing = ", ".join(name for name in names if name not in os.environ)
+            raise ValueError(
+                f"the environment has no {missing}, which a launcher sets beside the rest of "
+                f"{', '.join(names)}; start with torchrun or deepspeed, or unset them all"
+            )
+        return cls(*map(int, found))
+
+
+def ranks_on_this_node() -> int | None:
+    """As torchrun, DeepSpeed's launcher, an MPI or ``srun`` says; None where none does.
+
+    Of SLURM's variables the step's count, where its tasks are the ranks: under ``srun torchrun`` a
+    task is a launcher, and torchrun says more.
+    """
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    for name in names:
+        if name in os.environ:
+            return int(os.environ[name])
+    tasks, per_node = os.environ.get("SLURM_STEP_NUM_TASKS"), "SLURM_STEP_TASKS_PER_NODE"
+    if tasks is not None and tasks == os.environ.get("WORLD_SIZE"):
+        even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(per_node, ""))  # "8(x4)"
+        return int(even[1]) if even else None
+    return None
+
+
+def is_first() -> bool:
+    """Whether a launcher, or MPI's, calls this process rank 0; also where none says."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+# The start of a run, on all ranks together: what one rank cannot do, none goes on to do.
+
+
+PATIENCE_S = 10.0
+"""How long a rank waits for others before a person is told for which."""
+
+FAREWELL_S = 5.0
+"""How long rank 0, which may keep the store, stays for others to read why they cannot start."""
+
+NUM_TOLD = 3
+"""Differences between two ranks that an error names."""
+
+Description = Mapping[str, str]
+"""What must be the same on all ranks: what it is -> a text of it."""
+
+
+class Disagreement(ValueError):
+    """Ranks start with different things: told by every rank in the same words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """Of a block that all ranks are in.
+
+    Attributes:
+        rank: of whom this is; none where all did well.
+        off: how the rank says that it does not run by us; else empty.
+        is_refusal: it found something wrong; else it failed.
+        is_common: the text is the same from whichever rank.
+        text: of the error.
+    """
+
+    rank: int | None = None
+    off: str = ""
+    is_refusal: bool = False
+    is_common: bool = False
+    text: str = ""
+
+
+_GOOD = _Outcome()
+
+
+@dataclass(eq=False)
+class Start:
+    """One start: of the engine that a ``deepspeed.initialize`` makes, or of a model of Megatron's.
+
+    Attributes:
+        of: what the host calls it, for a person.
+        is_wanted: this rank runs by us.
+        settled: what was left out of defaults, a line each, for a person.
+    """
+
+    of: str
+    is_wanted: bool = False
+    settled: list[str] = field(default_factory=list, init=False)
+    _agreed: set[str] = field(default_factory=set, init=False)  # what ranks have compared
+    _step: int = field(default=0, init=False)
+    _has_left: bool = field(default=False, init=False)
+
+    @cached_property
+    def board(self) -> Board | None:
+        """Where ranks tell each other; None for a rank alone."""
+        return Board.of_world()
+
+    @cached_property
+    def _name(self) -> str:
+        """Of this start: every rank counts its own, all in one order."""
+        assert self.board is not None
+        return f"{BLOCK}/start {self.board.add(f'{BLOCK}/starts of {self.board.rank}', 1)}"
+
+    def _key(self, step: int, what: str) -> str:
+        return f"{self._name}/{step}/{what}"
+
+    def stand_aside(self, off: str) -> None:
+        """Say that this rank does not run by us. Waits for nobody.
+
+        Args:
+            off: what the rank's block is, for a person.
+
+        Raises:
+            ValueError: another rank, which came before, does.
+        """
+        board = self.board
+        if board is None:
+            return
+        own = _Outcome(rank=board.rank, off=off)
+        board.put_first(self._key(0, "outcome"), json.dumps(asdict(own)))
+        if board.add(self._key(0, "arrived"), 0):
+            raise Disagreement(
+                _only_some(f"enabled on other ranks, but {off} on rank {board.rank}")
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What every rank does by itself. Collective; behind the block all have done it.
+
+        Raises:
+            ValueError: where another rank refused what it found, in its words.
+            RuntimeError: another rank failed.
+            TimeoutError: another rank did not come in the time of the world's collectives.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
+        self._meet()
+
+    def tell(self, error: Exception) -> None:
+        """Let ranks that wait for this one know why it does not come."""
+        board = self.board
+        if board is None or self._has_left:
+            return
+        is_refusal = isinstance(error, ValueError)
+        text = str(error).strip().partition("\n")[0]
+        own = _Outcome(
+            rank=board.rank,
+            is_refusal=is_refusal,
+            is_common=isinstance(error, Disagreement),
+            text=text if is_refusal else f"{type(error).__name__}: {text}",
+        )
+        try:
+            board.put_first(self._key(self._step, "outcome"), json.dumps(asdict(own)))
+            self._leave(board)
+        except RuntimeError as gone:
+            warnings.warn(f"{BLOCK}: other ranks could not be told ({gone})", stacklevel=2)
+
+    def agree(self, description: Description, first: int = 0) -> None:
+        """Compare what ranks start with, each thing once. Collective.
+
+        Args:
+            description: of this rank.
+            first: the rank that this one is compared with.
+
+        Raises:
+            ValueError: on all ranks, naming what differs and both values.
+        """
+        new = {key: text for key, text in description.items() if key not in self._agreed}
+        if self.board is None or (description and not new):
+            return
+        board, number = self.board, self._step
+        mark, told = self._key(number, f"mark {first}"), self._key(number, f"told {first}")
+        own = json.dumps(new, sort_keys=True)
+        own_mark = hashlib.sha256(own.encode()).hexdigest()
+        with self.together():
+            if board.rank == first:
+                board.put(told, own)
+                board.put(mark, own_mark)
+        with self.together():
+            if board.read(mark) != own_mark:
+                theirs = json.loads(board.read(told) or "{}")
+                raise Disagreement(_differences(theirs, first, new, board.rank))
+        self._agreed.update(new)
+
+    def each_different(self, what: str, text: str) -> tuple[str, ...]:
+        """What ranks say, which may differ. Collective.
+
+        Args:
+            what: it is about.
+            text: of this rank.
+
+        Returns:
+            The same on all ranks: the one text, or the first two of several.
+        """
+        board = self.board
+        if board is None:
+            return (text,)
+        first, other = self._key(self._step, what), self._key(self._step, f"another {what}")
+        with self.together():
+            if board.put_first(first, text) != text:
+                board.put_first(other, text)
+        return tuple(said for key in (first, other) if (said := board.read(key)) is not None)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here."""
+        board = self.board
+        if board is None:
+            return
+        try:
+            outcome = self._arrive(board)
+            if outcome != _GOOD:
+                self._leave(board)
+        except RuntimeError as gone:
+            raise RuntimeError(
+                f"{BLOCK}: the store by which ranks meet is gone while rank {board.rank} is in "
+                f"{self.of} ({gone}); see why the process that keeps it, as rank 0, has ended"
+            ) from gone
+        self._heed(outcome)
+        self._step += 1
+
+    def _arrive(self, board: Board) -> _Outcome:
+        key = self._key(self._step, "outcome")
+        board.put(f"{self._name}/at {board.rank}", str(self._step))
+        if board.add(self._key(self._step, "arrived"), 1) == board.size:
+            board.put_first(key, json.dumps(asdict(_GOOD)))
+        return _Outcome(**json.loads(self._awaited(board, key)))
+
+    def _leave(self, board: Board) -> None:
+        """This rank knows why none can start."""
+        self._has_left = True
+        key = self._key(self._step, "heard")
+        num_heard, end_s = board.add(key, 1), time.monotonic() + FAREWELL_S
+        while board.rank == 0 and num_heard < board.size and time.monotonic() < end_s:
+            time.sleep(0.05)
+            num_heard = board.add(key, 0)
+
+    def _awaited(self, board: Board, key: str) -> str:
+        end_s = time.monotonic() + board.timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            text = board.awaited(key, min(PATIENCE_S, left_s))
+            if text is not None:
+                return text
+            teller = board.put_first(self._key(self._step, "teller"), str(board.rank))
+            if teller == str(board.rank) and left_s > board.timeout_s - PATIENCE_S:
+                warnings.warn(
+                    f"{BLOCK}: rank {board.rank} waits in {self.of} for "
+                    f"{self._missing(board)}; it will wait for {board.timeout_s:.0f} s",
+                    stacklevel=2,
+                )
+        raise TimeoutError(
+            f"{BLOCK}: rank {board.rank} has waited in {self.of} for {board.timeout_s:.0f} s, in "
+            f"vain, for {self._missing(board)}; see what these do, and whether ds_moe_ext is "
+            "installed and enabled there"
+        )
+
+    def _missing(self, board: Board) -> str:
+        """The ranks that are not where this one is, for a person."""
+        places = {rank: board.read(f"{self._name}/at {rank}") for rank in range(board.size)}
+        absent = [rank for rank, place in places.items() if int(place or -1) < self._step]
+        some = ", ".join(map(str, absent[:8])) + (" and others" if len(absent) > 8 else "")
+        return f"rank{'s' * (len(absent) > 1)} {some}"
+
+    def _heed(self, outcome: _Outcome) -> None:
+        if outcome == _GOOD:
+            return
+        assert self.board is not None
+        if outcome.off:
+            told = f"enabled on rank {self.board.rank}, but {outcome.off} on rank {outcome.rank}"
+            raise Disagreement(_only_some(told))
+        if outcome.is_common:
+            raise Disagreement(outcome.text)
+        if outcome.is_refusal:
+            raise ValueError(
+                f"rank {outcome.rank} cannot start, nor can the others: {outcome.text}"
+            )
+        raise RuntimeError(
+            f"{BLOCK}: rank {outcome.rank} failed in {self.of}, so that no rank can start: "
+            f"{outcome.text}"
+        )
+
+
+_STARTS: ContextVar[Start | None] = ContextVar(f"{BLOCK}_start", default=None)
+
+
+def start_of(what: str) -> Start:
+    """The start that this rank is in; else one that begins."""
+    return _STARTS.get() or Start(what)
+
+
+@contextmanager
+def starting(start: Start) -> Iterator[Start]:
+    """This rank is in a start, inside the block; where it runs by us, all ranks leave it together.
+
+    Raises:
+        ValueError: as ``Start.together`` does; likewise RuntimeError and TimeoutError.
+    """
+    token = _STARTS.set(start)
+    try:
+        yield start
+        if start.is_wanted:
+            start._meet()
+    except Exception as error:
+        if start.is_wanted:
+            start.tell(error)
+        raise
+    finally:
+        _STARTS.reset(token)
+
+
+def _only_some(told: str) -> str:
+    return f"{BLOCK} is {told}; give all ranks one configuration"
+
+
+def _differences(theirs: Description, first: int, own: Description, rank: int) -> str:
+    """Of two ranks, in one sentence; what only one of them has, where nothing else differs."""
+    common = [key for key in theirs if key in own and theirs[key] != own[key]]
+    keys = common or sorted({*theirs} ^ {*own}, key=[*theirs, *own].index)
+    told = [
+        f"{key} is {theirs.get(key, 'absent')} on rank {first} and {own.get(key, 'absent')} on "
+        f"rank {rank}"
+        for key in keys[:NUM_TOLD]
+    ]
+    more = f"; {len(keys) - NUM_TOLD} more differ" if len(keys) > NUM_TOLD else ""
+    return f"ranks do not start alike: {'; '.join(told)}{more}; give all ranks the same"
+
+
+# What must be the same on all ranks of a run, as texts that ranks compare as it starts.
+
+
+_AS_WRITTEN = ("gate", "hooks", "options")
+"""Keys of the block whose values may be objects of the user's own: their JSON is compared."""
+
+_APART = ("enabled", "hardware", "report", "trace")
+
+
+def versions(host: str, version: str) -> Description:
+    """Of what makes plans and moves data. What follows a + (as of CUDA) may differ, as on nodes of
+    two kinds; of Python what follows the second number.
+
+    Args:
+        host: name of the host's package.
+        version: of it.
+    """
+    try:
+        own = importlib.metadata.version("ds_moe_ext")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        own = "unknown"
+    found = {
+        "ds_moe_ext": own,
+        host: version,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+    return {f"the version of {name}": text.partition("+")[0] for name, text in found.items()}
+
+
+def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
+    """What the block asks for, by key.
+
+    Args:
+        settings: what was read.
+        block: from which it was.
+    """
+    told: dict[str, str] = {}
+    for each in dataclasses.fields(settings):
+        where = f"{BLOCK}.{each.name}"
+        if each.name in _AS_WRITTEN:
+            told[where] = _text(block.get(each.name) or None)
+        elif each.name not in _APART:
+            told.update(_flat(where, getattr(settings, each.name)))
+    told[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
+    trace = settings.trace
+    steps = {"first_step": trace.first_step, "num_steps": trace.num_steps}
+    told[f"{BLOCK}.trace"] = _text(None if trace.path is None else steps)
+    for name in _blocks_read(settings):
+        if name in registered():
+            where = f"{BLOCK}.{name}"
+            told.update(_flat(where, read_record(registered()[name], block.get(name) or {}, where)))
+    hardware = None if settings.hardware is None else read_hardware(settings.hardware)
+    told.update(_flat(f"{BLOCK}.hardware", hardware))
+    return told
+
+
+def _blocks_read(settings: Settings) -> list[str]:
+    """Names of strategies whose keys count."""
+    if issubclass(registered().get(settings.strategy, object), Choosing):
+        return list(registered())
+    return [name for name in (settings.strategy, settings.balance) if name is not None]
+
+
+def layers_of(found: Iterable[Found]) -> Description:
+    """The layers to be replaced, by name."""
+    return {
+        layer.name: f"{layer.num_experts} experts ({layer.kind}) of {_expert(layer)}"
+        for layer in found
+    }
+
+
+def weights_of(model: nn.Module) -> Description:
+    """Types and shapes of a model's weights, by name."""
+    return {
+        f"the weight {name}": f"{_type(weight.dtype)} {list(weight.shape)}"
+        + ("" if weight.requires_grad else ", frozen")
+        for name, weight in model.named_parameters()
+    }
+
+
+def empty_of(model: nn.Module) -> Description:
+    """How many of a model's weights and buffers have no elements yet: ranks make them together."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {"weights and buffers on the meta device": str(sum(t.is_meta for t in tensors))}
+
+
+def _expert(layer: Found) -> str:
+    return ", ".join(
+        f"{name} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"
+        for name, shape, dtype, is_trained in layer.expert
+    )
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flat(where: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The fields of records, dotted."""
+    if dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield from _flat(f"{where}.{each.name}", getattr(value, each.name))
+    else:
+        yield where, _text(value)
+
+
+def _text(value: Any) -> str:
+    """As JSON has it; of an object of the user's own its class."""
+    return json.dumps(value, sort_keys=True, default=lambda thing: type(thing).__qualname__)
+
+
+# The cluster on which sizes are priced as a run starts: the one that the settings name, or the
+# one that stands for the ranks' device.
+
+
+REMEDY = (
+    f"ds-moe-ext profile measures your cluster, and {BLOCK}.hardware names the file that it writes"
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Attributes:
+    hardware: None where none is known.
+    told: how it came to be that, or why there is none, for a person; empty where one is named.
+    """
+
+    hardware: Hardware | None = None
+    told: str = ""
+
+
+UNKNOWN = Cluster()
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver tells it; of a CPU the processor's, if that is known."""
+    has_name = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if has_name else platform.processor()
+    return name or device.type
+
+
+def cluster_of(settings: Settings, device: torch.device, start: Start) -> Cluster:
+    """The cluster of a run. Collective, whatever the settings say.
+
+    Args:
+        settings: which may name one.
+        device: of this rank.
+        start: in which the ranks have compared settings.
+
+    Raises:
+        ValueError: the file that is named cannot be read.
+    """
+    names = start.each_different("device", device_name(device))
+    if settings.hardware is not None:
+        return Cluster(read_hardware(settings.hardware))
+    if len(names) > 1:
+        unlike = " and ".join(map(repr, names))
+        return Cluster(None, f"sizes were not priced, for ranks have unlike devices ({unlike})")
+    (name,) = names
+    file = shipped_for(name)
+    if file is None:
+        return Cluster(
+            None, f"sizes were not priced, for no file that we ship stands for device {name!r}"
+        )
+    hardware = read_hardware(file)
+    per_node = ranks_on_this_node() or hardware.ranks_per_node
+    return Cluster(
+        replace(hardware, ranks_per_node=per_node),
+        f"the cluster is reckoned as configs/hardware/{file.name} with {per_node} ranks on a node, "
+        f"by its device's name ({name})",
+    )

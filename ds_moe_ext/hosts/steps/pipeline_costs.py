@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's pipelines cost: measured on its own ranks once libraries have warmed up, or taken
+from a hardware file. Shape letters: L layers, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_moe_ext.core.all_to_all import Channel
+from ds_moe_ext.core.comm import max_in_place
+from ds_moe_ext.core.hardware import Hardware
+from ds_moe_ext.core.layout import ParallelLayout
+from ds_moe_ext.hosts.attachment.replacement import CPU, AttachedLayer, bytes_of
+from ds_moe_ext.moe.dispatch import Wire
+from ds_moe_ext.moe.expert import arrangement_for
+from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.planning.exchange_costs import (
+    BY_NODES,
+    LayerRows,
+    PipelineLines,
+    Usage,
+    Way,
+    described_lines,
+    described_links,
+    layer_costs,
+    line_of_way,
+)
+from ds_moe_ext.planning.layer_pipelines import HostSeconds, Measured, MeasuredLayer
+from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
+from ds_moe_ext.planning.prices import Line
+from ds_moe_ext.planning.probe import Paths, Payload, measure_carrier, measure_pipeline, quick_bench
+from ds_moe_ext.planning.strategy import Pool
+from ds_moe_ext.schedule.task import INTER, INTRA
+
+
+@dataclass(frozen=True, eq=False)
+class DenseGradients:
+    """What the host reduces beside the MoE layers.
+
+    Attributes:
+        elements_L: that become ready in each layer's backward, behind its MoE part.
+        head_elements: that are ready when the last layer's backward begins.
+        dtype: of a gradient as it travels.
+        group: the ranks that reduce slices of it; None where it is not sliced.
+        scatters: slices are reduce-scattered over these, else all-reduced.
+    """
+
+    elements_L: tuple[int, ...]
+    head_elements: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None = None
+    scatters: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        layers: Sequence[AttachedLayer],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        *,
+        buckets: Iterable[Iterable[nn.Parameter]] | None = None,
+        scatters: bool = False,
+    ) -> DenseGradients:
+        """By the order of the model's modules, which is about that in which they are used. The same
+        on all ranks, also on those that have no expert of a layer.
+
+        Args:
+            model: with the layers.
+            layers: in model order.
+            dtype: as the attribute.
+            group: likewise.
+            buckets: parameters that are reduced together, and so are ready when the last of them
+                is; others are not counted. None: each by itself.
+            scatters: as the attribute.
+        """
+        inside = {
+            module: number
+            for number, layer in enumerate(layers)
+            for module in model.get_submodule(layer.name).modules()
+        }
+        experts = {parameter for layer in layers for parameter in layer.parameters}
+        number_of: dict[nn.Parameter, int] = {}
+        following = 0
+        for module in model.modules():
+            number = inside.get(module, following)
+            following = number + 1 if module in inside else following
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    number_of.setdefault(parameter, number)
+        elements = [0] * (len(layers) + 1)
+        alone = ([p] for p in number_of if p not in experts)
+        for bucket in alone if buckets is None else map(list, buckets):
+            ready = min(number_of[parameter] for parameter in bucket)  # backward is from the last
+            elements[ready] += sum(parameter.numel() for parameter in bucket)
+        return cls(tuple(elements[:-1]), elements[-1], dtype, group, scatters)
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Measures what pipelines are planned by.
+
+    Attributes:
+        layers: in model order.
+        pools: layers whose experts are alike.
+        hardware: the cluster, if it was described.
+        gradients: dense ones.
+        micro_batches: of a step.
+        device: of this rank.
+    """
+
+    layers: Sequence[AttachedLayer]
+    pools: tuple[Pool, ...]
+    hardware: Hardware | None
+    gradients: DenseGradients
+    micro_batches: int
+    device: torch.device
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse a hardware file that lacks what pipelines are planned by.
+
+        Args:
+            dtype: in which experts compute.
+
+        Raises:
+            ValueError: what it lacks.
+        """
+        if self.hardware is None:
+            return
+        for pool in self.pools:
+            lines = described_lines(self.hardware, self._usage(pool, dtype))
+            self._lines_by_way(self._held(pool), (), lines)
+
+    def measured(
+        self,
+        rows: Sequence[Rows],
+        dense_window_L: Sequence[float],
+        chunk_s: tuple[float, float] | None,
+    ) -> Measured:
+        """By the rows of a step, of the grid of ranks that has most. Collective, over all ranks.
+
+        Args:
+            rows: what each layer routed in it.
+            dense_window_L: seconds behind each layer in backward, the same on all ranks.
+            chunk_s: that the host took to issue a chunk of a layer, forward and backward, the same
+                on all ranks; None where it was not seen.
+        """
+        routed_L = np.array([each.routed_CE.sum() for each in rows])
+        # Grids of cells see their own rows only; all ranks must plan alike.
+        everyone = self.layers[0].routed.site.layout.everyone
+        agreed_L = max_in_place(torch.from_numpy(routed_L).to(self.device), everyone).tolist()
+        measured: dict[int, MeasuredLayer] = {}
+        all_reduce = None
+        for pool in self.pools:
+            of_layers = [self._rows(layer, agreed_L[layer]) for layer in pool.layers]
+            lines = self._lines(pool, of_layers)
+            lines_by_way = self._lines_by_way(self._held(pool), of_layers, lines)
+            all_reduce = all_reduce or lines.gradients
+            for layer, layer_rows in zip(pool.layers, of_layers):
+                measured[layer] = MeasuredLayer(
+                    layer_costs(lines, layer_rows),
+                    dense_window_L[layer],
+                    self.gradients.elements_L[layer],
+                    {
+                        way: line.over(layer_rows.sent * layer_rows.row_bytes)
+                        for way, line in lines_by_way.items()
+                    },
+                )
+        assert all_reduce is not None
+        return Measured(
+            tuple(measured[layer] for layer in range(len(self.layers))),
+            self.gradients.head_elements,
+            all_reduce,
+            self.gradients.dtype.itemsize,
+            self._issued(chunk_s),
+        )
+
+    def _issued(
+        self, chunk_s: tuple[float, float] | None
+    ) -> tuple[HostSeconds, HostSeconds] | None:
+        """By the host, where it is not what computes."""
+        if self.device.type == CPU.type:
+            return None
+        is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
+        return issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
+
+    def _rows(self, layer: int, routed: int) -> LayerRows:
+        routed_experts = self.layers[layer].routed
+        grid = routed_experts.site.layout.grid
+        return LayerRows(
+            sent=routed / grid.size / self.micro_batches,
+            gathered=routed / grid.num_cells / self.micro_batches,
+            row_bytes=routed_experts.row_bytes.between,
+            cell_row_bytes=routed_experts.row_bytes.within,
+        )
+
+    def _held(self, pool: Pool) -> AttachedLayer:
+        """A layer of which this rank has experts."""
+        layers = (self.layers[layer] for layer in pool.layers)
+        return next(layer for layer in layers if layer.parameters)
+
+    def _lines(self, pool: Pool, rows: Sequence[LayerRows]) -> PipelineLines:
+        """Of layers like these, the same on all ranks."""
+        layer = self._held(pool)
+        if self.hardware is not None:
+            return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
+        forward = partial(_forward, layer, self.device)
+        paths = _paths(layer.routed.site.layout, self.device, self.gradients)
+        bench = quick_bench(self.device, layer.routed.site.layout.everyone)
+        return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
+
+    def _lines_by_way(
+        self, layer: AttachedLayer, rows: Sequence[LayerRows], lines: PipelineLines
+    ) -> dict[Way, Line]:
+        """Of all-to-alls by each way; none where the direct one is the only one."""
+        layout, ways = layer.routed.site.layout, layer.routed.ways
+        if ways == (Way.DIRECT,):
+            return {}
+        if self.hardware is not None:
+            if BY_NODES.isdisjoint(ways):
+                return dict.fromkeys(ways, lines.all_to_all)  # files know nothing of others
+            num_nodes, node_size = layout.nodes.ranks_VG.shape
+            links = described_links(self.hardware, num_nodes, node_size, layout.grid.cell_size)
+            return {way: line_of_way(way, links) for way in ways}
+        payload = self._payload(layer, rows)
+        measured = {}
+        for way in ways:
+            carrier = Wire.between(layout, INTER, self.device, way).carrier
+            measured[way] = lines.all_to_all
+            if carrier is not None:
+                bench = quick_bench(self.device, layout.everyone)
+                measured[way] = measure_carrier(carrier, layout.grid.num_cells, payload, bench)
+        return measured
+
+    def _payload(self, layer: AttachedLayer, rows: Sequence[LayerRows]) -> Payload:
+        return Payload(
+            num_rows=max(1, round(max(each.sent for each in rows))),
+            width=layer.routed.row_width,
+            row_dtype=layer.routed.row_dtype,
+            num_elements=max(1, *self.gradients.elements_L),
+            gradient_dtype=self.gradients.dtype,
+        )
+
+    def _usage(self, pool: Pool, dtype: torch.dtype) -> Usage:
+        held = self._held(pool)
+        expert = held.computed(held.hosted.slots()[0])
+        matrices = [weight for weight in expert if weight.dim() > 1]
+        sites = [self.layers[layer].routed.site for layer in pool.layers]
+        num_slots = max(site.plan.home.num_slots for site in sites)  # ranks may have fewer
+        grid = sites[0].layout.grid
+        assert self.hardware is not None
+        return Usage(
+            num_ranks=grid.world_size,
+            num_cells=grid.num_cells,
+            cell_size=grid.cell_size,
+            dense_ranks_per_node=min(self.hardware.ranks_per_node, grid.world_size),
+            number_type=NUMBER_TYPES[dtype],
+            row_multiply_adds=sum(weight.numel() for weight in matrices),
+            num_products=len(matrices) * num_slots,
+            element_bytes=self.gradients.dtype.itemsize,
+            expert_bytes=num_slots * bytes_of(expert),
+        )
+
+
+NUMBER_TYPES = {
+    torch.float64: "fp32",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+def _paths(layout: ParallelLayout, device: torch.device, gradients: DenseGradients) -> Paths:
+    wire = Wire.between(layout, INTER, device)
+    is_split = layout.grid.cell_size > 1
+    cell = Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None
+    return Paths(
+        cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
+        cell=cell,
+        dense=gradients.group,
+        scatters=gradients.scatters,
+    )
+
+
+def _forward(layer: AttachedLayer, device: torch.device, num_rows: int) -> object:
+    """This rank's experts on rows that are spread evenly over them."""
+    num_slots = max(1, len(layer.hosted.slots()))
+    rows_S = np.full(num_slots, num_rows // num_slots)
+    rows_S[: num_rows % num_slots] += 1
+    rows = torch.zeros(
+        num_rows, layer.routed.row_width, dtype=layer.routed.row_dtype, device=device
+    )
+    weights = layer.hosted.weights()
+    order, _ = arrangement_for(layer.routed.function, weights)
+    weights = weights if order is None else order.weights(weights)
+    is_mixed = rows.dtype in _NARROW and any(w.dtype == torch.float32 for w in weights)
+    with torch.autocast(device.type, rows.dtype if is_mixed else None, enabled=is_mixed):
+        return layer.routed.function(rows, SlotRows.of(rows_S, device), weights)
+
+
+_NARROW = (torch.float16, torch.bfloat16)  # types of rows that autocast makes

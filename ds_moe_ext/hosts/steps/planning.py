@@ -1,0 +1,600 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of a step's rows while the step goes on, in a thread of its own.
+
+Rows are known when the last forward pass of a step has ordered them. The thread begins when they
+have come to their experts: before, it would take Python's lock and the processor from what sends
+them. Experts, backward and the optimizer's step hide it. What is made is a pure function of rows:
+where it could not be begun early it is made when it is asked for, the same, so that ranks need not
+agree on when.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar
+
+import numpy as np
+
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, check_agreement
+from ds_moe_ext.hosts.steps.costs import (
+    CHECKED,
+    TRIED,
+    Correction,
+    Costs,
+    Seen,
+    exchange_s,
+    of_all_ranks,
+)
+from ds_moe_ext.moe.observation import Rows, RowsSeen, rows_so_far, take_rows
+from ds_moe_ext.planning.exchange_costs import Trip, trip_through
+from ds_moe_ext.planning.loads import LoadWindow, Outcome
+from ds_moe_ext.planning.prices import TRIPS
+from ds_moe_ext.planning.strategy import (
+    Choice,
+    Forecast,
+    Job,
+    Past,
+    Plan,
+    Rhythm,
+    Strategy,
+    followers,
+)
+from ds_moe_ext.report.record import TermRecord
+from ds_moe_ext.schedule.executor import worker
+
+Made = TypeVar("Made")
+
+
+class BesideStep(Generic[Made]):
+    """Begins to make something when as many tables of rows were sent as in the step before.
+
+    Args:
+        layers: whose rows it is made of; of them all together, whatever their order.
+        make: called in the thread, while no rows are counted. It only reads.
+    """
+
+    def __init__(self, layers: Sequence[RowsSeen], make: Callable[[], Made]) -> None:
+        self._make = make
+        self._lock = threading.Lock()  # layers may send rows in several lanes
+        self._num_expected = self._num_sent = 0
+        self._made: Future[Made] | None = None
+        for layer in layers:
+            layer.on_sent = self._sent
+
+    def _sent(self) -> None:
+        with self._lock:
+            self._num_sent += 1
+            is_all = self._num_sent == self._num_expected
+        if is_all:
+            self._made = worker().submit(self._make)
+
+    def taken(self) -> Made | None:
+        """What was made of the rows that were sent since the last call; None where it was not
+        begun, or rows came after it had. Call it between steps: it waits for the thread, and raises
+        what failed there."""
+        made, self._made = self._made, None
+        is_of_all = self._num_sent == self._num_expected
+        self._num_expected, self._num_sent = self._num_sent, 0
+        if made is None:
+            return None
+        found = made.result()
+        return found if is_of_all else None
+
+
+# How the forecasts of loads came out that plans were made by, for a person.
+
+
+@dataclass
+class LoadForecasts:
+    """Of all steps so far.
+
+    Attributes:
+        num_steps: that something was predicted for.
+        num_by_last: of these, those for which it was the step before alone.
+        most: steps whose mean a forecast was, at most.
+        astray: rows that went to other experts than was predicted, of all these steps.
+        rows: all of theirs.
+    """
+
+    num_steps: int = 0
+    num_by_last: int = 0
+    most: int = 0
+    astray: int = 0
+    rows: int = 0
+
+    def add(self, outcome: Outcome | None) -> None:
+        """Of one step more; None where nothing was known before it."""
+        if outcome is None:
+            return
+        self.num_steps += 1
+        self.num_by_last += outcome.num_steps == 1
+        self.most = max(self.most, outcome.num_steps)
+        self.astray += outcome.astray
+        self.rows += outcome.rows
+
+    def __str__(self) -> str:
+        """A line; empty where nothing was predicted."""
+        if not self.rows:
+            return ""
+        by = f"the mean of the last {self.most} steps"
+        if self.num_by_last == self.num_steps:
+            by = "the last step"
+        elif self.num_by_last > 1:  # the first forecast can be no other
+            by = f"the last step in {self.num_by_last} of {self.num_steps} steps, else by {by}"
+        share = 100 * self.astray / self.rows
+        return f"loads were predicted by {by}; {share:.1f} % of the rows went to other experts"
+
+
+# When all layers are planned anew: every so many steps, or as soon as loads have moved.
+
+
+@dataclass(frozen=True, eq=False)
+class SincePlan:
+    """Where a run stands between two plans. A function of rows alone: ranks need not agree.
+
+    Attributes:
+        step: number of the step that goes on, if steps go on as they do.
+        age: of the present plans, in steps.
+        planned_Y: rows of each expert in the newest step that was known when they were made; None:
+            in none.
+    """
+
+    step: int = 0
+    age: int = 0
+    planned_Y: np.ndarray | None = None
+
+    def is_due(self, rhythm: Rhythm, step: int, window: LoadWindow) -> bool:
+        """Whether plans are made behind a step, which the window knows."""
+        if not is_due(rhythm.plan_every, step):
+            return False
+        is_old = self.age + 1 >= rhythm.steady_every or is_due(rhythm.choose_every, step)
+        return is_old or self.planned_Y is None or window.has_moved(self.planned_Y)
+
+    def went_on(self, step: int) -> SincePlan:
+        """A step has ended."""
+        return replace(self, step=step + 1, age=self.age + 1)
+
+    def planned(self, window: LoadWindow) -> SincePlan:
+        """Plans have been made, or taken, by what the window knows."""
+        return replace(self, age=0, planned_Y=window.newest_Y if len(window) else None)
+
+
+def is_due(every: int, step: int) -> bool:
+    """What is done every so many steps, 0 for never, behind a step."""
+    return every > 0 and (step + 1) % every == 0
+
+
+# How good a strategy's model of costs is: what it said of some steps beside what they took.
+
+
+class Term(NamedTuple):
+    """One term of a model; its key is its name in ``Forecast``.
+
+    Attributes:
+        name: for a person.
+        found_s: seconds of a layer and step, by what each rank saw.
+    """
+
+    name: str
+    found_s: Callable[[Sequence[Seen]], float]
+
+
+TERMS = {
+    "exchange_s": Term("exchange of rows", exchange_s),
+    "expert_s": Term("experts", lambda ranks: max(seen.expert_s for seen in ranks)),
+    "gather_s": Term("copies", lambda ranks: mean(seen.gather_s for seen in ranks)),
+    "reduce_s": Term("their gradients", lambda ranks: mean(seen.reduce_s for seen in ranks)),
+}
+
+
+class Times(NamedTuple):
+    """Of one term of the model, float ``[I, L]``."""
+
+    said_IL: np.ndarray
+    found_IL: np.ndarray
+
+
+@dataclass(eq=False)
+class Checks:
+    """Args:
+    strategy: whose model it is.
+    layers: in model order.
+
+    Attributes:
+        correction: what layers make of links, just after the last of the steps in which the model
+            is tried; else None.
+        terms: what came out, once all steps to be checked have ended.
+    """
+
+    strategy: Strategy
+    layers: Sequence[AttachedLayer]
+    correction: Correction | None = field(default=None, init=False)
+    terms: tuple[TermRecord, ...] = field(default=(), init=False)
+    _is_tried: bool = field(default=False, init=False)
+    _steps: list[int] = field(default_factory=list, init=False)
+    _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
+
+    def begin_anew(self) -> None:
+        """Try the model once more: what it reckons with has been measured again. Terms that came
+        out stay."""
+        self._is_tried = False
+        self._steps.clear()
+        self._pairs.clear()
+
+    def after_step(self, step: int, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
+        """Take a step that was looked at; the layers still have the plans it ran by. Collective.
+
+        Args:
+            step: its number.
+            job: what the strategy knew.
+            rows: what each layer routed.
+            seen: what this rank saw of each layer; of no layer if nobody looked.
+        """
+        self.correction = None
+        if not seen or job.accumulates:  # how often copies travel is then another matter
+            return
+        plans = [layer.routed.site.plan for layer in self.layers]
+        forecasts = [
+            self.strategy.forecast(job, layer, plan, layer_rows.routed_CE)
+            for layer, (plan, layer_rows) in enumerate(zip(plans, rows))
+        ]
+        known = [(said, its) for said, its in zip(forecasts, seen) if said is not None]
+        if len(known) < len(seen):
+            return
+        self._steps.append(step)
+        self._pairs.append(known)
+        if len(self._pairs) < len(CHECKED if self._is_tried else TRIED):
+            return
+        times = self._times()
+        if self._is_tried:
+            self.terms = self.terms or self._terms(times)
+        else:
+            copy_speed = _speed(times["gather_s"], times["reduce_s"])
+            self._is_tried, self.correction = (
+                True,
+                Correction(copy_speed, _trip(times["exchange_s"])),
+            )
+        self._steps.clear()
+        self._pairs.clear()
+
+    def _times(self) -> Mapping[str, Times]:
+        """What was said and found of each term."""
+        routed = self.layers[0].routed
+        assert routed.copies is not None
+        layout, device = routed.site.layout, routed.copies.like[0].device
+        steps = [of_all_ranks([seen for _, seen in step], layout, device) for step in self._pairs]
+
+        def times(key: str, term: Term) -> Times:
+            said = [[vars(said)[key] for said, _ in step] for step in self._pairs]
+            found = [[term.found_s(ranks) for ranks in zip(*step)] for step in steps]
+            return Times(np.array(said), np.array(found))
+
+        return {key: times(key, term) for key, term in TERMS.items()}
+
+    def _terms(self, times: Mapping[str, Times]) -> tuple[TermRecord, ...]:
+        return tuple(
+            replace(term_of(term.name, *times[key]), steps=tuple(self._steps))
+            for key, term in TERMS.items()
+            if times[key].found_IL.any()
+        )
+
+
+def _speed(*times: Times) -> float | None:
+    """Seconds said over seconds found; None where one of the two is nothing."""
+    said_s = sum(float(each.said_IL.sum()) for each in times)
+    found_s = sum(float(each.found_IL.sum()) for each in times)
+    return said_s / found_s if said_s and found_s else None
+
+
+def _trip(times: Times) -> Trip:
+    """Of one of the exchanges of a layer and step."""
+    said_N, found_N = (each.ravel() / TRIPS for each in times)
+    return trip_through(said_N.tolist(), found_N.tolist())
+
+
+def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
+    """One term of a model, from seconds said and found, float ``[I, L]``; layers in which nothing
+    was found do not count."""
+    counts_IL = found_IL > 0
+    error_N = np.abs(said_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
+    return TermRecord(
+        name=name,
+        said_s=float(said_IL[counts_IL].mean()),
+        found_s=float(found_IL[counts_IL].mean()),
+        error=float(error_N.mean()),
+    )
+
+
+# Between two steps: what the layers saw, the plans of the next step, and new homes when due.
+
+
+class Mover(Protocol):
+    """Brings experts to new homes, with all that the host's optimizer keeps of them."""
+
+    def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
+        """Collective. Both give a placement a layer."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """What was made of a step's rows before the step ended.
+
+    Attributes:
+        step: its number, if steps went on as they did.
+        job: what was known before it.
+        rows: what each layer routed in it.
+        window: with them.
+        plans: of the next step, by what was known before; None where none were made.
+    """
+
+    step: int
+    job: Job
+    rows: list[Rows]
+    window: LoadWindow
+    plans: tuple[Plan, ...] | None
+
+
+@dataclass(eq=False)
+class Planning:
+    """Plans anew after each step, on every rank alike.
+
+    Where loads are predicted, that and what follows from it alone are done beside the step, as soon
+    as its rows are known; nothing but when it is done depends on that.
+
+    Attributes:
+        strategy: what decides.
+        layers: in model order.
+        job: what is known; the homes in it are where experts live now.
+        costs: measures what the job lacks.
+        checks: compares what the strategy expects with what happens.
+        mover: moves experts.
+        debug: check that all ranks made the same plans.
+        rank: this rank.
+        tell: shows a line to a person.
+        forecasts: how those of loads came out; none where nothing is planned by them.
+    """
+
+    strategy: Strategy
+    layers: Sequence[AttachedLayer]
+    job: Job
+    costs: Costs
+    checks: Checks
+    mover: Mover
+    debug: bool
+    rank: int
+    tell: Callable[[str], None]
+    forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
+    _window: LoadWindow = field(init=False)  # another one after each step; none is changed
+    _since_plan: SincePlan = field(default=SincePlan(), init=False)
+    _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
+    _ahead: Ahead | None = field(default=None, init=False)
+    _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
+
+    def __post_init__(self) -> None:
+        self._window = LoadWindow(self._rhythm.window)
+        if self._rhythm.weighs_copies and self.job.homes[0].num_cells > 1:
+            me = weakref.ref(self)  # layers must not keep alive what has them
+            self._beside = BesideStep(self._seen, lambda: _made_ahead(me))
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    @property
+    def _rhythm(self) -> Rhythm:
+        return self.strategy.rhythm()
+
+    @property
+    def _seen(self) -> list[RowsSeen]:
+        return [layer.routed.rows for layer in self.layers]
+
+    def take_rows(self) -> list[Rows]:
+        """What each layer routed since the last call. Waits for the device, and for what is made
+        beside the step; raises what failed there."""
+        self._ahead = None if self._beside is None else self._beside.taken()
+        if self._ahead is None:
+            return take_rows(self._seen)
+        for seen in self._seen:
+            seen.clear()
+        return self._ahead.rows
+
+    def made_ahead(self) -> Ahead | None:
+        """What can be known of the step when all its rows are; None where the host does not know
+        these. It changes nothing but what layers have ready."""
+        seen, step, job = self._seen, self._since_plan.step, self.job
+        if not all(layer.knows_all for layer in seen):
+            return None
+        rows = rows_so_far(seen)
+        for each in rows:
+            _ = each.total_E  # the report's
+        window = self._window.after([each.routed_CE for each in rows])
+        plans = self._next_plans(step, rows, window)
+        for layer, plan in zip(self.layers, plans or ()):
+            layer.routed.prepare(plan)
+        return Ahead(step, job, rows, window, plans)
+
+    def _next_plans(
+        self, step: int, rows: Sequence[Rows], window: LoadWindow
+    ) -> tuple[Plan, ...] | None:
+        """By what is known before a step has ended; None where that is not enough, or layers plan
+        for themselves."""
+        layers = [layer.routed for layer in self.layers]
+        if is_due(self._rhythm.shard_every, step):
+            return None
+        if self._is_plan_due(self._since_plan, step, window):
+            return self._planned(replace(self.job, **self._known(step, rows, window)))
+        if self._follows and not any(layer.plans_in_lane for layer in layers):
+            return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
+        return None
+
+    def _known(self, step: int, rows: Sequence[Rows], window: LoadWindow) -> _Known:
+        """What a job knows of the steps that are remembered, the latest with them."""
+        past = None
+        if self._rhythm.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
+            came = tuple(each.routed_CE for each in rows)
+            ratios, taken = self.costs.times.ratios, self.costs.memory.taken
+            past = Past(step + 1, self.job.rows, came, self._choice, ratios, taken)
+        return {"rows": window.predicted(), "drift": window.drift, "past": past}
+
+    @property
+    def _choice(self) -> Choice | None:
+        """By which the present plans were made."""
+        return self.layers[0].routed.site.plan.choice
+
+    def _planned(self, job: Job) -> tuple[Plan, ...]:
+        """By a job of the costs and homes that the present plans were made of."""
+        present = tuple(layer.routed.site.plan for layer in self.layers)
+        return self.strategy.plan(replace(job, present=present))
+
+    def _is_plan_due(self, since: SincePlan, step: int, window: LoadWindow) -> bool:
+        """Whether all layers are planned anew after a step, which the window knows."""
+        return not self._follows and since.is_due(self._rhythm, step, window)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether plans say which come after them."""
+        return any(layer.routed.site.plan.successor is not None for layer in self.layers)
+
+    def after_step(self, step: int, rows: Sequence[Rows]) -> None:
+        """Plan the next step. Collective.
+
+        Args:
+            step: number of the step that has ended, from 0.
+            rows: what each layer routed in it, as ``take_rows`` gave it.
+        """
+        ahead, self._ahead = self._ahead, None
+        since, self._since_plan = self._since_plan, self._since_plan.went_on(step)
+        if ahead is not None and (
+            ahead.step != step or ahead.job is not self.job or ahead.rows is not rows
+        ):
+            ahead = None
+        for layer in self.layers:
+            layer.routed.after_step()
+        if not (self._rhythm.weighs_copies or self._rhythm.measures):
+            return
+        self._remember(rows, ahead)
+        measured = self.costs.after_step(step, rows, self._choice)
+        if self.costs.are_new:
+            self.checks.begin_anew()
+        self.checks.after_step(step, self.job, rows, self.costs.seen)
+        if self.checks.correction is not None:
+            measured = self.costs.corrected(self.checks.correction)
+        self.job = replace(self.job, **measured)
+        is_shard_due = is_due(self._rhythm.shard_every, step)
+        is_plan_due = self._is_plan_due(since, step, self._window)
+        if self.costs.are_new or is_shard_due or is_plan_due:
+            self.job = replace(self.job, **self._known(step, rows, self._window))
+        if self.costs.are_new:
+            self.tell(self.strategy.describe(self.job))
+        has_moved = is_shard_due and self._moved()
+        if has_moved or self.costs.are_new:
+            self.plan()
+        elif ahead is not None and ahead.plans is not None:
+            self._take(ahead.plans)
+        elif is_plan_due:
+            self._take(self._planned(self.job))
+        elif self._follows:
+            pairs = zip((layer.routed for layer in self.layers), rows)
+            self._take([r.successor(seen.routed_CE) for r, seen in pairs])
+
+    def _remember(self, rows: Sequence[Rows], ahead: Ahead | None) -> None:
+        if ahead is None:
+            self._window = self._window.after([each.routed_CE for each in rows])
+        else:
+            self._window = ahead.window
+        if self._rhythm.plan_every:
+            self.forecasts.add(self._window.outcome)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the strategy says of its keys, by what is known now."""
+        return self.strategy.remarks(self.job)
+
+    def plan(self) -> None:
+        """Plan by what is known now."""
+        self._take(self.strategy.plan(self.job))
+
+    def _take(self, plans: Sequence[Plan]) -> None:
+        self._since_plan = self._since_plan.planned(self._window)
+        choice, before = plans[0].choice, self._choice
+        if choice is not None and not choice.is_like(before):
+            self.tell(choice.told)
+        stacks = [layer.stack for layer in self.layers]
+        for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
+            layer.routed.take(plan, following)
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    @property
+    def remembered_ILCE(self) -> np.ndarray:
+        """Rows of the steps that predict the next; see ``LoadWindow.steps``."""
+        return self._window.steps()
+
+    def remember(self) -> np.ndarray:
+        """The same, for a checkpoint. Plans that stayed are made anew: a run that goes on from it
+        knows rows, and not what was planned before. On every rank alike; within a step plans stay,
+        as copies serve its later micro-batches."""
+        is_between_steps = not any(seen.so_far_CE.any() for seen in self._seen)
+        if is_between_steps and self._rhythm.plan_every == 1 and not self._follows:
+            self.plan()
+        return self.remembered_ILCE
+
+    def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
+        """Plan as a run did that was saved: the experts live there now, and these steps are
+        remembered. Between steps, on every rank alike.
+
+        Args:
+            homes: of each layer.
+            remembered_ILCE: as ``remembered_ILCE`` was; no steps to begin anew.
+        """
+        self._window, self._ahead = LoadWindow(self._rhythm.window), None
+        if self._rhythm.plan_every:
+            counts = [home.num_experts for home in homes]
+            for rows_LCE in remembered_ILCE:
+                self._window = self._window.after(
+                    [rows_CE[:, :E] for rows_CE, E in zip(rows_LCE, counts)]
+                )
+        rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
+        self.job = replace(self.job, homes=tuple(homes), rows=rows)
+        if len(self._window):
+            predicted, drift = self._window.predicted(), self._window.drift
+            self.job = replace(self.job, rows=predicted, drift=drift, past=None)
+        self.plan()
+
+    def _moved(self) -> bool:
+        homes = self.strategy.homes(self.job)
+        pairs = zip(self.job.homes, homes)
+        num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
+        said = self.strategy.describe_homes(self.job, homes)
+        if not num_moved:
+            if not self._has_told_stay:
+                self.tell(said)
+            self._has_told_stay = self._has_told_stay or bool(said)
+            return False
+        began_s = time.perf_counter()
+        self.mover(self.job.homes, homes)
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        told = f"{num_moved} experts have moved to new homes, within {took_ms:,.0f} ms"
+        self.tell("; ".join(filter(None, (told, said))))
+        self.job = replace(self.job, homes=homes)
+        return True
+
+
+class _Known(TypedDict):
+    """What changes in a job with each step."""
+
+    rows: tuple[np.ndarray, ...]
+    drift: float
+    past: Past | None
+
+
+def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:
+    """Of a run that may have ended by now."""
+    found = planning()
+    return None if found is None else found.made_ahead()

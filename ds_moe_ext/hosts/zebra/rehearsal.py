@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model run before training, on a copy, to see what its parts take: HeterMoE's profiler.
+
+Spec rules 35 to 38. The copy has the host's device and types. Its experts give rows back as they
+are, so that all but experts is measured with routing in it, but without what travels. The model
+itself is only read: weights, buffers and gradients stay as they are.
+
+Shape letters: B samples, L length, R rows, D model width.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.hosts.attachment.block_hooks import block_of
+from ds_moe_ext.hosts.attachment.host_layer import Found, RoutedOf
+from ds_moe_ext.hosts.attachment.modules import unwrapped
+from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
+from ds_moe_ext.hosts.attachment.router_gates import host, routers_of
+from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.sharding import WHOLE
+from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.planning.bench import clock_of
+from ds_moe_ext.planning.probe import expert_sweep
+from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.planning.zebra_planner import Timed
+from ds_moe_ext.strategies.ep import ExpertParallel
+
+WARM_UPS = 5  # fewer only where fewer repetitions are asked for
+
+Context = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Where and as what the model will train.
+
+    Attributes:
+        device: of this rank.
+        dtype: of weights; None: as the model has them.
+        context: in which the host calls the model, as autocast.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None
+    context: Context = nullcontext
+
+    def brought(self, weight: Tensor) -> Tensor:
+        """A copy of a weight as it will be."""
+        dtype = self.dtype if weight.is_floating_point() else None
+        return weight.detach().to(self.device, dtype, copy=True)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run here; random numbers go on afterwards as if nothing had been drawn."""
+        is_cuda = self.device.type == "cuda"
+        with (
+            torch.cuda.device(self.device) if is_cuda else nullcontext(),
+            torch.random.fork_rng([self.device] if is_cuda else []),
+            torch.enable_grad(),
+            self.context(),
+        ):
+            yield
+
+    def clear(self) -> None:
+        """Give the device back what nobody uses any more."""
+        gc.collect()  # copies of models may hold themselves
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def timed(self, work: Callable[[], object], num_repeats: int) -> Timed:
+        """How long it takes (rule 38)."""
+        clock = clock_of(self.device)
+        for _ in range(min(WARM_UPS, num_repeats)):
+            work()
+        return Timed.of([clock.seconds(_nothing, work) for _ in range(num_repeats)])
+
+    def kept_bytes(self, forward: Callable[[], object], weights: Iterable[Tensor]) -> int:
+        """Bytes that a forward keeps for its backward, beside weights."""
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            kept = forward()
+            held = torch.cuda.memory_allocated(self.device) - before
+            del kept
+            return held
+        storages: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            kept = forward()
+        for weight in weights:
+            storages.pop(weight.untyped_storage().data_ptr(), None)
+        return sum(storages.values())
+
+
+def _nothing() -> None:
+    """Before what is timed."""
+
+
+# All but experts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """All of a model but experts, for one stripe.
+
+    Attributes:
+        blocks: seconds of all of them, forward and backward.
+        whole: seconds of all of the model.
+        blocks_bytes: that they keep for backward.
+        others_bytes: that embeddings, head and loss keep.
+        top_k: rows of a token.
+        width: elements of a row.
+        row_dtype: of rows.
+        num_trained: weights that are trained.
+        num_frozen: weights that are not.
+    """
+
+    blocks: Timed
+    whole: Timed
+    blocks_bytes: int
+    others_bytes: int
+    top_k: int
+    width: int
+    row_dtype: torch.dtype
+    num_trained: int
+    num_frozen: int
+
+
+def rehearse_dense(
+    model: nn.Module,
+    blueprint: Blueprint,
+    finders: Iterable[Finder],
+    scene: Scene,
+    *,
+    tokens: tuple[int, int],
+    num_repeats: int,
+) -> Dense:
+    """Run a model without its experts, the blocks alone and all of it.
+
+    Blocks are the elements of lists of modules in which a layer with experts is.
+
+    Args:
+        model: before its layers are replaced.
+        blueprint: what will be replaced.
+        finders: that found it.
+        scene: where it runs.
+        tokens: samples and their length.
+        num_repeats: of the blocks.
+
+    Raises:
+        ValueError: it cannot be called with tokens alone.
+    """
+    with scene.entered():
+        hollow, layers = _hollow(model, blueprint, finders)
+        _bring(hollow, scene)
+        hollow.train()
+        weights = [*hollow.parameters()]
+        calls: list[_Call] = []
+        blocks = _blocks(hollow, [found.name for found in blueprint.found])
+        watches = [
+            block.register_forward_pre_hook(_Recorder(calls), with_kwargs=True) for block in blocks
+        ]
+        inputs = token_inputs(hollow, tokens, scene.device)
+        whole_bytes = scene.kept_bytes(lambda: hollow(**inputs), weights)
+        for watch in watches:
+            watch.remove()
+        blocks_bytes = scene.kept_bytes(lambda: [call() for call in calls], weights)
+        times = [
+            scene.timed(partial(_both_ways, each), num_repeats)
+            for each in (calls, [_Call(hollow, (), inputs)])
+        ]
+    routed = layers[0]
+    trained = [weight.numel() for weight in weights if weight.requires_grad]
+    return Dense(
+        blocks=times[0],
+        whole=times[1],
+        blocks_bytes=blocks_bytes,
+        others_bytes=max(0, whole_bytes - blocks_bytes),
+        top_k=routed.rows.top_k,
+        width=routed.row_width,
+        row_dtype=routed.row_dtype,
+        num_trained=sum(trained),
+        num_frozen=sum(weight.numel() for weight in weights) - sum(trained),
+    )
+
+
+def _hollow(
+    model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]
+) -> tuple[nn.Module, list[RoutedExperts]]:
+    """A copy without experts, whose weights are those of the model itself; and its layers."""
+    shell = _shell(model)
+    found = _found_again(shell, blueprint, finders)
+    settings, layers = blueprint.settings, []
+    nobody = torch.zeros(0, dtype=torch.int64)
+    for each, router in zip_longest(found, routers_of(shell, found, settings.gate)):
+        options = LayerOptions(
+            capacity_factor=settings.capacity_factor,
+            gate_may_drop=each.may_drop if router is None else router.gate.may_drop,
+        )
+        adopted = each.adopt(nobody, WHOLE, _alone(each, _returned, options))
+        layers.append(adopted.hosted.routed)
+        if router is not None:
+            host(router, adopted)
+    return shell, layers
+
+
+def _bring(shell: nn.Module, scene: Scene) -> None:
+    """Give a copy weights of its own, where it will run."""
+    own: dict[int, nn.Parameter] = {}
+    for module in shell.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in own:
+                own[id(weight)] = nn.Parameter(scene.brought(weight), weight.requires_grad)
+            module._parameters[name] = None if weight is None else own[id(weight)]
+    shell.to(scene.device)
+
+
+def _shell(model: nn.Module) -> nn.Module:
+    """A copy of all modules and buffers, which has the weights of the model itself."""
+    return copy.deepcopy(
+        unwrapped(model), {id(parameter): parameter for parameter in model.parameters()}
+    )
+
+
+def _found_again(shell: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]) -> list[Found]:
+    names = {found.name for found in blueprint.found}
+    return [found for finder in finders for found in finder(shell, names.__contains__)]
+
+
+def _alone(found: Found, function: ExpertFunction, options: LayerOptions) -> RoutedOf:
+    """Makes the program of a layer whose experts are all on one rank."""
+    strategy = ExpertParallel()
+    home = Placement.owned_by(np.zeros(found.num_experts, np.int64), 1)
+    (plan,) = strategy.plan(Job.at_start([home], np.zeros(1, np.int64)))
+    site = Site(plan, ParallelLayout(Grid(1, 1), rank=0), layer=0)
+    return lambda _: RoutedExperts(strategy, site, function, options=options)
+
+
+def _returned(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+    """What experts are taken for."""
+    return rows_RD.clone()
+
+
+def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The lists that layers of these names are in, element by element; or else the model."""
+    lists = {block_of(model, name).rpartition(".")[0]: None for name in names}
+    elements = [model.get_submodule(name) for name in lists]
+    if not all(isinstance(each, nn.ModuleList) for each in elements):
+        return [model]
+    return [block for each in elements for block in each.children()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a block, with inputs that end the graph."""
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.block(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorder:
+    """A pre-forward hook that remembers what blocks are called with."""
+
+    calls: list[_Call]
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls.append(_Call(block, *pytree.tree_map_only(Tensor, _leaf, (args, kwargs))))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _both_ways(calls: Iterable[_Call]) -> None:
+    """Forward and backward of each."""
+    for call in calls:
+        leaves = pytree.tree_leaves(call())
+        graded = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        torch.autograd.backward(graded, [torch.ones_like(leaf) for leaf in graded])
+
+
+def token_inputs(model: nn.Module, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Arguments for a model of tokens, int64 ``[B, L]``.
+
+    Args:
+        model: with an embedding.
+        tokens: samples and their length.
+        device: for them.
+
+    Raises:
+        ValueError: its forward wants something else.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    known = {"input_ids", "labels", "use_cache"} & parameters.keys()
+    wanted = {
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    if "input_ids" not in known or wanted - known or not embeddings:
+        raise ValueError(
+            f"forward of {type(model).__name__} takes {', '.join(parameters)}, but a profile calls "
+            "it with input_ids alone, or with labels too"
+        )
+    vocabulary = max(each.num_embeddings for each in embeddings)
+    ids_BL = torch.randint(vocabulary, tokens, device=device)
+    given = {"input_ids": ids_BL, "labels": ids_BL, "use_cache": False}
+    return {name: given[name] for name in known}
+
+
+# Experts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """One expert, on the rows that one expert rank computes of a layer in a stripe.
+
+    Attributes:
+        seconds: forward and backward.
+        kept_bytes: for backward.
+    """
+
+    seconds: Timed
+    kept_bytes: int
+
+
+def rehearse_experts(
+    model: nn.Module,
+    blueprint: Blueprint,
+    finders: Iterable[Finder],
+    scene: Scene,
+    rows_RD: Tensor,
+    *,
+    num_repeats: int,
+    recomputes: bool,
+) -> Experts:
+    """Run the first expert of the first layer: time depends on rows, not on whose they are.
+
+    Args:
+        model: before its layers are replaced.
+        blueprint: what will be replaced.
+        finders: that found it.
+        scene: where it runs.
+        rows_RD: like those that arrive, ``[R, D]``.
+        num_repeats: of it.
+        recomputes: backward begins with forward again, and only rows are kept.
+    """
+    with scene.entered():
+        function, weights = _first_expert(model, blueprint, finders, scene)
+        rows_RD = torch.randn_like(rows_RD, device=scene.device)
+        slots = SlotRows.of(np.array([rows_RD.shape[0]]), scene.device)
+
+        def forward(given_RD: Tensor) -> Tensor:
+            return function(given_RD, slots, weights)
+
+        trained = [weight for weight in weights if weight.requires_grad]
+        (both_ways,) = expert_sweep(forward, trained, rows_RD, num_steps=1).works_N
+
+        def again() -> None:
+            with torch.no_grad():
+                forward(rows_RD)
+            both_ways()
+
+        seconds = scene.timed(again if recomputes else both_ways, num_repeats)
+        if recomputes:
+            return Experts(seconds=seconds, kept_bytes=rows_RD.nbytes)
+        leaf_RD = rows_RD.requires_grad_()
+        kept_bytes = scene.kept_bytes(lambda: forward(leaf_RD), weights)
+    return Experts(seconds=seconds, kept_bytes=max(kept_bytes, rows_RD.nbytes))
+
+
+def _first_expert(
+    model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder], scene: Scene
+) -> tuple[ExpertFunction, tuple[Tensor, ...]]:
+    first = _found_again(_shell(model), blueprint, finders)[0]
+    functions: list[ExpertFunction] = []
+
+    def routed_of(function: ExpertFunction) -> RoutedExperts:
+        functions.append(function)
+        return _alone(first, function, LayerOptions())(function)
+
+    hosted = first.adopt(torch.zeros(1, dtype=torch.int64), WHOLE, routed_of).hosted
+    weights = hosted.slots()[0].parameters
+    brought = (scene.brought(each).requires_grad_(each.requires_grad) for each in weights)
+    return functions[0], tuple(brought)

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cluster reaches of its datasheet, where nobody has measured it. Pure.
+
+Peaks of matrix products and links are never reached. Where a hardware file has measured lines these
+stand as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.core.layout import Grid, divisors
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.described_run import DescribedRun, MemoryUse, copied_bytes_C, stage_memory
+from ds_moe_ext.planning.loads import LoadWindow
+from ds_moe_ext.planning.step_price import (
+    ChunkPrice,
+    Passes,
+    StepPrice,
+    order_of,
+    pipeline_step,
+    price_passes,
+)
+from ds_moe_ext.planning.strategy import Job, Plan, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """Assumptions, to be told with every price that rests on them.
+
+    Attributes:
+        products: part of a device's peak that matrix products reach.
+        memory: part of the rate of its memory.
+        links: part of a link's rate.
+        start_s: seconds until a transfer begins, where the file states none.
+        passes: how often a layer's dense part reads or writes a token's hidden state in memory,
+            besides what its matrix products do: norms, residuals, rotations, activations.
+
+    Raises:
+        ValueError: a part that is none.
+    """
+
+    products: float = 0.6
+    memory: float = 0.8
+    links: float = 0.8
+    start_s: float = 15e-6
+    passes: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("products", "memory", "links"):
+            if not 0 < vars(self)[name] <= 1:
+                raise ValueError(f"{name} is {vars(self)[name]}; a part is above 0, at most 1")
+
+    def of(self, hardware: Hardware) -> Hardware:
+        """The cluster as it is reckoned with."""
+        device = hardware.device
+        rate = device.memory_bytes_per_s
+        return replace(
+            hardware,
+            device=replace(
+                device,
+                memory_bytes_per_s=None if rate is None else self.memory * rate,
+                products=self._products(device),
+                flops_per_s=Flops(),
+            ),
+            intra=self._link(hardware.intra),
+            inter=self._link(hardware.inter),
+        )
+
+    def _products(self, device: Device) -> Products:
+        lines = {}
+        for each in fields(Products):
+            line = device.product(each.name)
+            measured = vars(device.products)[each.name] is not None
+            lines[each.name] = line if line is None or measured else self._slower(line)
+        return Products(**lines)
+
+    def _slower(self, line: Product) -> Product:
+        return replace(line, multiply_adds_per_s=self.products * line.multiply_adds_per_s)
+
+    def _link(self, link: Link | None) -> Link | None:
+        if link is None or link.r_squared is not None:
+            return link
+        return Link(
+            bytes_per_s=self.links * link.bytes_per_s, latency_s=link.latency_s or self.start_s
+        )
+
+
+# Which ways to run a job are priced, and what each comes to. Pure.
+
+
+PRICED = 2  # steps of the loads whose price is taken; those before them are what plans go by
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to run a job.
+
+    Attributes:
+        name: of the strategy, for a person.
+        strategy: with its keys.
+        grid: of the ranks.
+    """
+
+    name: str
+    strategy: Strategy
+    grid: Grid
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What a way comes to.
+
+    Attributes:
+        way: which.
+        steps: each step that was priced.
+        plans: of the last of these.
+        memory: of the fullest rank, copies with it.
+        told: by the strategy, of what it makes of the costs; empty if nothing.
+        tokens: of a step, of all ranks.
+        fullest: pipeline stage of the fullest rank.
+    """
+
+    way: Way
+    steps: tuple[StepPrice, ...]
+    plans: tuple[Plan, ...]
+    memory: MemoryUse
+    told: str
+    tokens: int
+    fullest: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.mean("step_s")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.step_s
+
+    def mean(self, name: str) -> float:
+        """Of one of ``StepPrice``'s numbers."""
+        return fmean(vars(each)[name] for each in self.steps)
+
+    @property
+    def copies(self) -> float:
+        """Copies of a layer on the cell that holds most, mean of the layers."""
+        return fmean(map(most_copies, self.plans))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A way that cannot be.
+
+    Attributes:
+        way: which.
+        why: in one sentence.
+    """
+
+    way: Way
+    why: str
+
+
+def price_way(
+    way: Way, run: DescribedRun, rows_ILRE: np.ndarray, *, num_priced: int = PRICED
+) -> Priced:
+    """Price one way.
+
+    Args:
+        way: of the run's grid.
+        run: the model on the cluster.
+        rows_ILRE: rows of each rank of a pipeline stage in one pass, integers.
+        num_priced: steps of them that are priced, the last ones; plans go by those before.
+
+    Raises:
+        ValueError: what the strategy, or the hardware file, refuses.
+    """
+    strategy, grid, training = way.strategy, way.grid, run.training
+    if grid.world_size > grid.size:
+        strategy = strategy.with_homes_that_stay()
+        if strategy.rhythm().shard_every:
+            raise ValueError(
+                f"{strategy.keys.homes} moves experts to new homes, which needs one home an "
+                f"expert, but here each has {grid.world_size // grid.size}; set it to null or 0, "
+                "or leave this grid out"
+            )
+    stages = [
+        [
+            _Chunk.of(replace(way, strategy=strategy), part, rows_ILRE[:, layers], num_priced)
+            for layers, part in chunks
+        ]
+        for chunks in run.stages
+    ]
+    used = [_used(chunks, number) for number, chunks in enumerate(stages)]
+    priced = [
+        [chunk.price(strategy, of_stage) for chunk in chunks]
+        for chunks, of_stage in zip(stages, used)
+    ]
+    memory = [
+        replace(of_stage, copies=sum(chunk.copies for chunk in chunks))
+        for chunks, of_stage in zip(priced, used)
+    ]
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    steps = tuple(_step(run, priced, step) for step in range(num_priced))
+    told = [chunk.told for chunks in priced[steps[-1].stage :] + priced for chunk in chunks]
+    return Priced(
+        way,
+        steps,
+        tuple(plan for chunks in zip(*priced) for chunk in chunks for plan in chunk.plans),
+        memory[fullest],
+        next(filter(None, told), ""),
+        training.tokens_of_step,
+        fullest,
+    )
+
+
+def _step(run: DescribedRun, stages: Sequence[Sequence[_PricedChunk]], step: int) -> StepPrice:
+    """One of the steps, of all stages."""
+    parallel = run.training.parallel
+    if parallel.pipeline == 1:
+        passes, end_s = stages[0][0].steps[step]
+        return passes.then(end_s)
+    prices = [[chunk.steps[step] for chunk in chunks] for chunks in stages]
+    return pipeline_step(prices, parallel, run.training.micro_batches, run.send_s)
+
+
+def _used(chunks: Sequence[_Chunk], stage: int) -> MemoryUse:
+    """Of a stage, without copies."""
+    training = chunks[0].run.training
+    return stage_memory(
+        [chunk.run.memory(chunk.most_rows) for chunk in chunks],
+        [chunk.run.activations(chunk.most_rows) for chunk in chunks],
+        order_of(stage, training.parallel, training.micro_batches),
+    )
+
+
+class _PricedChunk(NamedTuple):
+    """What a stage runs in one piece: each step that was priced, the plans of the last, bytes of
+    their copies, and what the strategy tells."""
+
+    steps: Sequence[ChunkPrice]
+    plans: Sequence[Plan] = ()
+    copies: float = 0.0
+    told: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """What a stage runs in one piece, before it is priced.
+
+    Attributes:
+        run: it alone.
+        before: rows of cells in the steps that plans go by, int64 ``[C, E]`` of each layer.
+        after: those of the steps that are priced.
+        homes: of each layer.
+    """
+
+    run: DescribedRun
+    before: Sequence[Sequence[np.ndarray]]
+    after: Sequence[Sequence[np.ndarray]]
+    homes: Sequence[Placement]
+
+    @classmethod
+    def of(cls, way: Way, run: DescribedRun, rows_ILRE: np.ndarray, num_priced: int) -> _Chunk:
+        if not run.shape.moe_layers:
+            return cls(run, (), ((),) * num_priced, ())
+        cells_ILCE = cells_of(rows_ILRE, way.grid)
+        num_layers, num_experts = cells_ILCE.shape[1], cells_ILCE.shape[3]
+        steps = [list(step_LCE) for step_LCE in cells_ILCE]
+        homes = way.strategy.first_homes(
+            [num_experts] * num_layers, (run.pool,), way.grid.num_cells
+        )
+        return cls(run, steps[:-num_priced], steps[-num_priced:], homes)
+
+    @property
+    def most_rows(self) -> float:
+        """Rows of the busiest cell where nothing is copied, mean of the layers."""
+        return _most_rows(self.homes, self.before[-1]) if self.homes else 0.0
+
+    def price(self, strategy: Strategy, used: MemoryUse) -> _PricedChunk:
+        """Under one strategy, in a stage whose ranks use so much memory."""
+        run = self.run
+        if not self.homes:
+            plain = run.conditions()
+            end = ChunkPrice(Passes.without_experts(plain), plain.end_s)
+            return _PricedChunk([end] * len(self.after))
+        passes = run.training.micro_batches  # plans go by the rows of a step, all passes together
+        rhythm = strategy.rhythm()
+        window = LoadWindow(rhythm.window)
+        for rows in self.before:
+            window.push([passes * rows_CE for rows_CE in rows])
+        job = replace(run.job(self.homes, used), pipelines=run.pipelines(self.before[-1]))
+        if rhythm.shard_every:
+            job = replace(job, homes=strategy.homes(_seen(job, window)))
+        steps, plans = list[ChunkPrice](), tuple[Plan, ...]()
+        for rows in self.after:
+            job = _seen(job, window)
+            plans = strategy.plan(job)
+            conditions = run.conditions(sliced(plans))
+            price = price_passes(strategy, plans, job, rows, conditions)
+            steps.append(ChunkPrice(price, conditions.end_s))
+            window.push([passes * rows_CE for rows_CE in rows])
+        return _PricedChunk(steps, plans, copied_bytes(plans, run), strategy.describe(job))
+
+
+def _seen(job: Job, window: LoadWindow) -> Job:
+    return replace(job, rows=window.predicted(), drift=window.drift)
+
+
+def sliced(plans: Sequence[Plan]) -> int:
+    """Elements of dense gradients that are reduced beside layers."""
+    return sum(sum(map(sum, plan.reductions)) for plan in plans)
+
+
+def most_copies(plan: Plan) -> int:
+    """Copies on the cell that holds most."""
+    return int((plan.target.holds_EC & ~plan.home.holds_EC).sum(axis=0).max())
+
+
+def copied_bytes(plans: Sequence[Plan], run: DescribedRun) -> float:
+    """Of copies and their gradients on the cell that holds most."""
+    each, accumulates = [run.expert_bytes] * len(plans), run.training.micro_batches > 1
+    return float(copied_bytes_C(plans, each, accumulates=accumulates).max())
+
+
+def cells_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:
+    """Rows of the cells of one grid, int64 ``[I, L, C, E]``: of the one whose busiest cells are
+    busiest, where there are several, for all wait for it at the end of a step."""
+    num_steps, num_layers, _, num_experts = rows_ILRE.shape
+    shape = (num_steps, num_layers, -1, grid.num_cells, grid.cell_size, num_experts)
+    grids = rows_ILRE.reshape(shape).sum(axis=4, dtype=np.int64)
+    if grids.shape[2] == 1:
+        only: np.ndarray = grids[:, :, 0]
+        return only
+    per_cell = num_experts // grid.num_cells or 1
+    whole = per_cell * grid.num_cells
+    at_home = grids.sum(axis=3)[..., : min(whole, num_experts)]
+    if at_home.shape[-1] == whole:
+        at_home = at_home.reshape(*at_home.shape[:-1], grid.num_cells, per_cell).sum(axis=-1)
+    busiest: np.ndarray = grids[:, :, int(at_home.max(axis=-1).sum(axis=(0, 1)).argmax())]
+    return busiest
+
+
+def _most_rows(homes: Sequence[Placement], rows: Sequence[np.ndarray]) -> float:
+    """Rows of the busiest cell where nothing is copied, mean of the layers."""
+    return fmean(
+        float(np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells).max())
+        for home, rows_CE in zip(homes, rows)
+    )
+
+
+# Grids.
+
+
+def grids_for(
+    strategy: Strategy, hardware: Hardware, num_ranks: int, num_experts: int
+) -> Iterator[Grid]:
+    """All that a strategy can run on, small ones first; experts within a node are always among
+    them, where there are as many.
+
+    Cells that split experts are parts of a node.
+    """
+    on_node = min(hardware.ranks_per_node, num_ranks)
+    sizes = divisors(on_node) if strategy.splits_experts else [1]
+    for cell_size in sizes:
+        for num_cells in divisors(num_ranks // cell_size):
+            divides = num_experts % num_cells == 0
+            has_home = num_cells <= num_experts
+            if has_home and (divides or strategy.has_uneven_homes) and num_cells * cell_size > 1:
+                yield Grid(num_ranks, num_cells, cell_size)

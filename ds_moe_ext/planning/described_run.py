@@ -1,0 +1,658 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank needs memory for. Pure. Shape letters: L layers, C cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.hardware import Hardware, Product
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.exchange_costs import (
+    LayerRows,
+    PipelineLines,
+    Usage,
+    described_line,
+    described_lines,
+)
+from ds_moe_ext.planning.exchange_costs import layer_costs as costs_of_layer
+from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
+from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.planning.layer_seconds import HOST_TIMES, HostTimes, TaskCosts, issued
+from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.prices import Line, Prices, RowBytes
+from ds_moe_ext.planning.step_price import Conditions, Pass, most_kept
+from ds_moe_ext.planning.strategy import Job, Plan, Pool
+
+RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
+KEPT_DENSE = 16  # hidden states that a layer's dense part keeps for backward, with fused attention
+LOGIT_BYTES = 6  # of one logit: as computed, and in 32 bits for the loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of the fullest rank.
+
+    Attributes:
+        weights: as they compute.
+        gradients: of these.
+        optimizer: weights in 32 bits and two states, but for those in host memory.
+        activations: kept for backward.
+        copies: of experts, and their gradients.
+        runtime: what the device and its communicators take.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    copies: float = 0.0
+    runtime: float = RUNTIME
+
+    @property
+    def total(self) -> float:
+        """All."""
+        return sum(vars(self).values())
+
+
+def memory_use(
+    shape: ModelShape, training: Training, grid: Grid, *, slots: int, most_rows: float
+) -> MemoryUse:
+    """Of the rank with most experts and rows, without copies.
+
+    Args:
+        shape: of the model.
+        training: of the run.
+        grid: of the ranks.
+        slots: experts of a layer that a cell is home to.
+        most_rows: rows that a cell computes in one layer.
+    """
+    element, num_replicas = training.element_bytes, grid.world_size // grid.size
+    experts = len(shape.moe_layers) * slots * shape.expert_weights / grid.cell_size
+    dense = shape.held_dense_weights(training.parallel.tensor)
+    dense_replicas = training.dense_replicas
+    stage = training.zero_stage
+    held = dense / (dense_replicas if stage >= 3 else 1) + experts
+    if stage >= 3 and training.recomputes and experts:  # else layers keep theirs whole for backward
+        a_layer = experts / len(shape.moe_layers)
+        held += (experts - a_layer) * (1 / num_replicas - 1)
+    reduced = dense / (dense_replicas if stage >= 2 else 1)
+    reduced += experts / (num_replicas if stage >= 2 else 1)
+    stepped = dense / (dense_replicas if stage >= 1 else 1)
+    stepped += experts / (num_replicas if stage >= 1 else 1)
+    stepped *= 1 - training.offloaded_states
+    return MemoryUse(
+        weights=held * element,
+        gradients=reduced * training.gradient_bytes,
+        optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
+        activations=sum(activations(shape, training, grid, most_rows)),
+    )
+
+
+class Activations(NamedTuple):
+    """Bytes of one pass: hidden states of dense parts, rows there and back, hidden ones of experts.
+
+    Attributes:
+        kept: from its forward to its backward.
+        passing: more, of a layer that runs again.
+    """
+
+    kept: float
+    passing: float
+
+
+def activations(shape: ModelShape, training: Training, grid: Grid, most_rows: float) -> Activations:
+    """Of one pass. Arguments as of ``memory_use``."""
+    state = shape.width * training.element_bytes
+    dense = KEPT_DENSE * training.tokens * state
+    of_row = 2 * shape.width + shape.products * shape.expert_width / grid.cell_size
+    rows = most_rows * of_row * training.element_bytes
+    rows += training.tokens * shape.top_k * state  # as they came back
+    hidden = shape.products * training.tokens * training.element_bytes
+    rows += hidden * shape.shared_width
+    num_moe = len(shape.moe_layers)
+    num_dense = shape.num_layers - num_moe
+    of_mlp = hidden * shape.dense_width if num_dense else 0
+    logits = (
+        training.tokens * shape.vocabulary.size * LOGIT_BYTES if shape.vocabulary.has_head else 0
+    )
+    if training.recomputes:
+        rows = rows if num_moe else 0
+        states = shape.num_layers * training.tokens * state
+        return Activations(states + logits, dense + max(rows, of_mlp))
+    whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
+    return Activations(whole + logits, 0.0)
+
+
+def stage_memory(
+    uses: Sequence[MemoryUse], passes: Sequence[Activations], order: Iterable[Pass]
+) -> MemoryUse:
+    """Of the chunks of a pipeline stage together.
+
+    Args:
+        uses: of each chunk alone.
+        passes: of one pass through each.
+        order: passes of the stage.
+    """
+    kept = most_kept(order, [each.kept for each in passes])
+    return MemoryUse(
+        weights=sum(each.weights for each in uses),
+        gradients=sum(each.gradients for each in uses),
+        optimizer=sum(each.optimizer for each in uses),
+        activations=kept + max(each.passing for each in passes),
+    )
+
+
+def copied_bytes_C(
+    plans: Sequence[Plan], expert_bytes_L: Sequence[int], *, accumulates: bool
+) -> np.ndarray:
+    """Copies of experts and their gradients on each cell when it has most, int64 ``[C]``.
+
+    All layers' copies, or one layer's where they are freed after forward, or two layers' where the
+    block before carries them besides; of gradients those of as few layers, but where they wait for
+    the last micro-batch those of as many as have copies.
+
+    Args:
+        plans: of each layer.
+        expert_bytes_L: of one expert's weights.
+        accumulates: several micro-batches make a step.
+    """
+    copies_LC = np.array([(p.target.holds_EC & ~p.home.holds_EC).sum(axis=0) for p in plans])
+    most_first_LC = -np.sort(-copies_LC * np.array(expert_bytes_L)[:, None], axis=0)
+    at_once = 2 if any(plan.carried is not None for plan in plans) else 1
+    frees = all(plan.rematerialize for plan in plans if plan.has_copies)
+    held_C: np.ndarray = most_first_LC[: at_once if frees else None].sum(axis=0)
+    return held_C + (held_C if accumulates else most_first_LC[:at_once].sum(axis=0))
+
+
+# What the dense parts of layers send, under tensor and context parallelism. Pure.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseTraffic:
+    """Of one rank in one pass.
+
+    Attributes:
+        hardware: as it is reckoned with.
+        shape: of the model.
+        training: how.
+        multiply_adds_per_s: of attention.
+
+    Raises:
+        ValueError: what the hardware file does not say.
+    """
+
+    hardware: Hardware
+    shape: ModelShape
+    training: Training
+    multiply_adds_per_s: float
+
+    def forward_s(self, layers: Sequence[int]) -> float:
+        """Of some layers."""
+        return sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(FORWARD)
+
+    def backward_s(self, layers: Sequence[int]) -> float:
+        """Of the same, forward once more where they run again."""
+        back_s = sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(BACKWARD)
+        return back_s + self.forward_s(layers) if self.training.recomputes else back_s
+
+    @property
+    def embedding_s(self) -> float:
+        """Each way: sums of its parts are scattered."""
+        return self._collective_s("reduce_scatter", self.shape.width)
+
+    @property
+    def head_s(self) -> float:
+        """Each way: tokens are gathered for the parts of the head."""
+        return self._collective_s("all_gather", self.shape.width)
+
+    def _tensor_s(self, layer: int) -> float:
+        shape = self.shape
+        has_mlp = shape.shared_width if layer in shape.moe_layers else shape.dense_width
+        gathered = [
+            *(shape.divided.gathered_widths or (shape.width,)),
+            *[shape.width] * bool(has_mlp),
+        ]
+        scattered = [shape.width] * (2 if has_mlp else 1)
+        return sum(self._collective_s("all_gather", width) for width in gathered) + sum(
+            self._collective_s("reduce_scatter", width) for width in scattered
+        )
+
+    def _collective_s(self, what: str, width: int) -> float:
+        """Of so many numbers of each token of the group."""
+        size = self.training.parallel.tensor
+        line = described_line(self.hardware, what, size, num_members=size)
+        num_bytes = size * self.training.tokens * width * self.training.element_bytes
+        return line.alpha_s + line.beta_s * num_bytes
+
+    def _ring_s(self, rounds: int) -> float:
+        """What attention does not hide: backward computes twice as much, and passes gradients of
+        keys and values on with these."""
+        parallel, training, shape = self.training.parallel, self.training, self.shape
+        if parallel.context == 1:
+            return 0.0
+        line = passing_line(self.hardware, parallel.sharers, parallel.tensor)
+        width = shape.divided.key_value_width or sum(shape.head_width)
+        turn_s = line.beta_s * training.tokens * width * training.element_bytes
+        work = training.tokens * shape.attention_work(training.length) / parallel.context
+        hidden_s = work / self.multiply_adds_per_s
+        turns = parallel.context - 1
+        return turns * max(line.alpha_s + rounds * (turn_s - hidden_s), 0.0)
+
+
+def passing_line(hardware: Hardware, num_ranks: int, at_once: int) -> Line:
+    """By bytes that one rank sends to its next one in a ring.
+
+    Args:
+        hardware: the cluster.
+        num_ranks: neighbours over which the ring goes; beyond a node it meets the slow links.
+        at_once: of a node's ranks that send to another node at the same time, at most.
+
+    Raises:
+        ValueError: what the file does not say.
+    """
+    if num_ranks <= hardware.ranks_per_node:
+        link, sharers = hardware.intra or hardware.copy_link(num_ranks), 1
+    else:
+        link = hardware.inter or hardware.copy_link(num_ranks)
+        sharers = min(hardware.ranks_per_node, at_once)
+    return Line(alpha_s=link.latency_s, beta_s=sharers / link.bytes_per_s)
+
+
+# A run as strategies and prices see it, from what describes its cluster and model. Pure.
+
+
+STEP_BYTES = 2 * MASTER_AND_STATES + 6  # read and written of a weight when it is stepped
+SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedRun:
+    """A model trained on a cluster by a grid of ranks; or a pipeline stage's part of one.
+
+    Attributes:
+        hardware: as it is reckoned with (``reached``).
+        shape: of the model, or of the part.
+        training: how.
+        grid: of the ranks of a stage.
+        passes: as of ``Reached``.
+        host: what issuing takes; see ``HostTimes``.
+        on_its_way: what rows and copies weigh as they travel; None: what they do in memory.
+        mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
+            reckoned with likewise: each computes experts at its own speed.
+
+    Raises:
+        ValueError: what the hardware file does not say.
+    """
+
+    hardware: Hardware
+    shape: ModelShape
+    training: Training
+    grid: Grid
+    passes: int = 16
+    host: HostTimes = HOST_TIMES
+    on_its_way: OnItsWay | None = None
+    mixed: tuple[Hardware, ...] = ()
+
+    @property
+    def node_C(self) -> np.ndarray:
+        """Node of each cell."""
+        return self.hardware.node_of_cells(self.grid.num_cells, self.grid.cell_size)
+
+    @cached_property
+    def product(self) -> Product:
+        """The line of matrix products, of the slowest device."""
+        return self._product(self.hardware)
+
+    def _product(self, hardware: Hardware) -> Product:
+        kind = self.training.number_type
+        line = hardware.device.product(kind)
+        if line is None:
+            raise ValueError(
+                f"hardware {hardware.name!r} does not say how fast its device multiplies in "
+                f"{kind}; add 'device.flops_per_s.{kind}' to its file, or measure it with "
+                "ds-moe-ext profile"
+            )
+        return line
+
+    @cached_property
+    def memory_rate(self) -> float:
+        """Bytes a second of a device's memory."""
+        rate = self.hardware.device.memory_bytes_per_s
+        if rate is None:
+            raise ValueError(
+                f"hardware {self.hardware.name!r} does not say how fast its device's memory is; "
+                "add 'device.memory_bytes_per_s' to its file"
+            )
+        return rate
+
+    # What ranks compute between the experts.
+
+    def dense_s(self, layers: Sequence[int]) -> float:
+        """Forward of the dense parts of some layers, one pass of one rank."""
+        work = sum(self.shape.dense_work(layer, self.training.length) for layer in layers)
+        touched = len(layers) * self.passes * self.shape.width * self.training.element_bytes
+        tokens = self.training.tokens
+        return tokens * (work / self.product.multiply_adds_per_s + touched / self.memory_rate)
+
+    @cached_property
+    def _computed_s(self) -> tuple[float, ...]:
+        """Forward of what is dense before each MoE layer, float ``[L]``."""
+        numbers = range(len(self.shape.moe_layers))
+        return tuple(self.dense_s(self.shape.layers_before(number)) for number in numbers)
+
+    @cached_property
+    def _traffic(self) -> DenseTraffic:
+        return DenseTraffic(
+            hardware=self.hardware,
+            shape=self.shape,
+            training=self.training,
+            multiply_adds_per_s=self.product.multiply_adds_per_s,
+        )
+
+    @cached_property
+    def _sent_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What the same sends, forward and backward."""
+        before = [self.shape.layers_before(n) for n in range(len(self.shape.moe_layers))]
+        embedding_s = [self._embedding_s, *[0.0] * len(before)]
+        return (
+            tuple(self._traffic.forward_s(each) + s for each, s in zip(before, embedding_s)),
+            tuple(self._traffic.backward_s(each) + s for each, s in zip(before, embedding_s)),
+        )
+
+    @property
+    def _embedding_s(self) -> float:
+        return self._traffic.embedding_s if self.shape.vocabulary.has_embedding else 0.0
+
+    @cached_property
+    def window_s(self) -> tuple[float, ...]:
+        """Before each MoE layer, float ``[L]``."""
+        return tuple(map(sum, zip(self._computed_s, self._sent_s[0])))
+
+    @cached_property
+    def back_window_s(self) -> tuple[float, ...]:
+        """The same in backward."""
+        computed_s = (self.backward_rounds * s for s in self._computed_s)
+        return tuple(map(sum, zip(computed_s, self._sent_s[1])))
+
+    @property
+    def backward_rounds(self) -> int:
+        """Times of forward that backward takes: one more where forward is computed again."""
+        return BACKWARD + self.training.recomputes
+
+    @property
+    def head_s(self) -> float:
+        """Forward of what follows the last experts: layers without, head and loss."""
+        shape, tokens = self.shape, self.training.tokens
+        if not shape.vocabulary.has_head:
+            return self.dense_s(shape.layers_after)
+        head = tokens * shape.vocabulary.size * shape.width / self.product.multiply_adds_per_s
+        loss = tokens * shape.vocabulary.size * 4 * 2 / self.memory_rate
+        return self.dense_s(shape.layers_after) + head + loss
+
+    @property
+    def head_sent_s(self) -> tuple[float, float]:
+        """What that sends, forward and backward."""
+        traffic, layers = self._traffic, self.shape.layers_after
+        ends_s = traffic.head_s if self.shape.vocabulary.has_head else 0.0
+        if not self.shape.moe_layers:
+            ends_s += self._embedding_s
+        return traffic.forward_s(layers) + ends_s, traffic.backward_s(layers) + ends_s
+
+    # What rows and copies cost.
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape.width * self.training.element_bytes
+
+    @property
+    def _travelling(self) -> OnItsWay:
+        in_memory = OnItsWay(RowBytes(self.row_bytes, self.row_bytes), self.expert_bytes)
+        return self.on_its_way or in_memory
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert that one rank has."""
+        whole = self.shape.expert_weights * self.training.element_bytes
+        return whole // self.grid.cell_size
+
+    @cached_property
+    def pool(self) -> Pool:
+        """All MoE layers."""
+        hardware, grid = self.hardware, self.grid
+        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
+        row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
+        row_s_C = self._row_s_C(row_work)
+        return Pool(
+            layers=tuple(range(len(self.shape.moe_layers))),
+            prices=Prices(
+                row_s=float(row_s_C.mean()),
+                row_bytes=self._travelling.row.between,
+                copy_s=self._travelling.copy / copy.bytes_per_s,
+                inter_bytes_per_s=inter.bytes_per_s,
+                intra_bytes_per_s=intra.bytes_per_s,
+            ),
+            row_s_C=tuple(row_s_C.tolist()) if row_s_C.max() > row_s_C.min() else (),
+            expert_bytes=self.expert_bytes,
+            state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
+            copy_latency_s=copy.latency_s,
+            copy_bytes=self._travelling.copy,
+            cell_row_bytes=self._travelling.row.within,
+        )
+
+    def _row_s_C(self, row_work: float) -> np.ndarray:
+        """Seconds of a row in each cell: of the slowest grid, where there are several, and of a
+        cell's slowest rank."""
+        row_s_R = np.concatenate(
+            [
+                np.full(each.num_ranks, row_work / self._product(each).multiply_adds_per_s)
+                for each in self.mixed or (self.hardware,)
+            ]
+        )[: self.grid.world_size]
+        by_grid = row_s_R.reshape(-1, self.grid.num_cells, self.grid.cell_size).max(axis=2)
+        slowest: np.ndarray = by_grid[int(by_grid.sum(axis=1).argmax())]
+        return slowest
+
+    @cached_property
+    def lines(self) -> PipelineLines:
+        """What pipelines are planned by."""
+        grid = self.grid
+        usage = Usage(
+            num_ranks=grid.world_size,
+            num_cells=grid.num_cells,
+            cell_size=grid.cell_size,
+            dense_ranks_per_node=max(
+                min(self.hardware.ranks_per_node, grid.world_size) // self._tensor, 1
+            ),
+            number_type=self.training.number_type,
+            row_multiply_adds=self.shape.expert_weights / grid.cell_size,
+            num_products=self.shape.products * self.slots,
+            element_bytes=self.training.gradient_bytes,
+            expert_bytes=self.slots * self.expert_bytes,
+        )
+        return described_lines(self.hardware, usage)
+
+    @property
+    def _tensor(self) -> int:
+        """Ranks that divide dense weights."""
+        return self.training.parallel.tensor
+
+    @property
+    def slots(self) -> int:
+        """Experts of a layer that a cell is home to, at most."""
+        return -(-self.shape.num_experts // self.grid.num_cells)
+
+    def pipelines(self, rows: Sequence[np.ndarray]) -> Measured:
+        """For planners of pipelines, by the rows of one pass, int64 ``[C, E]`` of each layer."""
+        shape, grid, tensor = self.shape, self.grid, self._tensor
+        layers = []
+        for number, rows_CE in enumerate(rows):
+            even = float(rows_CE.sum()) / grid.num_cells
+            costs = costs_of_layer(
+                self.lines,
+                LayerRows(
+                    sent=even / grid.cell_size,
+                    gathered=even,
+                    row_bytes=self._travelling.row.between,
+                    cell_row_bytes=self._travelling.row.within,
+                ),
+            )
+            before = shape.layers_before(number)
+            layers.append(
+                MeasuredLayer(
+                    costs,
+                    self.back_window_s[number],
+                    sum(shape.dense_weights(each, tensor) for each in before),
+                )
+            )
+        head = shape.vocabulary.size * shape.width // tensor if shape.vocabulary.has_head else 0
+        head += sum(shape.dense_weights(each, tensor) for each in shape.layers_after)
+        return Measured(
+            tuple(layers),
+            head,
+            self.lines.gradients,
+            self.training.element_bytes,
+            issued(self.host, is_split=grid.cell_size > 1),
+        )
+
+    # What is asked for.
+
+    def job(self, homes: Sequence[Placement], used: MemoryUse) -> Job:
+        """What strategies plan by, without rows.
+
+        Args:
+            homes: of each layer's experts.
+            used: memory of a rank, of all that its stage has.
+        """
+        free = (self.hardware.device.memory_bytes or 0) - used.total
+        job = Job.at_start(homes, self.node_C, (self.pool,))
+        return replace(
+            job,
+            window_s=self.window_s,
+            back_window_s=self.back_window_s,
+            free_bytes=max(int(SHARE_OF_FREE * free), 0) // self.training.parallel.chunks,
+            accumulates=self.training.micro_batches > 1,
+        )
+
+    @cached_property
+    def stages(self) -> list[list[StageChunk]]:
+        """What each pipeline stage has, ``[stage][chunk]``."""
+        parallel, shape = self.training.parallel, self.shape
+        if parallel.pipeline == 1:
+            return [[StageChunk(slice(None), self)]]
+        return [
+            [self._chunk(layers) for layers in chunks]
+            for chunks in parallel.layers(shape.num_layers)
+        ]
+
+    def _chunk(self, layers: range) -> StageChunk:
+        part = self.shape.part(layers)
+        before = sum(layer < layers.start for layer in self.shape.moe_layers)
+        moe_layers = slice(before, before + len(part.moe_layers))
+        return StageChunk(moe_layers, replace(self, shape=part))
+
+    @property
+    def send_s(self) -> float:
+        """From a pipeline stage to the next, all its ranks at once."""
+        training = self.training
+        line = passing_line(self.hardware, training.num_ranks, training.stage_ranks)
+        return line.alpha_s + line.beta_s * training.tokens * self.row_bytes
+
+    def activations(self, most_rows: float) -> Activations:
+        """Of one pass. Arguments as of ``memory``."""
+        return activations(self.shape, self.training, self.grid, most_rows)
+
+    def memory(self, most_rows: float) -> MemoryUse:
+        """Of the fullest rank, without copies.
+
+        Args:
+            most_rows: rows that a cell computes in one layer.
+        """
+        return memory_use(
+            self.shape, self.training, self.grid, slots=self.slots, most_rows=most_rows
+        )
+
+    def conditions(self, sliced: int = 0) -> Conditions:
+        """Of a step.
+
+        Args:
+            sliced: elements of dense gradients that layers reduce beside their rows.
+        """
+        link = self.hardware.copy_link(self.grid.size)
+        tasks = TaskCosts(
+            exchange_start_s=link.latency_s if self.grid.num_cells > 1 else 0.0,
+            weight_s=self.expert_bytes / self.memory_rate,
+            expert_start_s=self.shape.products * self.product.start_s,
+            row_move_s=2 * self.row_bytes / self.memory_rate,
+            cell_gather=self.lines.all_gather,
+            cell_scatter=self.lines.reduce_scatter,
+            all_reduce=self.lines.gradients,
+            backward_rounds=self.backward_rounds,
+        )
+        return Conditions(
+            grid=self.grid,
+            tasks=tasks,
+            host=self.host.with_forward_again() if self.training.recomputes else self.host,
+            head_s=self.head_s,
+            head_again_s=self.dense_s(self.shape.layers_after) * (self.backward_rounds - BACKWARD),
+            head_sent_s=self.head_sent_s,
+            window_sent_s=sum(map(sum, self._sent_s)),
+            end_s=self.end_s(sliced),
+            micro_batches=self.training.micro_batches,
+        )
+
+    def end_s(self, sliced: int) -> float:
+        """Behind the last backward: gradients that nothing hid, and the optimizer."""
+        return self.dense_end_s(sliced) + self.expert_end_s
+
+    def dense_end_s(self, sliced: int) -> float:
+        """Of what is not of experts."""
+        elements = self.shape.held_dense_weights(self._tensor)
+        reduced_s = 0.0
+        if not self.training.hides_gradients:
+            reduced_s = self.lines.gradients.seconds(max(elements - sliced, 0))
+        return reduced_s + self._stepped_s(elements, self.training.dense_replicas)
+
+    @property
+    def expert_end_s(self) -> float:
+        """Of experts."""
+        homes = self.grid.world_size // self.grid.size
+        return self._expert_gradients_s() + self._stepped_s(self._held_experts, homes)
+
+    def _stepped_s(self, elements: float, num_replicas: int) -> float:
+        """The optimizer's step of weights that so many ranks have."""
+        own = elements / (num_replicas if self.training.zero_stage >= 1 else 1)
+        return STEP_BYTES * own / self.memory_rate
+
+    @property
+    def _held_experts(self) -> float:
+        """Weights of experts that a rank has."""
+        whole = len(self.shape.moe_layers) * self.slots * self.shape.expert_weights
+        return whole / self.grid.cell_size
+
+    def _expert_gradients_s(self) -> float:
+        """Summed over the homes of each expert, which stand in different grids."""
+        homes = self.grid.world_size // self.grid.size
+        if homes == 1:
+            return 0.0
+        # In rings along the ranks: of those that hold the same on one node, one sends to another.
+        line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
+        sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
+        return line.alpha_s + sent * line.beta_s
+
+
+class StageChunk(NamedTuple):
+    """What a pipeline stage has of the model, in one piece.
+
+    Attributes:
+        moe_layers: places of its MoE layers among all.
+        run: it alone.
+    """
+
+    moe_layers: slice
+    run: DescribedRun

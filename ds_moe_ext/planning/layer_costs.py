@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the chunks of an MoE layer take in three lanes: FSMoE's model, exact (spec 2.2, 2.3). Pure.
+
+``r`` chunks pass through three lanes, each in its own order; one all-reduce of gradients may stand
+between the dispatches and the combines::
+
+    inter    D_1 ... D_r, [all-reduce], C_1 ... C_r      all-to-alls, over the slow links
+    intra    AG_1 ... AG_r, RS_1 ... RS_r                inside a cell, over the fast links
+    compute  E_1 ... E_r
+
+Letters of the formulas are the paper's: ``a``, ``g``, ``s``, ``e`` are the seconds of one chunk's
+all-to-all, all-gather, reduce-scatter and expert. The unit of time is that of the costs. Shape
+letters: R degrees, P paths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.prices import TRIPS, LinearCost, check_costs
+
+TIE = 1e-12  # of the least time: what rounding makes of equal times
+
+
+class Chunks(NamedTuple):
+    """Seconds of one of ``r`` chunks, each float ``[R]``: ``r``, ``a``, ``g``, ``s``, ``e``."""
+
+    degree_R: np.ndarray
+    all_to_all_R: np.ndarray
+    all_gather_R: np.ndarray
+    reduce_scatter_R: np.ndarray
+    expert_R: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """The operations of one MoE layer, in one direction.
+
+    Attributes:
+        all_to_all: dispatch, or combine; both are of one size.
+        all_gather: of a dispatched chunk inside a cell.
+        reduce_scatter: of what the cell's ranks computed.
+        expert: the experts' computation.
+    """
+
+    all_to_all: LinearCost
+    all_gather: LinearCost
+    reduce_scatter: LinearCost
+    expert: LinearCost
+
+    def in_backward(self) -> LayerCosts:
+        """The costs of backward, from forward's: experts compute two gradients of each row.
+
+        The units stay as they are; the paper's text doubles these too, its code does not.
+        """
+        return replace(self, expert=self.expert.doubled())
+
+    def cut(self, degree_R: np.ndarray) -> Chunks:
+        """Seconds of a chunk at each degree; a solver may ask between whole degrees."""
+        return Chunks(
+            degree_R,
+            self.all_to_all.chunk_seconds(degree_R),
+            self.all_gather.chunk_seconds(degree_R),
+            self.reduce_scatter.chunk_seconds(degree_R),
+            self.expert.chunk_seconds(degree_R),
+        )
+
+
+def link_seconds(chunks: Chunks) -> np.ndarray:
+    """Seconds that all-to-alls take on the slow links, float ``[R]``."""
+    return 2 * chunks.degree_R * chunks.all_to_all_R
+
+
+def path_seconds(chunks: Chunks) -> np.ndarray:
+    """Seconds of the paths through a layer that no all-reduce is on, float ``[P, R]``.
+
+    The first three are the paper's ``t2`` to ``t4``. The others exceed all of these and
+    ``t1`` only if all-gather and reduce-scatter take unequally long.
+    """
+    r, a, g, s, e = chunks
+    return np.stack(
+        [
+            2 * a + g + s + r * e,
+            2 * r * a + g + s,
+            2 * a + r * g + r * s,
+            (r + 1) * a + g + r * s,
+            (r + 1) * a + r * g + s,
+            2 * a + g + e + r * s,
+            2 * a + r * g + e + s,
+        ]
+    )
+
+
+def makespans(chunks: Chunks, gradient_s: float | np.ndarray) -> np.ndarray:
+    """Seconds from the first dispatch to the last combine, exactly, float ``[R]``.
+
+    Args:
+        chunks: at each degree.
+        gradient_s: of the all-reduce; one for all, or ``[R]``.
+    """
+    return np.maximum(link_seconds(chunks) + gradient_s, path_seconds(chunks).max(axis=0))
+
+
+def windows(chunks: Chunks) -> np.ndarray:
+    """How long an all-reduce the layer hides in full, float ``[R]``: the paper's ``t_olp,moe``.
+
+    It is the makespan without an all-reduce, less the all-to-alls. The paper's own formulas take
+    the time of the case for the makespan, which is the same if all-gather and reduce-scatter take
+    equally long, and else may be less.
+    """
+    return path_seconds(chunks).max(axis=0) - link_seconds(chunks)
+
+
+# What a step of an MoE block costs under a placement: Pro-Prophet's model, eqs. (1) to (8).
+# Pure.
+
+
+FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPrices:
+    """The costs of one block, the same on every rank.
+
+    Attributes:
+        row_s: seconds an expert computes on one row in forward: ``1 / t``.
+        row_bytes: bytes of one row on one trip.
+        bytes_per_s: bandwidth of the all-to-all.
+        weight_bytes: bytes of one expert's parameters.
+        gradient_bytes: bytes of one expert's gradients.
+        copy_bytes_per_s: bandwidth of Trans and Agg.
+        exchange_start_s: what an all-to-all takes besides, however few rows travel; 0 is the
+            paper's formula.
+        copy_latency_s: what Trans and Agg each take besides, however little is copied; 0 is the
+            paper's formula.
+        forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
+        backward_gap_s: its backward, ``T_BNEC``.
+        is_scheduled: copies move beside the computations: equation (8) in place of (6).
+        gathers_again: copies are freed after forward and gathered a second time, beside Agg.
+
+    Raises:
+        ValueError: a cost below zero or not finite, or a bandwidth of zero.
+    """
+
+    row_s: float
+    row_bytes: float
+    bytes_per_s: float
+    weight_bytes: float
+    gradient_bytes: float
+    copy_bytes_per_s: float
+    exchange_start_s: float = 0.0
+    copy_latency_s: float = 0.0
+    forward_gap_s: float = 0.0
+    backward_gap_s: float = 0.0
+    is_scheduled: bool = False
+    gathers_again: bool = False
+
+    def __post_init__(self) -> None:
+        check_costs(vars(self))
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Seconds of one block under one placement.
+
+    Attributes:
+        exchange_s: one all-to-all, ``T_A2A``.
+        expert_s: the experts' forward, ``T_FEC``.
+        gather_s: the copies' way to their cells, once, ``T_Trans``.
+        reduce_s: the way of their gradients back, ``T_Agg``.
+        step_s: forward and backward: equation (6), or (8) where copies are scheduled. The non-MoE
+            layer is not in it.
+    """
+
+    exchange_s: float
+    expert_s: float
+    gather_s: float
+    reduce_s: float
+    step_s: float
+
+
+def block_seconds(
+    prices: BlockPrices, *, most_received: float, most_computed: float, copied: float
+) -> BlockSeconds:
+    """The model on a placement's figures: equations (1) to (6) and (8).
+
+    Args:
+        prices: of the block.
+        most_received: rows that the cell which receives most receives, ``max R``.
+        most_computed: rows that the busiest cell computes, ``max H``.
+        copied: experts that are copied, each counted as the share of cells that hold it:
+            ``s (D - n) / D``; see ``copied_experts``.
+    """
+    return BlockSeconds(*_seconds(prices, most_received, most_computed, copied))
+
+
+def step_seconds(
+    prices: BlockPrices, most_received: float, most_computed: float, copied: float
+) -> float:
+    """``step_s`` alone. Arguments as of ``block_seconds``."""
+    return _seconds(prices, most_received, most_computed, copied)[-1]
+
+
+def _seconds(
+    prices: BlockPrices, most_received: float, most_computed: float, copied: float
+) -> tuple[float, float, float, float, float]:
+    """The fields of ``BlockSeconds``."""
+    sent_s = most_received * prices.row_bytes / prices.bytes_per_s
+    exchange_s = prices.exchange_start_s + sent_s
+    expert_s = most_computed * prices.row_s
+    latency_s = prices.copy_latency_s if copied else 0.0
+    gather_s = latency_s + copied * prices.weight_bytes / prices.copy_bytes_per_s
+    reduce_s = latency_s + copied * prices.gradient_bytes / prices.copy_bytes_per_s
+    before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
+    if prices.is_scheduled:
+        before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
+        after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
+    computed_s = (FORWARD + BACKWARD) * expert_s
+    step_s = TRIPS * exchange_s + computed_s + before_s + after_s
+    return exchange_s, expert_s, gather_s, reduce_s, step_s
+
+
+@dataclass(frozen=True, eq=False)
+class CellRows:
+    """Rows of one layer by cell.
+
+    Attributes:
+        computed_C: rows that each cell computes, ``H``, int64.
+        received_C: rows that come to each cell from others, ``R``, int64.
+    """
+
+    computed_C: np.ndarray
+    received_C: np.ndarray
+
+
+def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRows:
+    """Where rows go if a sender with a copy keeps its own and the others send home (spec 2.2).
+
+    Args:
+        home: where each expert lives, one cell an expert.
+        target: where experts compute, homes included.
+        rows_CE: rows that each sender routes to each expert, int64.
+    """
+    owner_E, num_cells = home.owner_E, home.num_cells
+    kept_E = rows_CE[owner_E, np.arange(home.num_experts)]
+    left_E = rows_CE.sum(axis=0) - kept_E
+    kept_C = np.zeros(num_cells, dtype=np.int64)
+    if not target.is_single:
+        copied = np.flatnonzero(target.num_holders_E > 1)
+        kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
+        left_E[copied] += kept_E[copied] - kept_CX.sum(axis=0)
+        kept_E[copied] = 0
+        kept_C = kept_CX.sum(axis=1)
+    # Sums in float64: whole numbers, and exact.
+    received_C = np.bincount(owner_E, left_E, num_cells).astype(np.int64)
+    kept_C = kept_C + np.bincount(owner_E, kept_E, num_cells).astype(np.int64)
+    return CellRows(computed_C=kept_C + received_C, received_C=received_C)
+
+
+def copied_experts(target: Placement) -> float:
+    """Experts with copies, each counted as the share of cells that hold it: ``s (D - n) / D``.
+
+    An expert in its home alone is not copied, whatever the formula says (spec choices 3 and 4).
+    """
+    holders_E = target.num_holders_E
+    return int(holders_E[holders_E > 1].sum()) / target.num_cells
+
+
+def placement_seconds(
+    home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
+) -> BlockSeconds:
+    """The model on a placement. Arguments as of ``cell_rows``."""
+    rows = cell_rows(home, target, rows_CE)
+    return seconds_of_rows(rows, copied_experts(target), prices=prices)
+
+
+def seconds_of_rows(rows: CellRows, copied: float, *, prices: BlockPrices) -> BlockSeconds:
+    """The model on a placement, of which is known where rows go, and how many experts are copied:
+    as ``copied_experts`` counts them."""
+    return block_seconds(
+        prices,
+        most_received=int(rows.received_C.max()),
+        most_computed=int(rows.computed_C.max()),
+        copied=copied,
+    )
+
+
+def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> bool:
+    """Whether cells compute about equally many rows: equation (7).
+
+    Args:
+        computed_C: rows that each cell computes, ``H``, int64.
+        num_experts: ``E`` of the layer.
+        balance: ``alpha``: the spread allowed, in mean rows of an expert.
+    """
+    spread = int(computed_C.max()) - int(computed_C.min())
+    return spread < balanced_spread(int(computed_C.sum()), num_experts, balance)
+
+
+def balanced_spread(num_rows: int, num_experts: int, balance: float) -> float:
+    """Rows between the busiest cell and the idlest, below which a layer is balanced.
+
+    Args:
+        num_rows: of the layer.
+        num_experts: ``E`` of the layer.
+        balance: as of ``is_balanced``.
+    """
+    return balance * num_rows / num_experts
+
+
+MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further
+
+
+def whole_rows(home: Placement, rows_CE: np.ndarray) -> np.ndarray:
+    """Rows as planners count them: int64 ``[C, E]``.
+
+    Raises:
+        ValueError: other than a whole number of rows, from 0, for each cell and expert of ``home``.
+    """
+    if rows_CE.shape != (home.num_cells, home.num_experts):
+        raise ValueError(
+            f"rows have shape {rows_CE.shape}, but the layer has {home.num_cells} cells and "
+            f"{home.num_experts} experts; give each cell a count for each expert"
+        )
+    if rows_CE.dtype.kind not in "iu":
+        raise ValueError(f"rows are {rows_CE.dtype}, but planners count whole rows; round them")
+    most = MOST_ROWS // rows_CE.size
+    if not 0 <= rows_CE.min() <= rows_CE.max() <= most:
+        raise ValueError(
+            f"rows go from {rows_CE.min()} to {rows_CE.max()}; give counts from 0 to {most}"
+        )
+    return rows_CE.astype(np.int64, copy=False)

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each layer of a model does by a pipeline: its degrees, and which reductions beside it. Pure.
+
+FSMoE's planner for any of the schedules of ``schedule.pipeline_orders``. Layers here are in the
+order of the model; the partition of gradients wants that of backward. Shape letters: R degrees, G
+reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.planning.exchange_costs import Way
+from ds_moe_ext.planning.layer_costs import (
+    BACKWARD,
+    TIE,
+    Chunks,
+    LayerCosts,
+    link_seconds,
+    path_seconds,
+)
+from ds_moe_ext.planning.pipeline_degrees import (
+    QUANTA,
+    BackwardLayer,
+    Planner,
+    Step2,
+    best_degree,
+    evolved,
+    partition_gradients,
+    solved_degree,
+)
+from ds_moe_ext.planning.prices import AllReduce, LinearCost
+from ds_moe_ext.schedule.orders import Pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class MoePart:
+    """The MoE part of one layer in one direction, at each degree.
+
+    Attributes:
+        degree_R: number of chunks.
+        alone_R: seconds without a reduction.
+        queue_R: seconds that what a reduction queues with takes.
+    """
+
+    degree_R: np.ndarray
+    alone_R: np.ndarray
+    queue_R: np.ndarray
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, costs: LayerCosts, degrees: Sequence[int]) -> MoePart:
+        """What a pipeline takes at the degrees that it may choose from.
+
+        Args:
+            pipeline: which.
+            costs: of the direction; see ``LayerCosts.in_backward``.
+            degrees: to choose from; a pipeline that cuts no tokens has degree 1.
+        """
+        degree_R = np.array(degrees if pipeline.is_cut else (1,))
+        return cls(degree_R, *_seconds(pipeline, costs.cut(degree_R)))
+
+    def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
+        """Under each of many reductions, at each degree, float ``[G, R]``."""
+        return np.maximum(self.alone_R, self.queue_R + gradient_G[:, None])
+
+    def fastest_seconds(self, gradient_G: np.ndarray) -> np.ndarray:
+        """Under each of many reductions, at the degree that suits it, float ``[G]``."""
+        return self.seconds(gradient_G).min(axis=1)
+
+    def best(self, gradient_s: float = 0.0) -> int:
+        """Position of the fastest degree; of equals the smallest."""
+        times_R = self.seconds(np.array([gradient_s]))[0]
+        return int((times_R <= times_R.min() * (1 + TIE)).argmax())
+
+    def degree(self, gradient_s: float = 0.0) -> int:
+        """The fastest degree."""
+        return int(self.degree_R[self.best(gradient_s)])
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of reduction that the part hides at its best degree without one."""
+        best = self.best()
+        return float(self.alone_R[best] - self.queue_R[best])
+
+
+def _seconds(pipeline: Pipeline, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds without a reduction, and of what a reduction queues with, each float ``[R]``."""
+    if pipeline.has_one_queue:
+        return _in_one_queue(chunks)
+    queue_R = link_seconds(chunks)
+    return np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R
+
+
+def _in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds without a reduction, and of the queue of all collectives, each float ``[R]``."""
+    r, a, g, s, e = chunks
+    there, back = a + g, s + a
+    queue_R = r * (there + back)
+    ends = (queue_R, there + r * e + back, r * there + e + back, there + e + r * back)
+    return np.max(ends, axis=0), queue_R
+
+
+class Placed(NamedTuple):
+    """Elements of each reduction of dense gradients beside one layer's backward, by place.
+
+    Attributes:
+        within_moe: between the two halves of its MoE part.
+        dense: beside its dense part.
+    """
+
+    within_moe: tuple[int, ...] = ()
+    dense: tuple[int, ...] = ()
+
+
+NOWHERE = Placed()
+
+
+class HostSeconds(NamedTuple):
+    """What a thread of the host takes to issue one layer in one direction, in seconds.
+
+    Attributes:
+        layer_s: its dense part, and what a pass takes however it is cut.
+        chunk_s: each chunk.
+    """
+
+    layer_s: float
+    chunk_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredLayer:
+    """What is known of one layer, with all that follows its MoE part in backward.
+
+    Attributes:
+        costs: of its MoE part in forward.
+        dense_window_s: seconds of backward behind its MoE part, up to the next.
+        gradient_elements: of dense gradients that become ready in the layer's backward, behind its
+            MoE part.
+        exchanges: what all-to-alls cost by each way that rows may go; empty where that is the
+            direct one.
+    """
+
+    costs: LayerCosts
+    dense_window_s: float
+    gradient_elements: int
+    exchanges: Mapping[Way, LinearCost] = field(default_factory=dict)
+
+    @property
+    def costs_by_way(self) -> dict[Way, LayerCosts]:
+        """The costs by each way that rows may go."""
+        ways = self.exchanges or {Way.DIRECT: self.costs.all_to_all}
+        return {way: replace(self.costs, all_to_all=cost) for way, cost in ways.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What is known of a model.
+
+    Attributes:
+        layers: in model order.
+        head_elements: of dense gradients that are ready when the last layer's backward begins.
+        all_reduce: what reductions cost.
+        element_bytes: of a gradient.
+        issued: by the host, in forward and in backward, where devices may have to wait for it.
+    """
+
+    layers: tuple[MeasuredLayer, ...]
+    head_elements: int
+    all_reduce: AllReduce
+    element_bytes: int
+    issued: tuple[HostSeconds, HostSeconds] | None = None
+
+
+class Piped(NamedTuple):
+    """How one layer runs.
+
+    Attributes:
+        forward_degree: chunks in forward.
+        backward_degree: and in backward.
+        placed: reductions beside backward.
+        way: of rows between cells.
+    """
+
+    forward_degree: int = 1
+    backward_degree: int = 1
+    placed: Placed = NOWHERE
+    way: Way = Way.DIRECT
+
+
+class Balance(NamedTuple):
+    """What a plan of copies makes of one layer's costs, over those of even rows at home.
+
+    Attributes:
+        held: experts of the cell that has most, over those at home: as many times as long does a
+            call take that has few rows.
+        computed: rows of the busiest cell.
+        exchanged: seconds of an exchange, but for its start.
+        all_stay: nothing is exchanged: there is no start either.
+    """
+
+    held: float = 1.0
+    computed: float = 1.0
+    exchanged: float = 1.0
+    all_stay: bool = False
+
+    def of(self, costs: LayerCosts) -> LayerCosts:
+        """The costs of a layer, from those of even rows at home."""
+        expert = costs.expert.started(self.held)
+        all_to_all = costs.all_to_all.started(0.0 if self.all_stay else 1.0)
+        return replace(
+            costs,
+            all_to_all=replace(all_to_all, n=self.exchanged * all_to_all.n),
+            all_gather=replace(costs.all_gather, n=self.computed * costs.all_gather.n),
+            reduce_scatter=replace(costs.reduce_scatter, n=self.computed * costs.reduce_scatter.n),
+            expert=replace(expert, n=self.computed * expert.n),
+        )
+
+
+EVEN = Balance()
+
+
+class Pair(NamedTuple):
+    """The degrees of one layer, and what its MoE parts take with them."""
+
+    forward_degree: int
+    backward_degree: int
+    seconds: float
+
+
+Choices = tuple[Sequence[int], Sequence[int]]  # degrees of forward and of backward
+
+
+@dataclass(frozen=True)
+class Meanwhile:
+    """What a layer's MoE parts have beside them.
+
+    Attributes:
+        gradient_s: reductions within the MoE part of backward.
+        dense_s: its dense part, in forward and in backward.
+        issued: as of ``Measured``.
+    """
+
+    gradient_s: float = 0.0
+    dense_s: tuple[float, float] = (0.0, 0.0)
+    issued: tuple[HostSeconds, HostSeconds] | None = None
+
+    def with_host(self, direction: int, moe_R: np.ndarray, degree_R: np.ndarray) -> np.ndarray:
+        """Seconds of the MoE part where the host issues no faster than it does.
+
+        Args:
+            direction: 0 for forward, 1 for backward.
+            moe_R: seconds that the devices take.
+            degree_R: chunks.
+        """
+        if self.issued is None:
+            return moe_R
+        issued = self.issued[direction]
+        chunks_R = degree_R * issued.chunk_s
+        host_R = issued.layer_s + chunks_R - self.dense_s[direction]
+        if direction == 0:  # it has waited for counts of rows, and is not ahead
+            host_R = np.maximum(host_R, chunks_R)
+        return np.maximum(moe_R, host_R)
+
+
+NOTHING = Meanwhile()
+
+
+def best_pair(
+    pipeline: Pipeline, costs: LayerCosts, choices: Choices, meanwhile: Meanwhile = NOTHING
+) -> Pair:
+    """The fastest pair of degrees; of equals the smallest.
+
+    Where the two differ, experts compute in the pieces that both kinds of chunks are made of, which
+    are more calls than either has chunks: ``f + b - gcd(f, b)``.
+
+    Args:
+        pipeline: which.
+        costs: of forward.
+        choices: to choose from.
+        meanwhile: what else goes on.
+    """
+    if not pipeline.is_cut:
+        choices = (1,), (1,)
+    forward_R, backward_R = map(np.array, choices)
+    pairs = []
+    for degree in forward_R:
+        calls_R = degree + backward_R - np.gcd(degree, backward_R)
+        ahead = _called(costs, np.full_like(backward_R, degree), calls_R)
+        behind = _called(costs.in_backward(), backward_R, calls_R)
+        ahead_R, _ = _seconds(pipeline, ahead)
+        alone_R, queue_R = _seconds(pipeline, behind)
+        behind_R = np.maximum(alone_R, queue_R + meanwhile.gradient_s)
+        total_R = meanwhile.with_host(0, ahead_R, degree) + meanwhile.with_host(
+            1, behind_R, backward_R
+        )
+        best = int((total_R <= total_R.min() * (1 + TIE)).argmax())
+        pairs.append(Pair(int(degree), int(backward_R[best]), float(total_R[best])))
+    least_s = min(pair.seconds for pair in pairs)
+    return next(pair for pair in pairs if pair.seconds <= least_s * (1 + TIE))
+
+
+def _called(costs: LayerCosts, degree_R: np.ndarray, calls_R: np.ndarray) -> Chunks:
+    """Chunks whose experts take so many calls in all."""
+    chunks = costs.cut(degree_R)
+    called_R = costs.expert.chunk_seconds(calls_R) * calls_R / degree_R
+    return chunks._replace(expert_R=called_R)
+
+
+Degrees = tuple[int | None, int | None]
+"""Of forward and of backward; None lets the planner choose."""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How degrees and partitions are found.
+
+    Attributes:
+        degree: of a layer whose collectives have a queue for each kind of link.
+        step_2: of the partition; None is the exact one.
+        package: that they need, where it is not one of ours.
+    """
+
+    degree: Planner
+    step_2: Step2 | None
+    package: str | None = None
+
+
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {"exact": Solver(best_degree, None), "paper": Solver(solved_degree, evolved, "scipy")}
+)
+"""By the name of a strategy's key; "paper" takes SciPy's solvers, as FSMoE's authors did."""
+
+
+def plan_pipelines(
+    pipeline: Pipeline,
+    measured: Measured,
+    *,
+    max_degree: int,
+    degrees: Degrees = (None, None),
+    slices: bool = True,
+    solver: Solver = SOLVERS["exact"],
+) -> tuple[Piped, ...]:
+    """How each layer runs, in model order.
+
+    Degrees are chosen in pairs (``best_pair``), by the solver "paper" each for itself. Rows go the
+    way by which both directions are fastest together, without reductions; of equals
+    the first.
+
+    Args:
+        pipeline: which.
+        measured: the model.
+        max_degree: the largest degree to try.
+        degrees: that are given.
+        slices: gradients may be reduced beside layers, where the pipeline has places for them.
+        solver: what finds degrees and partitions; of one queue degrees are always the exact ones.
+    """
+    choices = _choices(degrees, max_degree)
+    chosen = [_fastest_way(pipeline, layer, choices) for layer in measured.layers]
+    placed = [NOWHERE] * len(chosen)
+    if slices:
+        parts = [MoePart.of(pipeline, c.in_backward(), choices[1]) for _, c in chosen]
+        placed = place(pipeline, measured, parts, step_2=solver.step_2)
+    return tuple(
+        with_degrees(
+            Piped(placed=each, way=way),
+            pipeline,
+            measured,
+            layer,
+            max_degree=max_degree,
+            degrees=degrees,
+            solver=solver,
+        )
+        for layer, ((way, _), each) in enumerate(zip(chosen, placed))
+    )
+
+
+def with_degrees(
+    piped: Piped,
+    pipeline: Pipeline,
+    measured: Measured,
+    layer: int,
+    balance: Balance = EVEN,
+    *,
+    max_degree: int,
+    degrees: Degrees = (None, None),
+    solver: Solver = SOLVERS["exact"],
+) -> Piped:
+    """How a layer runs, with the degrees that suit its rows and copies. Ways and reductions stay:
+    all ranks have the same, also where grids of them copy by plans of their own.
+
+    Args:
+        piped: its way and its reductions.
+        pipeline: as of ``plan_pipelines``, as all that is not named here.
+        layer: its number.
+        balance: what its plan makes of the costs.
+    """
+    choices, of_layer = _choices(degrees, max_degree), measured.layers[layer]
+    costs = balance.of(of_layer.costs_by_way[piped.way])
+    within_s = sum(map(measured.all_reduce.seconds, piped.placed.within_moe))
+    dense_s = of_layer.dense_window_s / BACKWARD, of_layer.dense_window_s
+    meanwhile = Meanwhile(within_s, dense_s, measured.issued)
+    pair = best_pair(pipeline, costs, choices, meanwhile)[:2]
+    if solver.degree is not best_degree and not pipeline.has_one_queue:
+        found = (
+            solver.degree(costs, 0.0, max_degree).degree,
+            solver.degree(costs.in_backward(), within_s, max_degree).degree,
+        )
+        pair = degrees[0] or found[0], degrees[1] or found[1]
+    return piped._replace(forward_degree=pair[0], backward_degree=pair[1])
+
+
+def _choices(degrees: Degrees, max_degree: int) -> Choices:
+    """Of forward and of backward: the given one, or all."""
+    every = range(1, max_degree + 1)
+    forward, backward = (every if given is None else (given,) for given in degrees)
+    return forward, backward
+
+
+def _fastest_way(
+    pipeline: Pipeline, layer: MeasuredLayer, choices: Choices
+) -> tuple[Way, LayerCosts]:
+    """The way of rows by which both directions are fastest, and the costs by it."""
+    return min(
+        layer.costs_by_way.items(), key=lambda item: best_pair(pipeline, item[1], choices).seconds
+    )
+
+
+def place(
+    pipeline: Pipeline,
+    measured: Measured,
+    parts: Sequence[MoePart],
+    *,
+    num_quanta: int = QUANTA,
+    step_2: Step2 | None = None,
+) -> list[Placed]:
+    """Where gradients are reduced beside which layer's backward, in model order.
+
+    Args:
+        pipeline: what has no place in it is left to the end of backward.
+        measured: the model.
+        parts: MoE parts of backward.
+        num_quanta: as of ``partition_gradients``.
+        step_2: likewise.
+    """
+    cost = measured.all_reduce
+    last_first = list(zip(measured.layers[::-1], parts[::-1], strict=True))
+    ready = [measured.head_elements]
+    ready += [layer.gradient_elements for layer, _ in last_first[:-1]]
+    if pipeline.slices_moe and pipeline.piece_bytes is None:
+        beside = [
+            BackwardLayer(
+                moe_seconds=part.fastest_seconds,
+                moe_window_s=part.window_s,
+                dense_window_s=layer.dense_window_s,
+                gradient_elements=elements,
+            )
+            for (layer, part), elements in zip(last_first, ready)
+        ]
+        tail = measured.layers[0].gradient_elements
+        found = partition_gradients(
+            beside,
+            all_reduce=cost,
+            tail_elements=tail,
+            num_quanta=num_quanta,
+            step_2=step_2,
+        )
+        placed = [
+            Placed(_some(moe), _some(dense)) for moe, dense in zip(found.within_moe, found.dense)
+        ]
+    elif pipeline.piece_bytes is not None:
+        size = max(pipeline.piece_bytes // measured.element_bytes, 1)
+        windows = [(layer.dense_window_s, part.window_s) for layer, part in last_first]
+        placed = _in_pieces(ready, size, cost.seconds, windows)
+    elif pipeline.slices_dense:
+        placed = [Placed(dense=_some(elements)) for elements in ready]
+    else:
+        placed = [NOWHERE] * len(parts)
+    return placed[::-1]
+
+
+def _in_pieces(
+    ready: Sequence[int],
+    size: int,
+    seconds: Callable[[int], float],
+    windows: Sequence[tuple[float, float]],
+) -> list[Placed]:
+    """Whole pieces in each window, a layer's dense one first: what a low priority does (Lina)."""
+    placed, left = [], []
+    for elements, windows_s in zip(ready, windows):
+        count, rest = divmod(elements, size)
+        left += [size] * count + [rest] * (rest > 0)
+        fitting = []
+        for window_s in windows_s:
+            ends_s = accumulate(map(seconds, left))
+            num = sum(end_s <= window_s for end_s in ends_s)
+            fitting.append(tuple(left[:num]))
+            left = left[num:]
+        dense, within_moe = fitting
+        placed.append(Placed(within_moe, dense))
+    return placed
+
+
+def _some(elements: int) -> tuple[int, ...]:
+    """One reduction, or none of nothing."""
+    return (elements,) if elements else ()

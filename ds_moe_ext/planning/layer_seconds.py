@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host takes to issue a step: one thread, task after task, and a wait for counts. Pure.
+
+A device starts what the host has issued. So a host that is slower than the devices shows as a lane
+of its own that everything else waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
+from ds_moe_ext.planning.layer_pipelines import HostSeconds
+from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes
+from ds_moe_ext.planning.strategy import Plan, Pool
+from ds_moe_ext.schedule.orders import ROUTE
+from ds_moe_ext.schedule.task import (
+    ATTENTION,
+    CELL_GATHER,
+    CELL_SCATTER,
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATHER,
+    GRADIENTS,
+    JOIN,
+    LAUNCH,
+    ORDER,
+    RESTORE,
+    START,
+    Kind,
+    Lane,
+    Op,
+    Schedule,
+    Span,
+    Task,
+    Value,
+)
+
+ISSUING = Lane("issuing")
+ISSUE = Op("issue", ISSUING)
+ISSUED = Kind("issued", has_gradient=False)
+_OF_COPIES = (LAUNCH.name, JOIN.name, START.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Seconds that the host takes to issue one task, by the name of its op; others take none.
+
+    Attributes:
+        forward: in forward.
+        backward: in backward.
+    """
+
+    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, task: Task) -> float:
+        """Of one task."""
+        side = self.backward if task.adjoint_of else self.forward
+        return side.get(task.op.name, 0.0)
+
+    def with_forward_again(self) -> HostTimes:
+        """Where layers run again in backward: all of forward but what is done about copies, which
+        are there."""
+        again = {name: s for name, s in self.forward.items() if name not in _OF_COPIES}
+        # Counts have no adjoint: their time goes with that of what the host computes itself.
+        again[ATTENTION.name] = again.get(ATTENTION.name, 0.0) + again.pop(ORDER.name, 0.0)
+        names = dict.fromkeys((*self.backward, *again))
+        both = {name: self.backward.get(name, 0.0) + again.get(name, 0.0) for name in names}
+        return replace(self, backward=both)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no task takes any."""
+        return not any((*self.forward.values(), *self.backward.values()))
+
+
+NO_HOST = HostTimes(forward=MappingProxyType({}), backward=MappingProxyType({}))
+
+
+class Issued(NamedTuple):
+    """A step with what the host does.
+
+    Attributes:
+        schedule: with a task ISSUE before each that takes the host time.
+        seconds: of these, by their ``id``.
+    """
+
+    schedule: Schedule
+    seconds: Mapping[int, float]
+
+
+def with_host(schedule: Schedule, host: HostTimes) -> Issued:
+    """The same step with what the host does.
+
+    The host waits once in each layer's forward: for the counts of its rows, which ORDER brings.
+    """
+    if host.is_nothing:
+        return Issued(schedule, {})
+    tasks: list[Task] = []
+    moved: list[int] = []  # where each task now stands
+    seconds: dict[int, float] = {}
+    waits: tuple[Value, ...] = ()
+    for task in schedule.tasks:
+        host_s = host.seconds(task)
+        reads = task.reads
+        if host_s:
+            here = len(tasks)
+            done = Value(ISSUED, task.layer, Span(here, here + 1))
+            tasks.append(Task(ISSUE, task.layer, Span(0, 1), waits, (done,)))
+            seconds[id(tasks[here])], reads, waits = host_s, (*reads, done), ()
+        if task.op == ORDER and not task.adjoint_of:
+            waits = tuple(value for value in task.writes if value.kind == ROUTE)
+        moved.append(len(tasks))
+        adjoint_of = tuple(moved[place] for place in task.adjoint_of)
+        tasks.append(replace(task, reads=reads, adjoint_of=adjoint_of))
+    return Issued(replace(schedule, tasks=tuple(tasks)), seconds)
+
+
+# What a host takes to issue the tasks of a layer: measured once, of all strategies. Data.
+
+
+_US = 1e-6
+
+HOST_TIMES = HostTimes(
+    forward={
+        "attention": 320 * _US,
+        "order": 350 * _US,
+        "dispatch": 35 * _US,
+        "expert": 35 * _US,
+        "combine": 30 * _US,
+        "restore": 25 * _US,
+        "join": 350 * _US,
+        "launch": 90 * _US,
+        "start": 30 * _US,
+        "cell_gather": 35 * _US,
+        "cell_scatter": 35 * _US,
+    },
+    backward={
+        "attention": 460 * _US,  # with what a pass of a layer takes in backward
+        "dispatch": 20 * _US,
+        "expert": 25 * _US,
+        "combine": 20 * _US,
+        "restore": 15 * _US,
+        "join": 100 * _US,
+        "send_home": 90 * _US,
+        "recall": 90 * _US,
+        "have_again": 60 * _US,
+        "cell_gather": 30 * _US,
+        "cell_scatter": 30 * _US,
+        "begin_gradients": 40 * _US,
+    },
+)
+
+_CHUNKS = ("dispatch", "expert", "combine", "restore")
+_SPLIT = ("cell_gather", "cell_scatter")  # of cells whose ranks split experts
+OF_CHUNKS = (*_CHUNKS, *_SPLIT)
+"""Tasks that each chunk has."""
+
+
+def issued(
+    host: HostTimes, *, is_split: bool, chunk_s: tuple[float, float] | None = None
+) -> tuple[HostSeconds, HostSeconds]:
+    """As planners of pipelines want it: forward, and backward.
+
+    Args:
+        host: of each task.
+        is_split: the ranks of a cell split experts.
+        chunk_s: what the tasks of a chunk took on the host that is planned for, forward and
+            backward: it is slower by as much in all else. None: it is as quick.
+    """
+    names = OF_CHUNKS if is_split else _CHUNKS
+
+    def side(times: Mapping[str, float], seen_s: float | None) -> HostSeconds:
+        layer_s = times.get("attention", 0.0) + times.get("order", 0.0)
+        of_chunk_s = sum(times.get(name, 0.0) for name in names)
+        if seen_s is None:
+            return HostSeconds(layer_s, of_chunk_s)
+        return HostSeconds(layer_s * seen_s / of_chunk_s, seen_s)
+
+    forward_s, backward_s = chunk_s or (None, None)
+    return side(host.forward, forward_s), side(host.backward, backward_s)
+
+
+# Seconds of one layer's tasks in every cell, under a plan and the rows that came. Pure.
+
+
+NO_REDUCTION = AllReduce(0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCosts:
+    """What tasks cost that a job's prices of rows and copies leave out.
+
+    Attributes:
+        exchange_start_s: of one exchange between cells, however little travels, where links were
+            not measured.
+        weight_s: to read the weights of one expert from memory: experts take no less, however few
+            rows they have.
+        expert_start_s: of one call of a rank's experts.
+        row_move_s: to put one row in another place in memory.
+        cell_gather: inside a cell, by bytes of the rows that one rank ends up with.
+        cell_scatter: likewise, by bytes of the rows that one rank gives.
+        all_reduce: of dense gradients.
+        backward_rounds: times of forward that backward takes in experts: one more where forward
+            runs again there, its exchanges with it.
+    """
+
+    exchange_start_s: float = 0.0
+    weight_s: float = 0.0
+    expert_start_s: float = 0.0
+    row_move_s: float = 0.0
+    cell_gather: Line = FREE
+    cell_scatter: Line = FREE
+    all_reduce: AllReduce = NO_REDUCTION
+    backward_rounds: int = BACKWARD
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Where the rows of one layer go in one pass.
+
+    Attributes:
+        target: who holds what.
+        computed_C: rows that each cell computes, int64.
+        exchange_s_C: seconds that each cell takes in one exchange of them all, but for its
+            start, float64.
+        is_far_C: whether that is for its node's card, else for its own link.
+        all_stay: no row leaves its cell, whatever is routed, and none are exchanged.
+        added_s: of copies that are sent once rows are known, there and back.
+    """
+
+    target: Placement
+    computed_C: np.ndarray
+    exchange_s_C: np.ndarray
+    is_far_C: np.ndarray
+    all_stay: bool = False
+    added_s: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
+        """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
+        destination = plan.destination_of(rows_CE)
+        (target, rule), all_stay = destination, destination.all_stay
+        added_s = 0.0 if target is plan.target else pool.added_s(plan, target, node_C)
+        sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]
+        computed_C = sent_CC.sum(axis=0)
+        row_bytes, prices = pool.prices.row_bytes, pool.prices
+        if pool.links is not None:  # the last to come makes all wait
+            busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
+            all_C = np.ones(len(node_C), dtype=bool)
+            return cls(target, computed_C, busiest_s * all_C, all_C, all_stay, added_s)
+        leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
+        near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
+        crossing_VV = between_nodes(sent_CC, node_C)
+        far_V = np.maximum(crossing_VV.sum(axis=0), crossing_VV.sum(axis=1))
+        far_C = far_V[np.unique(node_C, return_inverse=True)[1]]
+        near_s_C = near_C * row_bytes / prices.intra_bytes_per_s
+        far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
+        is_far_C = far_s_C > near_s_C
+        slowest_s_C = np.maximum(near_s_C, far_s_C)
+        return cls(target, computed_C, slowest_s_C, is_far_C, all_stay, added_s)
+
+
+class Timing(NamedTuple):
+    """Seconds of one kind of task in each class of cells, by how much of a layer's rows it has.
+
+    Attributes:
+        start_s: of any.
+        whole_s_K: of all rows, besides.
+        least_s_K: of any, at least; none for 0.
+    """
+
+    start_s: float
+    whole_s_K: Sequence[float]
+    least_s_K: Sequence[float] = ()
+
+    def seconds(self, place: int, part: float) -> float:
+        """Of some part of the rows."""
+        seconds = self.start_s + part * self.whole_s_K[place]
+        return max(seconds, self.least_s_K[place]) if self.least_s_K else seconds
+
+    def times(self, rounds: int) -> Timing:
+        """So often."""
+        return Timing(
+            rounds * self.start_s,
+            [rounds * seconds for seconds in self.whole_s_K],
+            [rounds * seconds for seconds in self.least_s_K],
+        )
+
+
+Side = tuple[str, bool]
+"""An op by name, and whether it is backward's."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSeconds:
+    """Seconds of the tasks of one layer, by class of cells.
+
+    Attributes:
+        by_rows: of tasks on rows.
+        by_piece: of tasks on copies and on dense gradients, piece by piece.
+        is_far_K: in exchanges the node's card takes longest, else the cell's own link.
+        expert_s_K: experts on all rows, forward.
+        mean_expert_s: the mean of all cells.
+        restore_s: rows put back into the order of tokens, forward.
+        num_chunks: finest chunks.
+    """
+
+    by_rows: Mapping[Side, Timing]
+    by_piece: Mapping[Side, Sequence[float]]
+    is_far_K: Sequence[bool]
+    expert_s_K: Sequence[float]
+    mean_expert_s: float
+    restore_s: float
+    num_chunks: int
+
+    def seconds(self, place: int, task: Task) -> float:
+        """Of one task in one class of cells."""
+        side = task.op.name, bool(task.adjoint_of)
+        if side in self.by_rows:
+            part = (task.span.stop - task.span.start) / self.num_chunks
+            return self.by_rows[side].seconds(place, part)
+        return sum(self.by_piece.get(side, ())[task.span.start : task.span.stop])
+
+    def without_moves(self) -> LayerSeconds:
+        """In a later micro-batch: copies are there, and no gradient travels before the last."""
+        return replace(self, by_piece={})
+
+
+def layer_seconds(
+    plan: Plan,
+    flow: Flow,
+    pool: Pool,
+    costs: TaskCosts,
+    *,
+    node_C: np.ndarray,
+    cell_size: int,
+    classes: int,
+) -> LayerSeconds:
+    """Of one layer.
+
+    Args:
+        plan: of the layer.
+        flow: of its rows.
+        pool: with what rows and copies cost.
+        costs: of all else.
+        node_C: node of each cell.
+        cell_size: ranks of a cell.
+        classes: that cells are put into where there are more of them, four or more: the busiest,
+            the one that computes longest, the one whose rows travel longest, the idlest, and others
+            between in even steps. Each stands in every layer for those that are as busy there,
+            whichever they are.
+    """
+    row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
+    forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
+    by_rows_s_C = flow.computed_C * (forward_s_C + 2 * costs.row_move_s)
+    least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
+    expert_s_C = np.maximum(by_rows_s_C, least_s_C)
+    place_K = _places(expert_s_C, flow.exchange_s_C, classes)
+    none = [0.0] * len(place_K)
+    start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
+    counts = Timing(start_s if len(node_C) > 1 else 0.0, none)
+    ordered = counts._replace(start_s=counts.start_s + flow.added_s)
+    exchange = Timing(0.0 if flow.all_stay else counts.start_s, flow.exchange_s_C[place_K].tolist())
+    experts = [
+        Timing(
+            0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
+        )
+        for rounds in (FORWARD, costs.backward_rounds)
+    ]
+    # Back as often as there: forward's own once more where it runs again.
+    sent_back = FORWARD + costs.backward_rounds - BACKWARD
+    restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
+    restore = Timing(0.0, [restore_s] * len(place_K))
+    bytes_K = flow.computed_C[place_K] * (pool.cell_row_bytes or pool.prices.row_bytes)
+    gather, scatter = (
+        Timing(line.alpha_s, (line.beta_s * bytes_K).tolist())
+        for line in (costs.cell_gather, costs.cell_scatter)
+    )
+    copied, reduced = (_copied(plan, pool, node_C, is_back=is_back) for is_back in (False, True))
+    slices = (*plan.reductions.within_moe, *plan.reductions.dense)
+    is_back = True
+    return LayerSeconds(
+        by_rows={
+            (ORDER.name, not is_back): ordered,
+            (DISPATCH.name, not is_back): exchange,
+            (DISPATCH.name, is_back): exchange.times(sent_back),
+            (COMBINE.name, not is_back): exchange,
+            (COMBINE.name, is_back): exchange.times(sent_back),
+            (EXPERT.name, not is_back): experts[0],
+            (EXPERT.name, is_back): experts[1],
+            (RESTORE.name, not is_back): restore,
+            (RESTORE.name, is_back): restore.times(sent_back),
+            (CELL_GATHER.name, not is_back): gather,
+            (CELL_GATHER.name, is_back): scatter.times(sent_back),
+            (CELL_SCATTER.name, not is_back): scatter,
+            (CELL_SCATTER.name, is_back): gather.times(sent_back),
+        },
+        by_piece={
+            (GATHER.name, not is_back): copied,
+            (GATHER.name, is_back): reduced,
+            (GRADIENTS.name, not is_back): [costs.all_reduce.seconds(each) for each in slices],
+        },
+        is_far_K=flow.is_far_C[place_K].tolist(),
+        expert_s_K=expert_s_C[place_K].tolist(),
+        mean_expert_s=float(expert_s_C.mean()),
+        restore_s=restore_s,
+        num_chunks=plan.num_chunks,
+    )
+
+
+def _places(expert_s_C: np.ndarray, exchange_s_C: np.ndarray, classes: int) -> np.ndarray:
+    """Cells that stand for all, the busiest first, int64 ``[K]``."""
+    num_cells = len(expert_s_C)
+    if num_cells <= classes:
+        return np.arange(num_cells)
+    by_busy_C = np.argsort(-(expert_s_C + 2 * exchange_s_C), kind="stable")
+    longest = (by_busy_C[0], by_busy_C[-1], expert_s_C.argmax(), exchange_s_C.argmax())
+    even = by_busy_C[np.linspace(0, num_cells - 1, classes).round().astype(int)]
+    chosen = list(dict.fromkeys(map(int, (*longest, *even))))[:classes]
+    kept: np.ndarray = by_busy_C[np.isin(by_busy_C, chosen)]
+    return kept
+
+
+def _copied(plan: Plan, pool: Pool, node_C: np.ndarray, *, is_back: bool) -> tuple[float, ...]:
+    """Seconds of each piece of the copies that were planned."""
+    if plan.carried is None:
+        return (pool.copies_s(plan.home, plan.target, node_C), 0.0)
+    pieces = plan.pieces_of(plan.carried.reductions if is_back else plan.carried.gathers)
+    return tuple(pool.copies_s(plan.home, piece, node_C) for piece in pieces)

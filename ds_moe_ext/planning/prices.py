@@ -1,0 +1,575 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operation costs by its size: a start and a price a unit (FSMoE, eq. 1; spec 2.1). Pure.
+
+Units are what the fit counted: elements or bytes of a message, rows or multiply-adds of an expert.
+Nothing here depends on the unit of time: all costs of one plan in milliseconds give a plan in
+milliseconds. Shape letters: R pipeline degrees, the numbers of chunks that a layer's tokens are cut
+into; N slices of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.placement import Holders, Placement
+
+ROUNDING = 1e-9  # of a window's elements, so that a window as long as a slice takes that slice
+
+
+def check_costs(costs: Mapping[str, float]) -> None:
+    """Refuse costs by name that cannot be; bandwidths end in ``_per_s``.
+
+    Raises:
+        ValueError: one is below zero or not finite, or a bandwidth is zero.
+    """
+    for name, value in costs.items():
+        if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
+            raise ValueError(
+                f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCost:
+    """One operation on one layer: ``alpha_s + units * beta_s`` seconds for each call.
+
+    Attributes:
+        alpha_s: seconds to start a call.
+        beta_s: seconds of one unit.
+        n: units of the whole layer, which its chunks share equally.
+        least_s: seconds of any call, however few units it has.
+
+    Raises:
+        ValueError: a number below zero or not finite.
+    """
+
+    alpha_s: float
+    beta_s: float
+    n: float
+    least_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_costs(vars(self))
+
+    def chunk_seconds(self, degree_R: np.ndarray) -> np.ndarray:
+        """Seconds of one of ``r`` chunks, float ``[R]``."""
+        return np.maximum(self.alpha_s + self.n * self.beta_s / degree_R, self.least_s)
+
+    def doubled(self) -> LinearCost:
+        """Twice the seconds for the same units."""
+        starts = self.started(2.0)
+        return replace(starts, beta_s=2 * self.beta_s)
+
+    def started(self, times: float) -> LinearCost:
+        """With so many times the seconds that a call takes whatever its units."""
+        return replace(self, alpha_s=times * self.alpha_s, least_s=times * self.least_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """``alpha_s + units * beta_s`` seconds for each call.
+
+    Attributes:
+        alpha_s: seconds to start a call.
+        beta_s: seconds of one unit.
+        r_squared: of the line through what was measured; None where nothing was.
+        least_s: seconds of any call, however few units it has.
+
+    Raises:
+        ValueError: seconds below zero or not finite.
+    """
+
+    alpha_s: float = 0.0
+    beta_s: float = 0.0
+    r_squared: float | None = None
+    least_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = {"alpha_s": self.alpha_s, "beta_s": self.beta_s, "least_s": self.least_s}
+        check_costs(seconds)
+
+    def over(self, n: float) -> LinearCost:
+        """The cost of ``n`` units, which chunks share."""
+        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n, least_s=self.least_s)
+
+
+FREE = Line()
+"""Of a collective among one rank."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What a reduction of dense gradients costs.
+
+    Attributes:
+        alpha_s: seconds of any reduction.
+        beta_s: seconds of one element more.
+
+    Raises:
+        ValueError: seconds below zero or not finite.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+    def __post_init__(self) -> None:
+        check_costs(vars(self))
+
+    def seconds(self, elements: int) -> float:
+        """Of one reduction; of none if there is nothing to reduce. There is none of less."""
+        if elements < 0:
+            return math.inf
+        return self.alpha_s + self.beta_s * elements if elements else 0.0
+
+    def seconds_of_each(self, elements_N: np.ndarray) -> np.ndarray:
+        """Of many reductions, float ``[N]``; see ``seconds``."""
+        seconds_N = np.where(elements_N > 0, self.alpha_s + self.beta_s * elements_N, 0.0)
+        return np.where(elements_N < 0, np.inf, seconds_N)
+
+    def hidden_elements(self, elements: int, window_s: float) -> int:
+        """As many of ``elements`` as one reduction within the window reduces."""
+        if self.seconds(elements) <= window_s:
+            return elements
+        if window_s <= self.alpha_s:
+            return 0
+        fitting = (window_s - self.alpha_s) / self.beta_s
+        return min(elements, math.floor(fitting * (1 + ROUNDING)))
+
+
+# What a step of an MoE layer costs under a placement: HECATE's model, spec rule 22. Pure.
+
+
+TRIPS = 4  # of a row: dispatch and combine, forward and backward
+PARTS = 2.0**16  # of a row, in which an even split is counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """The cluster's costs, the same on every rank.
+
+    Attributes:
+        row_s: seconds an expert computes on one row, forward and backward.
+        row_bytes: bytes of one row on one trip.
+        copy_s: seconds to send one expert's weights: its bytes over the bandwidth.
+        inter_bytes_per_s: what one node sends to, and receives from, the other nodes.
+        intra_bytes_per_s: what one cell sends to, and receives from, all others.
+        cards: by how much more a node sends to other nodes than one of its cells alone; 1 where its
+            cells share a card. Only rows that are divided by price know it.
+
+    Raises:
+        ValueError: a cost below zero or not finite, or a bandwidth of zero.
+    """
+
+    row_s: float
+    row_bytes: float
+    copy_s: float
+    inter_bytes_per_s: float
+    intra_bytes_per_s: float
+    cards: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_costs(vars(self))
+
+
+@dataclass(frozen=True, eq=False)
+class RowFlow:
+    """Rows of each layer by where they go, rounded down to ``1 / PARTS`` of a row.
+
+    Attributes:
+        computed_LC: rows that each cell computes.
+        sent_LC: rows that leave each cell.
+        received_LC: rows that come to each cell from others.
+        out_LN: rows that leave each node.
+        in_LN: rows that come to each node from others.
+    """
+
+    computed_LC: np.ndarray
+    sent_LC: np.ndarray
+    received_LC: np.ndarray
+    out_LN: np.ndarray
+    in_LN: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedRows:
+    """Rows of some layers, side by side, added up as flows want them: once for several placements.
+
+    Attributes:
+        rows_CY: that each sender routes to each expert, int64.
+        first_L1: where each layer's experts begin, and where the last one's end.
+        node_C: node of each cell, 0 to N - 1.
+        sent_LC: rows of each sender, int64.
+        of_nodes_NY: rows of each node's senders for each expert, int64.
+    """
+
+    rows_CY: np.ndarray
+    first_L1: np.ndarray
+    node_C: np.ndarray
+    sent_LC: np.ndarray
+    of_nodes_NY: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray], node_C: np.ndarray) -> RoutedRows:
+        """Of each layer, int64 ``[C, E]``. Costs some passes over them. ``node_C`` may number nodes
+        by any numbers."""
+        numbered_C = np.unique(node_C, return_inverse=True)[1]
+        rows_CY = np.concatenate(rows, axis=1)
+        first_L1 = np.cumsum([0, *(rows_CE.shape[1] for rows_CE in rows)])
+        sent_LC = np.add.reduceat(rows_CY, first_L1[:-1], axis=1).T
+        return cls(rows_CY, first_L1, numbered_C, sent_LC, _of_nodes(rows_CY, numbered_C))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.first_L1) - 1
+
+    @cached_property
+    def total_Y(self) -> np.ndarray:
+        """Rows of each expert, int64."""
+        total_Y: np.ndarray = self.of_nodes_NY.sum(axis=0)
+        return total_Y
+
+    @property
+    def totals(self) -> list[np.ndarray]:
+        """The same, ``[E]`` a layer."""
+        return np.split(self.total_Y, self.first_L1[1:-1])
+
+    def of_layers(self, layers: Sequence[int]) -> RoutedRows:
+        """Those of some of the layers, each as often as it is named."""
+        if list(layers) == list(range(self.num_layers)):
+            return self
+        own = [slice(*self.first_L1[layer : layer + 2]) for layer in layers]
+        return RoutedRows(
+            np.concatenate([self.rows_CY[:, each] for each in own], axis=1),
+            np.cumsum([0, *(each.stop - each.start for each in own)]),
+            self.node_C,
+            self.sent_LC[list(layers)],
+            np.concatenate([self.of_nodes_NY[:, each] for each in own], axis=1),
+        )
+
+    @cached_property
+    def is_on_CN(self) -> np.ndarray:
+        """1 where a cell is of a node, else 0; float64."""
+        return (self.node_C[:, None] == np.arange(int(self.node_C.max()) + 1)).astype(np.float64)
+
+
+def _of_nodes(rows_CY: np.ndarray, node_C: np.ndarray) -> np.ndarray:
+    """See ``RoutedRows``."""
+    order_C = np.argsort(node_C, kind="stable")
+    size_N = np.bincount(node_C)
+    if not (order_C[1:] > order_C[:-1]).all():
+        rows_CY = rows_CY[order_C]
+    if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
+        of_nodes_NY: np.ndarray = rows_CY.reshape(len(size_N), size_N[0], -1).sum(axis=1)
+        return of_nodes_NY
+    return np.add.reduceat(rows_CY, size_N.cumsum() - size_N)
+
+
+def nearest_copy_flow(
+    placements: Sequence[Placement], rows: Sequence[np.ndarray], node_C: np.ndarray
+) -> RowFlow:
+    """Where rows go if nearest copies share them evenly, as ``share.NearestCopy`` does but for the
+    remainders of a split.
+
+    All sums are of whole numbers below ``2**53``, so that they are the same on every machine.
+    Costs some passes over the rows, and some over ``[X, C]`` for X copied experts.
+
+    Args:
+        placements: of each layer.
+        rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
+        node_C: node of each cell.
+    """
+    return nearest_flow(placements, RoutedRows.of(rows, node_C))
+
+
+def nearest_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+    """The same of rows that have been added up."""
+    holders = Holders.of(tuple(placements))
+    flow = _flow_to_only_holders(holders, routed)
+    if holders.layer_X.size:
+        flow = _Flow(*(a + b for a, b in zip(flow, _flow_to_copies(holders, routed))))
+    return RowFlow(
+        computed_LC=flow.kept_LC + flow.received_LC,
+        sent_LC=routed.sent_LC - flow.kept_LC,
+        received_LC=flow.received_LC,
+        out_LN=routed.sent_LC @ routed.is_on_CN - flow.near_LN,
+        in_LN=flow.in_LN,
+    )
+
+
+def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+    """What no division of rows over copies can do without: experts with one holder compute and
+    receive there, and the busiest cell computes the mean at least. Arguments as of
+    ``nearest_flow``."""
+    flow = _flow_to_only_holders(Holders.of(tuple(placements)), routed)
+    mean_L1 = routed.sent_LC.mean(axis=1, keepdims=True)
+    return RowFlow(
+        computed_LC=np.maximum(flow.kept_LC + flow.received_LC, mean_L1),
+        sent_LC=np.zeros_like(flow.received_LC),
+        received_LC=flow.received_LC,
+        out_LN=np.zeros_like(flow.in_LN),
+        in_LN=flow.in_LN,
+    )
+
+
+class _Flow(NamedTuple):
+    """Of some experts; all sums over them, float64.
+
+    Attributes:
+        kept_LC: rows that stay in their cell.
+        received_LC: rows that come to each cell from others.
+        near_LN: rows of each node's senders for experts that the node holds.
+        in_LN: rows that come to each node from others.
+    """
+
+    kept_LC: np.ndarray
+    received_LC: np.ndarray
+    near_LN: np.ndarray
+    in_LN: np.ndarray
+
+
+def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
+    at_A = routed.first_L1[holders.layer_A] + holders.expert_A
+    node_A = routed.node_C[holders.cell_A]
+    own_A, near_A = routed.rows_CY[holders.cell_A, at_A], routed.of_nodes_NY[node_A, at_A]
+    total_A = routed.total_Y[at_A]
+    at_cells = _Sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
+    at_nodes = _Sums(holders.layer_A, node_A, (holders.num_layers, len(routed.of_nodes_NY)))
+    return _Flow(
+        at_cells(own_A), at_cells(total_A - own_A), at_nodes(near_A), at_nodes(total_A - near_A)
+    )
+
+
+def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
+    at_X = routed.first_L1[holders.layer_X] + holders.expert_X
+    rows_XC = routed.rows_CY[:, at_X].T.astype(np.float64)
+    held_XC = holders.holds_XC.astype(np.float64)
+    is_on_CN = routed.is_on_CN
+    nodes_N = np.arange(is_on_CN.shape[1])
+
+    kept_XC = rows_XC * held_XC
+    leaving_XN = (rows_XC - kept_XC) @ is_on_CN
+    copies_XN = held_XC @ is_on_CN
+    out_XN = leaving_XN * (copies_XN == 0)
+    near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(copies_XN, 1))  # of each copy
+    far_X1 = np.floor(out_XN.sum(axis=1) * PARTS / copies_XN.sum(axis=1))[:, None]
+    received_XC = (near_XN + far_X1)[:, routed.node_C] * held_XC
+
+    layer_X1 = holders.layer_X[:, None]
+    at_cells = _Sums(layer_X1, np.arange(holders.num_cells), routed.sent_LC.shape)
+    at_nodes = _Sums(layer_X1, nodes_N, (holders.num_layers, len(nodes_N)))
+    return _Flow(
+        kept_LC=at_cells(kept_XC),
+        received_LC=at_cells(received_XC) / PARTS,
+        near_LN=at_nodes(rows_XC @ is_on_CN - out_XN),
+        in_LN=at_nodes(copies_XN * far_X1) / PARTS,
+    )
+
+
+class _Sums:
+    """Adds up what belongs to layers and cells, or nodes. Arguments: of each table's elements."""
+
+    def __init__(self, layer: np.ndarray, place: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._key, self._shape = (layer * shape[1] + place).ravel(), shape
+
+    def __call__(self, table: np.ndarray) -> np.ndarray:
+        size = int(np.prod(self._shape))
+        sums = np.bincount(self._key, table.ravel(), size).astype(np.float64)
+        return sums.reshape(self._shape)
+
+
+def step_seconds(
+    placements: Sequence[Placement],
+    rows: Sequence[np.ndarray],
+    *,
+    prices: Prices,
+    node_C: np.ndarray,
+) -> np.ndarray:
+    """Seconds of each layer's experts and all-to-alls, forward and backward, float ``[L]``.
+
+    An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of a
+    cell, which carries all rows that leave or enter the cell. Arguments as of
+    ``nearest_copy_flow``.
+    """
+    return flow_seconds(nearest_copy_flow(placements, rows, node_C), prices=prices)
+
+
+def seconds_saved(
+    homes: Sequence[Placement], targets: Sequence[Placement], routed: RoutedRows, prices: Prices
+) -> np.ndarray:
+    """``step_seconds`` under homes less those under targets, float ``[L]``."""
+    alone_L, copied_L = (
+        flow_seconds(nearest_flow(placements, routed), prices=prices)
+        for placements in (homes, targets)
+    )
+    return alone_L - copied_L
+
+
+def flow_seconds(flow: RowFlow, *, prices: Prices) -> np.ndarray:
+    """The same of rows that go any way."""
+    inter_L = np.maximum(flow.out_LN, flow.in_LN).max(axis=1)
+    intra_L = np.maximum(flow.sent_LC, flow.received_LC).max(axis=1)
+    all_to_all_L = prices.row_bytes * np.maximum(
+        inter_L / prices.inter_bytes_per_s, intra_L / prices.intra_bytes_per_s
+    )
+    seconds_L: np.ndarray = prices.row_s * flow.computed_LC.max(axis=1) + TRIPS * all_to_all_L
+    return seconds_L
+
+
+def busiest_link(home: Placement, before: Placement, after: Placement, node_C: np.ndarray) -> int:
+    """Experts that the busiest cell or node sends or receives when ``before`` becomes ``after``.
+
+    Counts as the sparse gather moves them: an expert leaves its home, or its home's node, once, and
+    enters each node that had no copy of it once (spec rules 22 and 38, choice B7).
+    """
+    is_on_CN = node_C[:, None] == np.unique(node_C)
+    new_EC = after.holds_EC & ~before.holds_EC
+    new_EN = (after.holds_EC @ is_on_CN) & ~(before.holds_EC @ is_on_CN)
+    owner_E = home.owner_E
+    sent_C = np.bincount(owner_E[new_EC.any(axis=1)], minlength=home.num_cells)
+    out_C = np.bincount(owner_E[new_EN.any(axis=1)], minlength=home.num_cells)
+    links = (new_EC.sum(axis=0), new_EN.sum(axis=0), sent_C, out_C @ is_on_CN)
+    return max(int(link.max()) for link in links)
+
+
+# What rows cost one by one: to compute, to leave a cell, to cross between nodes. Pure.
+
+
+@dataclass(frozen=True, eq=False)
+class RowPrices:
+    """Seconds a row; the same on every rank.
+
+    Attributes:
+        row_s_C: that an expert computes on it in each cell, float64.
+        local_row_s: that it takes of a cell's own link, which carries all rows that leave or enter
+            the cell.
+        cross_row_s: that it takes of a node's card, which carries all rows that leave or enter the
+            node; its cells share it.
+        cards: by how much more a row takes of its own cell's part of the node's card; 1 where a
+            cell may use all of it.
+
+    Raises:
+        ValueError: a price below zero or not finite.
+    """
+
+    row_s_C: np.ndarray
+    local_row_s: float
+    cross_row_s: float
+    cards: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, price in (
+            *(("row_s", float(row_s)) for row_s in self.row_s_C),
+            ("local_row_s", self.local_row_s),
+            ("cross_row_s", self.cross_row_s),
+            ("cards", self.cards),
+        ):
+            if not 0 <= price < math.inf:
+                raise ValueError(f"{name} is {price}; prices are finite and not below zero")
+
+    @classmethod
+    def of(cls, prices: Prices, num_cells: int) -> RowPrices:
+        """Of like cells: a row's trips, forward and backward, and its experts."""
+        trips_bytes = TRIPS * prices.row_bytes
+        return cls(
+            np.full(num_cells, prices.row_s),
+            trips_bytes / prices.intra_bytes_per_s,
+            trips_bytes / prices.inter_bytes_per_s,
+            prices.cards,
+        )
+
+    def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
+        """Of a layer.
+
+        Args:
+            sent_CC: rows from each cell to each, ``[C, C]``.
+            node_C: node of each cell; any numbers.
+        """
+        leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
+        far_CC = sent_CC * (node_C[:, None] != node_C)
+        links = (
+            (self.local_row_s, leaving_CC),
+            (self.cross_row_s, crossing_VV),
+            (self.cards * self.cross_row_s, far_CC),
+        )
+        link_s = max(price * busiest(sent) for price, sent in links)
+        return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
+
+
+def between_nodes(sent_CC: np.ndarray, node_C: np.ndarray) -> np.ndarray:
+    """Rows from each node to each other one, ``[V, V]``; nodes in the order of their numbers."""
+    is_on_CV = (node_C[:, None] == np.unique(node_C)).astype(sent_CC.dtype)
+    return _without_own(is_on_CV.T @ sent_CC @ is_on_CV)
+
+
+def _without_own(sent: np.ndarray) -> np.ndarray:
+    """But for what stays in its place."""
+    leaving: np.ndarray = sent - np.diag(np.diag(sent))
+    return leaving
+
+
+def busiest(leaving: np.ndarray) -> float:
+    """The most that leaves one place, or comes to it."""
+    return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))
+
+
+# What a row weighs on its way. Pure.
+
+
+class RowBytes(NamedTuple):
+    """Bytes of one row on one trip, the mean of forward and backward, there and back.
+
+    Attributes:
+        between: from cell to cell.
+        within: of a cell that splits its experts.
+    """
+
+    between: float
+    within: float
+
+
+# How many copies can be hidden, and how many fit: HECATE's ``t``, ``m`` and memory. Pure.
+
+
+def overlap_degree(
+    window_s: float,
+    *,
+    bytes_per_s: float,
+    expert_bytes: float,
+    num_experts: int,
+    latency_s: float = 0.0,
+) -> int:
+    """Experts whose copies can be sent behind other work: ``t`` (spec rules 11 and 50).
+
+    Args:
+        window_s: seconds of the forward of what runs beside the copies: attention.
+        bytes_per_s: bandwidth between nodes, all cards of a node together; within a node where
+            there is only one.
+        expert_bytes: bytes of one expert's parameters.
+        num_experts: of the layer; no more are ever copied.
+        latency_s: seconds until the first byte arrives; 0 is the paper's formula.
+    """
+    hidden = (window_s - latency_s) * bytes_per_s / expert_bytes
+    return min(max(math.floor(hidden), 0), num_experts)
+
+
+def copies_that_fit(
+    free_bytes: float, *, expert_bytes: float, layers_held: int, layers_reduced: int = 0
+) -> int:
+    """Copies that a cell has memory for in each layer: ``m`` (spec choice B8).
+
+    Args:
+        free_bytes: memory to spend.
+        expert_bytes: bytes of one expert's parameters; its gradient takes as many.
+        layers_held: layers whose copies are in memory at once: all, or 1 where copies are released
+            after forward and gathered again.
+        layers_reduced: layers whose copies' gradients are in memory at once: 1 where they are
+            reduced layer by layer; all where they are summed over micro-steps. With 0, gradients
+            are taken to fit elsewhere, as in the spec's formula for the default mode.
+    """
+    return max(math.floor(free_bytes / ((layers_held + layers_reduced) * expert_bytes)), 0)

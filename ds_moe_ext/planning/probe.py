@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the ranks at hand: what links, copies of weights, devices and experts cost here.
+
+Shape letters: N sizes, C members of a group, R rows, D model width.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext.core.all_to_all import Carrier, Channel
+from ds_moe_ext.core.comm import (
+    AllToAll,
+    Traffic,
+    all_gather_rows,
+    all_to_all_rows,
+    connect,
+    reduce_scatter_rows,
+    sparse_all_gather,
+    sum_in_place,
+)
+from ds_moe_ext.core.hardware import Collectives, Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import Cargo, Part, gather_rounds
+from ds_moe_ext.planning.bench import Bench, LinearFit, Sweep, clock_of, fit_straight
+from ds_moe_ext.planning.exchange_costs import PipelineLines
+from ds_moe_ext.planning.prices import FREE, Line
+from ds_moe_ext.schedule.executor import to_the_end
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
+
+NUM_DIGITS = 5  # significant, of what is measured
+
+
+class LeastProduct(NamedTuple):
+    """The least matrix product of a sweep, ``[R, D]`` and ``[D, D]``.
+
+    Attributes:
+        num_rows: R.
+        width: D.
+    """
+
+    num_rows: int
+    width: int
+
+
+LEAST_ON_CPU = LeastProduct(1024, 512)  # 2^19 elements of rows: FSMoE, spec 4
+LEAST_COPY_ON_CPU, LEAST_COPY_ON_CUDA = 2**25, 2**28  # bytes: more than caches hold
+LEAST_ON_CUDA = LeastProduct(1024, 4096)  # 2^22, as smaller ones do not fill today's devices
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        bytes_per_peer_N: of exchanges and sums; below 128 KiB buffers hide the link.
+        expert_bytes: weights of one expert.
+        num_experts_N: experts that are copied at once.
+        product_N: sizes of matrix products, as multiples of the least.
+    """
+
+    bytes_per_peer_N: tuple[int, ...]
+    expert_bytes: int
+    num_experts_N: tuple[int, ...]
+    product_N: tuple[int, ...] = (1, 2, 3)
+
+    def __post_init__(self) -> None:
+        if self.expert_bytes < 1:
+            raise ValueError(
+                f"an expert has {self.expert_bytes} bytes; give the bytes of its weights"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Ranks that are measured together: those of a node, or one of each node, or all.
+
+    Attributes:
+        name: for a person.
+        group: this rank's; all groups of a level are active at once.
+        here: this rank's place in its group.
+        node_C: node of each member, from 0, int64 ``[C]``.
+        num_sharers: ranks that send over one link.
+        exchange: how rows are exchanged.
+        has_cells: cells lie in it, whose ranks gather rows and scatter sums of them.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    here: int
+    node_C: np.ndarray
+    num_sharers: int
+    exchange: AllToAll = all_to_all_rows
+    has_cells: bool = False
+
+    @property
+    def num_members(self) -> int:
+        return int(self.node_C.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """All levels of a cluster.
+
+    Attributes:
+        between: ranks of the same place in each node.
+        within: ranks of one node.
+        whole: all ranks.
+    """
+
+    between: Level
+    within: Level
+    whole: Level
+
+
+def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_all_rows) -> Levels:
+    """The levels of a cluster of equal nodes. Collective, over all ranks.
+
+    Args:
+        num_ranks: all.
+        ranks_per_node: neighbours in rank that share a node.
+        exchange: how rows are exchanged.
+
+    Raises:
+        ValueError: the nodes do not fill the ranks.
+    """
+    if not 0 < ranks_per_node <= num_ranks or num_ranks % ranks_per_node:
+        raise ValueError(
+            f"{ranks_per_node} rank(s) on a node do not divide {num_ranks} rank(s); give the "
+            "number of ranks that each node has"
+        )
+    num_nodes = num_ranks // ranks_per_node
+    cells_are_nodes = Grid(num_ranks, num_nodes, ranks_per_node)
+    nodes = ParallelLayout.build(cells_are_nodes, [("ep", INTER), ("esp", INTRA)])
+    ranks = ParallelLayout.build(Grid(num_ranks, num_ranks), [("ep", PARAM)])
+    return Levels(
+        between=Level(
+            name="between nodes",
+            group=nodes.group("ep", INTER),
+            here=nodes.index("ep"),
+            node_C=np.arange(num_nodes),
+            num_sharers=ranks_per_node,
+            exchange=exchange,
+        ),
+        within=Level(
+            name="within a node",
+            group=nodes.group("esp", INTRA),
+            here=nodes.index("esp"),
+            node_C=np.zeros(ranks_per_node, np.int64),
+            num_sharers=1,
+            exchange=exchange,
+            has_cells=True,
+        ),
+        whole=Level(
+            name="over all ranks",
+            group=ranks.group("ep", PARAM),
+            here=ranks.index("ep"),
+            node_C=np.arange(num_ranks) // ranks_per_node,
+            num_sharers=1,
+            exchange=exchange,
+        ),
+    )
+
+
+def measure_cluster(levels: Levels, bench: Bench, sizes: Sizes) -> Hardware:
+    """The cluster; the same on every rank. Collective, over all ranks."""
+    between, within = levels.between, levels.within
+    device = measure_device(bench, sizes.product_N)
+    inter, intra = (measure_level(level, bench, sizes) for level in (between, within))
+    has_two = between.num_members > 1 and within.num_members > 1
+    copy = measure_copies(levels.whole, bench, sizes) if has_two else None
+    return Hardware(
+        name=f"{between.num_members} x {within.num_members} x {device.name}",
+        source="measured",
+        num_nodes=between.num_members,
+        ranks_per_node=within.num_members,
+        device=device,
+        intra=wire_of(within, intra.all_to_all),
+        inter=wire_of(between, inter.all_to_all),
+        intra_collectives=intra,
+        inter_collectives=inter,
+        copy=copy,
+    )
+
+
+SweepOf = Callable[[Level, Sequence[int], Tensor], Sweep]
+"""One collective of a level: the level, numbers of rows for each member, a row like these."""
+
+
+def measure_level(level: Level, bench: Bench, sizes: Sizes) -> Collectives:
+    """Lines through the times of a level's collectives; nothing for a lone member. Collective."""
+    if level.num_members == 1:
+        return Collectives()
+    row = torch.zeros((), device=bench.device)
+    num_rows_N = [num_bytes // row.itemsize for num_bytes in sizes.bytes_per_peer_N]
+
+    def link(sweep_of: SweepOf) -> Link:
+        return link_of(bench.fit(sweep_of(level, num_rows_N, row)))
+
+    return Collectives(
+        all_to_all=link(all_to_all_sweep),
+        all_gather=link(all_gather_sweep) if level.has_cells else None,
+        reduce_scatter=link(reduce_scatter_sweep) if level.has_cells else None,
+        all_reduce=link(all_reduce_sweep),
+        copy=measure_copies(level, bench, sizes),
+    )
+
+
+def measure_copies(level: Level, bench: Bench, sizes: Sizes) -> Link:
+    """The link of copies of experts; see ``copy_sweep``. Collective."""
+    return link_of(bench.fit(copy_sweep(level, sizes, bench.device)), level.num_sharers)
+
+
+def measure_pairs(
+    level: Level, bench: Bench, pairs_CC: np.ndarray, bytes_per_peer_N: Sequence[int]
+) -> Link | None:
+    """What the members of some pairs give and take, all at once, as rows go. Collective.
+
+    Args:
+        level: the members.
+        bench: times it.
+        pairs_CC: who gives to whom, bool, symmetric; nobody to itself.
+        bytes_per_peer_N: to each.
+
+    Returns:
+        The link of the level's sharers together, by the member with most peers; None where there
+        are no pairs.
+    """
+    if not pairs_CC.any():
+        return None
+    sweep = pairs_sweep(level, pairs_CC, bytes_per_peer_N, bench.device)
+    return link_of(bench.fit(sweep), level.num_sharers)
+
+
+def least_exchange_s(level: Level, bench: Bench) -> float:
+    """Seconds of an exchange in which each member gives each other one a byte. Collective."""
+    others_CC = ~np.eye(level.num_members, dtype=bool)
+    return float(bench.seconds(pairs_sweep(level, others_CC, [1], bench.device).works_N)[0])
+
+
+def link_of(fit: LinearFit, num_sharers: int = 1) -> Link:
+    """The link of several alike that send at once, from a line over the bytes of one of them."""
+    return Link(
+        bytes_per_s=_rounded(num_sharers / fit.unit_s),
+        latency_s=_rounded(fit.fixed_s),
+        r_squared=_rounded(fit.r_squared),
+    )
+
+
+def wire_of(level: Level, exchange: Link | None) -> Link | None:
+    """What a level's link carries out of one rank or node, by what even exchanges took over it."""
+    if exchange is None:
+        return None
+    leaving = level.num_sharers * (level.num_members - 1) / level.num_members
+    return replace(exchange, bytes_per_s=_rounded(exchange.bytes_per_s * leaving))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{NUM_DIGITS}g}")
+
+
+def all_to_all_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """An even exchange, ``num_rows_N`` for each member; units are the bytes that a rank gives."""
+    rows_N = _rows(row, num_rows_N, level.num_members)
+
+    def work(rows: Tensor) -> Tensor:
+        even_C = [rows.shape[0] // level.num_members] * level.num_members
+        return level.exchange(rows, even_C, even_C, level.group)
+
+    return _sweep(f"all-to-all {level.name}", work, rows_N)
+
+
+def pairs_sweep(
+    level: Level, pairs_CC: np.ndarray, bytes_per_peer_N: Sequence[int], device: torch.device
+) -> Sweep:
+    """The exchange of ``measure_pairs``; units are the bytes that the member with most peers
+    gives."""
+    is_peer_C, most_peers = pairs_CC[level.here], int(pairs_CC.sum(axis=1).max())
+    works_N = []
+    for num_bytes in bytes_per_peer_N:
+        counts_C = (num_bytes * is_peer_C).tolist()
+        given = torch.zeros(sum(counts_C), dtype=torch.uint8, device=device)
+        works_N.append(partial(level.exchange, given, counts_C, counts_C, level.group))
+    units_N = [most_peers * num_bytes for num_bytes in bytes_per_peer_N]
+    return Sweep(f"exchange of pairs {level.name}", units_N, works_N)
+
+
+def all_gather_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """``num_rows_N`` of each member to all; units are the bytes that a rank ends up with."""
+
+    def work(rows: Tensor) -> Tensor:
+        return all_gather_rows(rows, [rows.shape[0]] * level.num_members, level.group)
+
+    sweep = _sweep(f"all-gather {level.name}", work, _rows(row, num_rows_N))
+    return replace(sweep, units_N=[level.num_members * units for units in sweep.units_N])
+
+
+def reduce_scatter_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """Sums of ``num_rows_N`` to each member; units are the bytes that a rank gives."""
+    rows_N = _rows(row, num_rows_N, level.num_members)
+
+    def work(rows: Tensor) -> Tensor:
+        even_C = [rows.shape[0] // level.num_members] * level.num_members
+        return reduce_scatter_rows(rows, even_C, level.group, level.exchange)
+
+    return _sweep(f"reduce-scatter {level.name}", work, rows_N)
+
+
+def all_reduce_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """A sum of ``num_rows_N`` over the members; units are the bytes that a rank gives."""
+    work = partial(sum_in_place, group=level.group)
+    return _sweep(f"all-reduce {level.name}", work, _rows(row, num_rows_N))
+
+
+def _rows(row: Tensor, num_rows_N: Sequence[int], times: int = 1) -> list[Tensor]:
+    return [row.new_zeros(num_rows * times, *row.shape) for num_rows in num_rows_N]
+
+
+def _sweep(name: str, work: Callable[[Tensor], object], rows_N: Sequence[Tensor]) -> Sweep:
+    works_N = [partial(work, rows) for rows in rows_N]
+    return Sweep(name, [rows.nbytes for rows in rows_N], works_N)
+
+
+def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
+    """Copies of experts to all members, as materialization makes them (HECATE, spec rule 50).
+
+    The homes of the experts are one member after another. Units are the bytes that the busiest
+    member takes in. Collective.
+    """
+    connect(level.group, device)
+    shape = (max(sizes.num_experts_N), sizes.expert_bytes)
+    experts = torch.zeros(shape, dtype=torch.uint8, device=device)
+    slots = {expert: (weights,) for expert, weights in enumerate(experts)}
+    units_N, works_N = [], []
+    for num_experts in sizes.num_experts_N:
+        homes = Placement.owned_by(np.arange(num_experts) % level.num_members, level.num_members)
+        everywhere = Placement(np.ones_like(homes.holds_EC))
+        cargo = Cargo(sizes.expert_bytes)
+        transfers = gather_rounds(homes, everywhere, level.node_C, cargo)
+        part = transfers.part_of(level.here)
+        units_N.append(int(transfers.received_C.max()) * sizes.expert_bytes)
+        works_N.append(partial(_copy, part, slots, level.group))
+    return Sweep(f"copies of experts {level.name}", units_N, works_N)
+
+
+def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGroup) -> Traffic:
+    return to_the_end(sparse_all_gather(part, slots, slots, group))
+
+
+def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
+    """What this rank computes on, while all ranks compute. Collective.
+
+    Args:
+        bench: where is measured.
+        product_N: see ``Sizes``.
+    """
+    is_cuda = bench.device.type == "cuda"
+    line = partial(_product, bench, product_N, LEAST_ON_CUDA if is_cuda else LEAST_ON_CPU)
+    products = Products(
+        fp32=line(torch.float32),
+        fp16=line(torch.float16) if is_cuda else None,
+        bf16=line(torch.bfloat16) if is_cuda else None,
+    )
+    known = {name: each for name, each in vars(products).items() if each is not None}
+    flops = Flops(**{name: 2 * each.multiply_adds_per_s for name, each in known.items()})
+    if not is_cuda:
+        return Device(name=f"{platform.machine()} CPU", flops_per_s=flops, products=products)
+    return Device(
+        name=torch.cuda.get_device_name(bench.device),
+        memory_bytes=torch.cuda.get_device_properties(bench.device).total_memory,
+        flops_per_s=flops,
+        products=products,
+    )
+
+
+def _product(
+    bench: Bench, product_N: Sequence[int], least: LeastProduct, dtype: torch.dtype
+) -> Product:
+    num_rows_N = [least.num_rows * multiple for multiple in product_N]
+    fit = bench.fit(matmul_sweep(num_rows_N, least.width, dtype, bench.device))
+    return Product(
+        multiply_adds_per_s=_rounded(1 / fit.unit_s),
+        start_s=_rounded(fit.fixed_s),
+        r_squared=_rounded(fit.r_squared),
+    )
+
+
+def matmul_sweep(
+    num_rows_N: Sequence[int], width: int, dtype: torch.dtype, device: torch.device
+) -> Sweep:
+    """Products of ``[R, D]`` and ``[D, D]``; units are multiply-adds."""
+    weight_DD = torch.ones(width, width, dtype=dtype, device=device)
+    rows_NRD = [torch.ones(rows, width, dtype=dtype, device=device) for rows in num_rows_N]
+    works_N = [partial(torch.matmul, rows_RD, weight_DD) for rows_RD in rows_NRD]
+    return Sweep(f"matmul {dtype}", [rows * width**2 for rows in num_rows_N], works_N)
+
+
+def measure_memory(bench: Bench) -> float:
+    """Bytes a second that copies within this rank's memory read and write, while all ranks copy.
+    Collective."""
+    least = LEAST_COPY_ON_CUDA if bench.device.type == "cuda" else LEAST_COPY_ON_CPU
+    return _rounded(1 / bench.fit(memory_sweep(least, bench.device)).unit_s)
+
+
+def memory_sweep(least_bytes: int, device: torch.device) -> Sweep:
+    """Copies of one, two and three times so many bytes; units are bytes read and written."""
+    given_N = [torch.zeros(n * least_bytes, dtype=torch.uint8, device=device) for n in (1, 2, 3)]
+    works_N = [partial(torch.empty_like(given).copy_, given) for given in given_N]
+    return Sweep("copies within memory", [2 * given.nbytes for given in given_N], works_N)
+
+
+def expert_sweep(
+    forward: Callable[[Tensor], Tensor],
+    weights: Sequence[Tensor],
+    rows_RD: Tensor,
+    *,
+    num_steps: int = 4,
+) -> Sweep:
+    """Rows through one expert, forward and backward; units are rows.
+
+    ``Bench.fit(...).unit_s`` is then the seconds that one row costs. No gradient is accumulated.
+
+    Args:
+        forward: rows ``[R, D]`` to rows ``[R, D]``.
+        weights: those of ``forward`` that want gradients.
+        rows_RD: as many rows as the largest size has; the others have the first of them.
+        num_steps: sizes: equal steps up to all rows.
+    """
+
+    def work(num_rows: int) -> None:
+        own_RD = rows_RD[:num_rows].detach().requires_grad_()
+        with torch.enable_grad():
+            out_RD = forward(own_RD)
+        torch.autograd.grad(out_RD, (own_RD, *weights), torch.ones_like(out_RD))
+
+    num_rows_N = [rows_RD.shape[0] * step // num_steps for step in range(1, num_steps + 1)]
+    return Sweep("expert", num_rows_N, [partial(work, num_rows) for num_rows in num_rows_N])
+
+
+def spare_bytes(device: torch.device) -> int | None:
+    """What the driver and PyTorch's allocator had left at the fullest moment so far; None of a
+    host's memory, which is shared with other ranks and programs."""
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return int(free_bytes + reserved - torch.cuda.max_memory_allocated(device))
+
+
+# What a run's own pipeline costs: a quick look at its communicators and its experts.
+
+
+STEPS = (1, 2, 4, 8)  # sizes, as multiples of the least
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """This rank's communicators; None where there is one rank, then on every rank.
+
+    Attributes:
+        cells: one rank of each cell.
+        cell: the ranks of one cell.
+        dense: those that reduce the same dense gradients.
+        scatters: each of those keeps a part of the sums, else all.
+    """
+
+    cells: Channel | None
+    cell: Channel | None
+    dense: dist.ProcessGroup | None
+    scatters: bool = False
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels at most; the same on every rank.
+
+    Attributes:
+        num_rows: rows that a rank sends in one dispatch; as many arrive if they are even.
+        width: elements of a row.
+        row_dtype: of rows.
+        num_elements: of one reduction of dense gradients.
+        gradient_dtype: of these.
+    """
+
+    num_rows: int
+    width: int
+    row_dtype: torch.dtype
+    num_elements: int
+    gradient_dtype: torch.dtype
+
+
+def quick_bench(device: torch.device, group: dist.ProcessGroup | None = None) -> Bench:
+    """Few repetitions, by all ranks of a group, or of the run: all groups are active at once."""
+    clock = clock_of(device)
+    return Bench(clock, device, num_warm_ups=1, num_repeats=9, budget_s=0.15, group=group)
+
+
+def measure_pipeline(
+    paths: Paths, payload: Payload, forward: Callable[[int], object], bench: Bench
+) -> PipelineLines:
+    """The lines of a run. Collective, over all ranks.
+
+    They are the same on every rank, by the slowest one's times: whoever needs rows waits for the
+    rank that sends them last. Each is laid through sizes from an eighth of the payload up to all of
+    it, since that is into how many chunks it may be cut.
+
+    Args:
+        paths: what rows and gradients travel over.
+        payload: how much of them.
+        forward: runs this rank's part of the experts on a number of rows; without gradients.
+        bench: times it; ``quick_bench``.
+    """
+    row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
+    element = torch.zeros((), dtype=payload.gradient_dtype, device=bench.device)
+    cells, cell = _level("between cells", paths.cells), _level("inside a cell", paths.cell)
+    dense = _level("of gradients", Channel(paths.dense) if paths.dense else None)
+    num_cells, cell_size, num_dense = (
+        level.num_members if level else 1 for level in (cells, cell, dense)
+    )
+
+    def line(sweep: Sweep) -> Line:
+        fit = bench.fit(sweep, fit_straight)
+        return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
+
+    def shared(sweep_of: SweepOf, level: Level | None, most: int, like: Tensor) -> Line:
+        return line(sweep_of(level, _steps(most), like)) if level else FREE
+
+    if paths.scatters:
+        sums = shared(reduce_scatter_sweep, dense, payload.num_elements // num_dense, element)
+    else:
+        sums = shared(all_reduce_sweep, dense, payload.num_elements, element)
+    return PipelineLines(
+        all_to_all=shared(all_to_all_sweep, cells, payload.num_rows // num_cells, row),
+        all_gather=shared(all_gather_sweep, cell, payload.num_rows, row),
+        reduce_scatter=shared(reduce_scatter_sweep, cell, payload.num_rows, row),
+        expert=line(forward_sweep(forward, _steps(payload.num_rows * cell_size))),
+        all_reduce=replace(sums, beta_s=element.itemsize * sums.beta_s),
+    )
+
+
+def measure_carrier(carrier: Carrier, num_cells: int, payload: Payload, bench: Bench) -> Line:
+    """The line of even all-to-alls by a carrier; see ``measure_pipeline``. Collective.
+
+    Args:
+        carrier: between the cells.
+        num_cells: how many.
+        payload: what travels at most.
+        bench: times it.
+    """
+    row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
+    num_rows_N = _steps(payload.num_rows // num_cells)
+    trips = [carrier.trip(np.full((num_cells,) * 2, num), bench.device) for num in num_rows_N]
+    works = [
+        partial(trip.out, row.new_zeros(num_cells * num, *row.shape))
+        for trip, num in zip(trips, num_rows_N)
+    ]
+    num_bytes_N = [num_cells * num * row.nbytes for num in num_rows_N]
+    fit = bench.fit(Sweep("all-to-all by a carrier", num_bytes_N, works), fit_straight)
+    return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
+
+
+def forward_sweep(forward: Callable[[int], object], num_rows_N: Sequence[int]) -> Sweep:
+    """A rank's experts forward, without gradients; units are rows."""
+
+    def work(num_rows: int) -> None:
+        with torch.no_grad():
+            forward(num_rows)
+
+    return Sweep("experts forward", num_rows_N, [partial(work, rows) for rows in num_rows_N])
+
+
+def _level(name: str, channel: Channel | None) -> Level | None:
+    """None where there is one rank."""
+    if channel is None or channel.group.size() == 1:
+        return None
+    group = channel.group
+    node_C = np.zeros(group.size(), np.int64)
+    return Level(name, group, group.rank(), node_C, num_sharers=1, exchange=channel.all_to_all)
+
+
+def _steps(most: int) -> list[int]:
+    """Growing sizes up to ``most``, or a few more where that is next to nothing."""
+    return [max(1, most // STEPS[-1]) * step for step in STEPS]

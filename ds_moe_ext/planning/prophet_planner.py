@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts to copy where for the next step: Pro-Prophet's Algorithm 1. Pure.
+
+Which expert is next depends on rows alone, so the order is found first, in integers; the model of
+``block_costs`` then says how many of that order to copy. Shape letters: E experts, C cells (the
+paper's devices, ``D`` of them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.layer_costs import (
+    BACKWARD,
+    FORWARD,
+    BlockPrices,
+    BlockSeconds,
+    CellRows,
+    balanced_spread,
+    cell_rows,
+    seconds_of_rows,
+    step_seconds,
+    whole_rows,
+)
+from ds_moe_ext.planning.prices import TRIPS
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """Where the experts of one layer compute in the next step, each part worked out when it is
+    asked for: most plans are looked at for their seconds alone.
+
+    Attributes:
+        choices: of which it is one.
+        selected: experts that are copied, in the order of selection.
+        alone: rows by cell without copies.
+        prices: of the block.
+    """
+
+    choices: Choices
+    selected: tuple[int, ...]
+    alone: CellRows
+    prices: BlockPrices
+
+    @cached_property
+    def target(self) -> Placement:
+        """Homes included; the home itself if nothing is copied."""
+        home, copied = self.choices.home, list(self.selected)
+        if not copied:
+            return home
+        holds_EC = home.holds_EC.copy()
+        holds_EC[copied] |= self.choices.holders_EC[copied]
+        return home.with_copies(holds_EC)
+
+    @cached_property
+    def rows(self) -> CellRows:
+        """By cell under the target."""
+        if not self.selected:
+            return self.alone
+        return self.choices.rows_with(list(self.selected), self.alone)
+
+    @cached_property
+    def seconds(self) -> BlockSeconds:
+        """Of the block under the target, on the rows planned for."""
+        num_copies = int(self.choices.copies_E[list(self.selected)].sum())
+        copied = num_copies / self.choices.home.num_cells
+        return seconds_of_rows(self.rows, copied, prices=self.prices)
+
+    @cached_property
+    def seconds_without(self) -> BlockSeconds:
+        """Of the block without copies, on the same rows."""
+        return seconds_of_rows(self.alone, 0.0, prices=self.prices)
+
+    def first(self, num_copied: int) -> BlockPlan:
+        """The same with the first so many of the copied experts."""
+        return replace(self, selected=self.selected[:num_copied])
+
+
+def place_experts(
+    home: Placement,
+    rows_CE: np.ndarray,
+    *,
+    prices: BlockPrices,
+    num_excluded: int | None = 0,
+    balance: float = 1.0,
+    max_copied: int | None = None,
+) -> BlockPlan:
+    """Copy the experts of the busiest cells to the cells whose rows they compute.
+
+    Until cells are balanced, the busiest cell's expert with most rows is next; where that cell has
+    none left, the search ends. Of all these the first so many are copied that the step is fastest
+    by the model. Among equals the lowest index, or the fewest copies, wins. Costs a sort of
+    ``[E, C]`` and some passes over ``[C]`` for each expert.
+
+    Args:
+        home: where each expert lives, one cell an expert.
+        rows_CE: rows that each cell is expected to route to each expert; integers.
+        prices: of the block.
+        num_excluded: ``n``, cells that get no copy of an expert: those with the fewest rows for it,
+            never its home; None excludes the cells without any rows for it.
+        balance: ``alpha`` of equation (7).
+        max_copied: experts of which a cell has memory for a copy; None: of all.
+
+    Raises:
+        ValueError: rows, ``num_excluded`` or ``balance`` that do not fit.
+    """
+    rows_CE = whole_rows(home, rows_CE)
+    if num_excluded is not None and not 0 <= num_excluded < home.num_cells:
+        raise ValueError(
+            f"num_excluded is {num_excluded}, but an expert has {home.num_cells - 1} cells besides "
+            f"its home; give a number from 0 to {home.num_cells - 1}, or null for automatic"
+        )
+    if not 0 <= balance < math.inf:
+        raise ValueError(f"balance is {balance}; it must be finite and at least 0")
+    choices = Choices(home, rows_CE, num_excluded)
+    alone = cell_rows(home, home, rows_CE)
+    selected = _fastest(choices, alone, balance, prices, max_copied)
+    return BlockPlan(choices, selected, alone, prices)
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What copying each expert would change, for all experts at once.
+
+    Attributes:
+        home: where each expert lives.
+        rows_CE: rows that each cell routes to each expert, int64.
+        num_excluded: as of ``place_experts``.
+    """
+
+    home: Placement
+    rows_CE: np.ndarray
+    num_excluded: int | None
+
+    @cached_property
+    def holders_EC(self) -> np.ndarray:
+        """Where an expert computes if it is copied, its home included, bool."""
+        rows_EC = self.rows_CE.T
+        if self.num_excluded == 0:
+            return np.ones(rows_EC.shape, dtype=bool)
+        if self.num_excluded is None:
+            return self.home.holds_EC | (rows_EC > 0)
+        homes_last_EC = np.where(self.home.holds_EC, np.iinfo(np.int64).max, rows_EC)
+        fewest_first_EC = np.argsort(homes_last_EC, axis=1, kind="stable")
+        holders_EC = np.ones(rows_EC.shape, dtype=bool)
+        np.put_along_axis(holders_EC, fewest_first_EC[:, : self.num_excluded], False, axis=1)
+        return holders_EC
+
+    @cached_property
+    def stays_EC(self) -> np.ndarray:
+        """Rows of each sender that a copy would keep from going to the expert's home, int64."""
+        stays_EC = self.rows_CE.T.copy()
+        if self.num_excluded:
+            stays_EC *= self.holders_EC
+        stays_EC[np.arange(self.home.num_experts), self.home.owner_E] = 0
+        return stays_EC
+
+    @cached_property
+    def stays_E(self) -> np.ndarray:
+        """The same of all senders, int64."""
+        stays_E: np.ndarray = self.stays_EC.sum(axis=1)
+        return stays_E
+
+    @cached_property
+    def copies_E(self) -> np.ndarray:
+        """``D - n`` of an expert; 0 if that is its home alone, int64."""
+        if self.num_excluded is None:
+            holders_E = self.holders_EC.sum(axis=1)
+        else:
+            holders_E = np.full(self.home.num_experts, self.home.num_cells - self.num_excluded)
+        return np.where(holders_E > 1, holders_E, 0)
+
+    def by_cell(self) -> tuple[list[int], list[int]]:
+        """Experts that can be copied, cell by cell, of each those with most rows last; and where
+        each cell's begin, and the last one's end.
+
+        The paper's loop also picks experts without a place for a copy, to which nothing happens.
+        """
+        coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
+        copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
+        owner = self.home.owner_E[copied]
+        by_cell = np.argsort(owner, kind="stable")
+        starts = np.searchsorted(owner[by_cell], np.arange(self.home.num_cells + 1))
+        return copied[by_cell].tolist(), starts.tolist()
+
+    def rows_with(self, experts: list[int], alone: CellRows) -> CellRows:
+        """Rows by cell if these experts are copied; ``alone`` are those without copies."""
+        owner, num_cells = self.home.owner_E[experts], self.home.num_cells
+        stays_C = np.bincount(owner, self.stays_E[experts], num_cells).astype(np.int64)
+        kept_C = self.stays_EC[experts].sum(axis=0)
+        return CellRows(alone.computed_C + kept_C - stays_C, alone.received_C - stays_C)
+
+
+ROUNDING = 1e-9  # far more than what seconds lose in floats
+LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pay
+
+
+def _fastest(
+    choices: Choices,
+    alone: CellRows,
+    balance: float,
+    prices: BlockPrices,
+    max_copied: int | None,
+) -> tuple[int, ...]:
+    """The experts that the loop of Algorithm 1 tries, in order, up to where the step is fastest:
+    the first such place. Those at the end that cannot make it faster, whatever they balance, are
+    not tried."""
+    home = choices.home
+    computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
+    stays_EC, stays, copies = choices.stays_EC, choices.stays_E.tolist(), choices.copies_E.tolist()
+    by_cell, starts = choices.by_cell()
+    ends = starts[1:]  # of those that wait
+    # Copies keep rows where they are: as many as before are computed.
+    num_rows = int(computed_C.sum())
+    spread = balanced_spread(num_rows, home.num_experts, balance)
+    least_computed = -(-num_rows // home.num_cells)
+    busiest = int(computed_C.argmax())
+    most_computed = int(computed_C[busiest])
+    experts: list[int] = []
+    num_fastest = num_copies = 0
+    fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
+
+    while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
+        if ends[busiest] == starts[busiest] or len(experts) == max_copied:
+            break
+        if len(experts) % LOOKED_AT == LOOKED_AT - 1:
+            # Even if no rows travelled, and all cells computed equally many. The model's time does
+            # not fall where more is copied; nor where more is computed, as a second of experts
+            # hides one of gathers in forward, and two of transfers in backward, where it takes
+            # three.
+            ideal_s = step_seconds(prices, 0, least_computed, num_copies / home.num_cells)
+            if ideal_s > (1 + ROUNDING) * fastest_s:
+                break
+        ends[busiest] -= 1
+        expert = by_cell[ends[busiest]]
+        computed_C += stays_EC[expert]
+        computed_C[busiest] -= stays[expert]
+        received[busiest] -= stays[expert]
+        busiest = int(computed_C.argmax())
+        most_computed = int(computed_C[busiest])
+        experts.append(expert)
+        num_copies += copies[expert]
+        step_s = step_seconds(prices, max(received), most_computed, num_copies / home.num_cells)
+        if step_s < fastest_s:
+            fastest_s, num_fastest = step_s, len(experts)
+    return tuple(experts[:num_fastest])
+
+
+# Which experts to copy everywhere: FasterMoE's shadowing, a baseline (spec section 5). Pure.
+
+
+def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:
+    """FasterMoE's model of a block.
+
+    Args:
+        prices: of the block; those of the scheduler and of gradients play no part.
+        most_rows: rows of the hottest expert that is not copied.
+        num_shadows: experts that are.
+    """
+    computed_s = (FORWARD + BACKWARD) * prices.row_s * most_rows
+    exchanged_s = TRIPS * prices.row_bytes / prices.bytes_per_s * most_rows
+    return computed_s + exchanged_s + num_shadows * prices.weight_bytes / prices.copy_bytes_per_s
+
+
+def shadow_experts(
+    home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices, max_copied: int | None = None
+) -> BlockPlan:
+    """Copy the hottest experts to all cells, one more as long as that is faster by FasterMoE.
+
+    The expert with the fewest rows is never copied. Among equals the lower index is hotter.
+
+    Args:
+        home: where each expert lives, one cell an expert.
+        rows_CE: rows that each cell is expected to route to each expert; integers.
+        prices: of the block.
+        max_copied: experts of which a cell has memory for a copy; None: of all.
+
+    Returns:
+        The plan; its seconds are those of Pro-Prophet's model.
+
+    Raises:
+        ValueError: rows that do not fit.
+    """
+    rows_CE = whole_rows(home, rows_CE)
+    load_E = rows_CE.sum(axis=0)
+    hottest_first_E = np.argsort(-load_E, kind="stable")
+    seconds = [
+        shadow_seconds(prices, most_rows=rows, num_shadows=shadows)
+        for shadows, rows in enumerate(load_E[hottest_first_E].tolist())
+    ]
+    is_gain = [after < before for before, after in pairwise(seconds)]
+    num_shadows = [*is_gain[:max_copied], False].index(False)
+    selected = tuple(hottest_first_E[:num_shadows].tolist())
+    choices = Choices(home, rows_CE, num_excluded=0)
+    return BlockPlan(choices, selected, cell_rows(home, home, rows_CE), prices)
+
+
+# Which of a block's copies move beside which computation: Pro-Prophet's sub-operators (spec
+# 3.3).
+
+
+SplitRule = Callable[[int, float], int]
+"""How many experts move beside the non-MoE layer: of the experts there are, and of those whose
+moves fit into that layer's time (not rounded; infinity where moves take no time)."""
+
+
+class Split(NamedTuple):
+    """Experts that move beside each of two computations.
+
+    Attributes:
+        first: beside the computation that comes first, in the order in which they move.
+        second: beside the one after it.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+
+def fill_static_first(num_experts: int, num_hidden: float) -> int:
+    """As many as the non-MoE layer hides: its time is known beforehand, that of experts is not."""
+    return math.floor(min(num_experts, num_hidden))
+
+
+def by_halves(num_experts: int, num_hidden: float) -> int:
+    """Half of them, the odd one too; as the authors' code does."""
+    return num_experts - num_experts // 2
+
+
+SPLITS: Mapping[str, SplitRule] = {"fnec_first": fill_static_first, "half": by_halves}
+
+
+def split_forward(
+    selected: Sequence[int], *, rule: SplitRule, layer_s: float, move_s: float
+) -> Split:
+    """Trans under the forward of the block before: first its experts, then its non-MoE layer.
+
+    Args:
+        selected: experts to move, in order.
+        rule: of ``SPLITS``.
+        layer_s: seconds of the non-MoE layer, ``T_FNEC``; the same on every rank.
+        move_s: seconds of one expert's move; likewise.
+
+    Raises:
+        ValueError: seconds below zero or not finite.
+    """
+    num_first = len(selected) - _beside_layer(len(selected), rule, layer_s, move_s)
+    return Split(tuple(selected[:num_first]), tuple(selected[num_first:]))
+
+
+def split_backward(
+    selected: Sequence[int], *, rule: SplitRule, layer_s: float, move_s: float
+) -> Split:
+    """Agg under the backward of the block before: first its non-MoE layer, then its experts.
+
+    Arguments as of ``split_forward``, with ``T_BNEC`` and the time of one expert's gradients.
+    """
+    num_first = _beside_layer(len(selected), rule, layer_s, move_s)
+    return Split(tuple(selected[:num_first]), tuple(selected[num_first:]))
+
+
+def _beside_layer(num_experts: int, rule: SplitRule, layer_s: float, move_s: float) -> int:
+    if not (0 <= layer_s < math.inf and 0 <= move_s < math.inf):
+        raise ValueError(
+            f"the layer takes {layer_s} s and a move {move_s} s; give finite seconds from 0"
+        )
+    return rule(num_experts, layer_s / move_s if move_s else math.inf)

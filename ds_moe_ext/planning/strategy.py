@@ -1,0 +1,873 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy is, and how JSON names one.
+
+A strategy is a frozen dataclass: its fields are its JSON keys. One of the user's own is named
+``"package.module:Class"``. Shape letters: C cells, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ds_moe_ext.core.layout import NODE_AXES, ParallelLayout, Roles, Striping
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule, Share
+from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.planning.exchange_costs import BY_NODES, LinkPrices, Way
+from ds_moe_ext.planning.layer_pipelines import NOWHERE, Measured, Placed
+from ds_moe_ext.planning.prices import TRIPS, Prices, RoutedRows, busiest_link
+from ds_moe_ext.planning.prophet_planner import Split
+from ds_moe_ext.schedule.orders import (
+    PIPELINES,
+    Beside,
+    Cutting,
+    LayerTasks,
+    Pipeline,
+    Slices,
+    programs,
+)
+from ds_moe_ext.schedule.stages import Stage
+from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
+from ds_moe_ext.strict import found_at
+
+ROWS_ALONE = Prices(
+    row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
+)
+"""Only how even the rows fall counts: for what has not been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Layers whose experts are alike, so that they may change places.
+
+    Attributes:
+        layers: their numbers.
+        prices: of their rows and copies.
+        row_s_C: seconds that each cell's experts compute on a row, as ``prices.row_s``; none where
+            cells are alike.
+        expert_bytes: weights of one expert; 0 until costs have been measured.
+        state_bytes: what goes with one to a new home: its weights as they are stepped, and two
+            states of each, as Adam has; likewise.
+        copy_latency_s: seconds until the first byte of a copy arrives.
+        copy_bytes: of a copy on its way, the mean of there and, as gradients, back; 0 where it is
+            ``expert_bytes``.
+        cell_row_bytes: of a row within a cell; 0 where it is as between cells.
+        row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
+        copy_bytes_per_s: likewise of copies, in steps that had some.
+        links: what both wait for, by who sends; None until it has been measured.
+    """
+
+    layers: tuple[int, ...]
+    prices: Prices = ROWS_ALONE
+    row_s_C: tuple[float, ...] = ()
+    expert_bytes: int = 0
+    state_bytes: int = 0
+    copy_latency_s: float = 0.0
+    copy_bytes: float = 0.0
+    cell_row_bytes: float = 0.0
+    row_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+    links: LinkPrices | None = None
+
+    @property
+    def travelling_bytes(self) -> float:
+        """Of a copy on its way, encoded or as it is."""
+        return self.copy_bytes or self.expert_bytes
+
+    @property
+    def linked_bytes_per_s(self) -> float:
+        """What the links of copies carry, by prices; ``copy_bytes_per_s`` is what was measured."""
+        return self.travelling_bytes / self.prices.copy_s
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds that a copy travels, but for its latency: as measured, else by links."""
+        if self.copy_bytes_per_s:
+            return self.travelling_bytes / self.copy_bytes_per_s
+        return self.prices.copy_s
+
+    def copies_s(self, home: Placement, target: Placement, node_C: np.ndarray) -> float:
+        """Seconds of the copies that a target has beside homes: on the mean cell, by who sends, if
+        that was measured; else by what the busiest cell or node sends or receives. Pure."""
+        if target is home:
+            return 0.0
+        if self.links is None:
+            experts = busiest_link(home, home, target, node_C)
+            return self.copy_latency_s + experts * self.copied_s if experts else 0.0
+        transfers = gather_rounds(home, target, node_C, Cargo(self.expert_bytes))
+        each_s = self.links.copies_s_C(transfers, self.travelling_bytes).tolist()
+        return math.fsum(each_s) / len(each_s)
+
+    def added_s(self, plan: Plan, target: Placement, node_C: np.ndarray) -> float:
+        """Seconds of the copies that a pass adds to its plan's, there and as gradients back, which
+        nothing hides. Pure."""
+        experts = busiest_link(plan.home, plan.target, target, node_C) if self.expert_bytes else 0
+        each_s = self.copy_latency_s + self.copied_s if experts else 0.0
+        return plan.added_trips * experts * each_s
+
+
+class Choice(NamedTuple):
+    """Which of several strategies plans.
+
+    Attributes:
+        name: of it.
+        expected_s: seconds of a step by its price, when it was chosen.
+        told: why, for a person.
+        left_out: names of those that a rank has no memory for.
+        among_s: seconds that a step was expected to take under each candidate, by what steps have
+            taken so far; with its name.
+    """
+
+    name: str
+    expected_s: float
+    told: str
+    left_out: tuple[str, ...] = ()
+    among_s: tuple[tuple[str, float], ...] = ()
+
+    def is_like(self, other: Choice | None) -> bool:
+        """Whether the other was as this is, for a person."""
+        return other is not None and (self.name, self.left_out) == (other.name, other.left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What is known of the steps that have run, for who chooses between strategies.
+
+    Attributes:
+        step: number of the one that is planned.
+        predicted: rows that were predicted for the latest, as ``Job.rows``.
+        came: rows that came in it.
+        choice: by which it was planned; None before the first.
+        ratios: seconds that steps took over those expected, by the name of a choice.
+        taken: bytes that a rank's memory was seen to be fuller by in steps under a choice than
+            before any was copied, by its name; of the rank where that is most.
+    """
+
+    step: int
+    predicted: tuple[np.ndarray, ...]
+    came: tuple[np.ndarray, ...]
+    choice: Choice | None = None
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    taken: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """All that a planner may know. The same on every rank.
+
+    Attributes:
+        rows: rows that each sender is predicted to route to each expert, of each layer, int64
+            ``[C, E]``; all zero before the first step.
+        homes: where the weights of each layer's experts live.
+        node_C: node of each cell.
+        pools: every layer is in one of them.
+        window_s: seconds that the host computes before each layer in forward, which can hide
+            copies; 0 until it has been measured.
+        back_window_s: and behind each layer in backward.
+        free_bytes: memory of a rank for copies, of all layers of the run together.
+        accumulates: several micro-batches make a step.
+        pipelines: what pipelines cost; None until it has been measured.
+        stacks: number of each layer's stack: layers of one run one after the other in a pass, those
+            of two at different times; none where there is one stack.
+        drift: part of the latest step's rows that went to other experts than those before; 1 where
+            it is not known.
+        past: of strategies that choose between others; else None.
+        of_layers: layers of the run, where these are some of them; 0: these are all.
+        present: plans that the layers run by, made of the same homes and costs, for strategies
+            whose plans stay as long as they are good; none where all is to be planned anew.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    homes: tuple[Placement, ...]
+    node_C: np.ndarray
+    pools: tuple[Pool, ...]
+    window_s: tuple[float, ...] = ()
+    back_window_s: tuple[float, ...] = ()
+    free_bytes: int = 0
+    accumulates: bool = False
+    pipelines: Measured | None = None
+    stacks: tuple[int, ...] = ()
+    drift: float = 1.0
+    past: Past | None = None
+    of_layers: int = 0
+    present: tuple[Plan, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Of the run."""
+        return self.of_layers or len(self.homes)
+
+    @property
+    def measured_pools(self) -> list[Pool]:
+        """Those whose costs are known; of others nothing is copied."""
+        return [pool for pool in self.pools if pool.expert_bytes]
+
+    @classmethod
+    def at_start(
+        cls,
+        homes: Iterable[Placement],
+        node_C: np.ndarray,
+        pools: Iterable[Pool] | None = None,
+        stacks: tuple[int, ...] = (),
+    ) -> Job:
+        """Before anything was seen; without pools all experts are alike."""
+        homes = tuple(homes)
+        layers = tuple(range(len(homes)))
+        rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
+        given = (Pool(layers=layers),) if pools is None else tuple(pools)
+        unknown_s = (0.0,) * len(homes)
+        return cls(rows, homes, node_C, given, unknown_s, unknown_s, stacks=stacks)
+
+    @cached_property
+    def routed(self) -> RoutedRows:
+        """Its rows, of all layers together."""
+        return RoutedRows.of(self.rows, self.node_C)
+
+    def of(self, layers: Sequence[int]) -> Job:
+        """The job of some of its layers, as if they followed each other, each pool's among them."""
+        place_of = {layer: place for place, layer in enumerate(layers)}
+        pools = (
+            replace(pool, layers=tuple(place_of[each] for each in pool.layers if each in place_of))
+            for pool in self.pools
+        )
+        past, pipelines = self.past, self.pipelines
+        if past is not None:
+            predicted, came = _of(past.predicted, layers), _of(past.came, layers)
+            past = replace(past, predicted=predicted, came=came)
+        if pipelines is not None:
+            pipelines = replace(pipelines, layers=_of(pipelines.layers, layers))
+        return replace(
+            self,
+            rows=_of(self.rows, layers),
+            homes=_of(self.homes, layers),
+            pools=tuple(pool for pool in pools if pool.layers),
+            window_s=_of(self.window_s, layers),
+            back_window_s=_of(self.back_window_s, layers),
+            pipelines=pipelines,
+            stacks=_of(self.stacks, layers),
+            past=past,
+            of_layers=self.num_layers,
+            present=_of(self.present, layers),
+        )
+
+    def follows(self, layer: int) -> bool:
+        """Whether a layer runs after the one before it, in the same pass."""
+        if not 0 < layer < len(self.homes):
+            return False
+        return not self.stacks or self.stacks[layer] == self.stacks[layer - 1]
+
+
+T = TypeVar("T")
+
+
+def _of(items: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
+    """Those of some layers; none where there are none."""
+    return tuple(items[layer] for layer in layers) if items else ()
+
+
+def followers(items: Sequence[T], stacks: Sequence[int]) -> tuple[T | None, ...]:
+    """What follows each item in its stack; None after the last of a stack."""
+    following = zip(stacks, (*stacks[1:], None), (*items[1:], None))
+    return tuple(item if stack == own else None for own, stack, item in following)
+
+
+class Destination(NamedTuple):
+    """Where rows go: who holds copies, and how they divide the rows."""
+
+    target: Placement
+    share: Rule
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether no row leaves its cell, whatever is routed: each holds every expert, and computes
+        its own rows where it holds their expert."""
+        return self.target.is_full and type(self.share) in (LocalElseHome, NearestCopy)
+
+
+class Carried(NamedTuple):
+    """How the block before a layer hides the transfers of its copies.
+
+    Attributes:
+        gathers: experts that are copied while the block before computes its experts, and those
+            while it computes what follows them.
+        reductions: experts whose gradients travel home before the backward of the block before
+            comes to its experts, and those during it.
+    """
+
+    gathers: Split
+    reductions: Split
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a strategy decided for one layer, until the next plan.
+
+    Attributes:
+        home: where an expert's weights and optimizer state live.
+        target: where the expert computes this step.
+        share: how the copies of an expert divide its rows.
+        forward_degree: spans that the tokens of a forward pass are cut into.
+        backward_degree: and of a backward pass.
+        rematerialize: free the copies after forward and gather them again for backward.
+        revise: where copies may be added once the rows of a pass are known: from the rows, int64
+            ``[C, E]``, to a target that holds what this one does and more, and its share. Pure.
+        carried: the block before launches the copies; else the layer's own, as it begins.
+        successor: the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks
+            the strategy, for all layers together. Pure.
+        reductions: of dense gradients, beside the layer's backward.
+        way: of rows between the cells.
+        predicted_CE: rows by sender and expert that it was made for, int64; None: of no use.
+        by_paper: the share by the paper's own rule on any target, where ``share`` is another; for
+            the report, which shows what that one gains.
+        sends_once: each token's row travels once to each cell that has some of its experts, and one
+            row comes back; else one for each choice. Not where experts have copies.
+        choice: of the strategy that made it, where there are several to choose from.
+    """
+
+    home: Placement
+    target: Placement
+    share: Rule
+    forward_degree: int = 1
+    backward_degree: int = 1
+    rematerialize: bool = False
+    revise: Callable[[np.ndarray], Destination] | None = None
+    carried: Carried | None = None
+    successor: Callable[[np.ndarray], Plan] | None = None
+    reductions: Placed = NOWHERE
+    way: Way = Way.DIRECT
+    predicted_CE: np.ndarray | None = None
+    by_paper: Callable[[Placement], Share] | None = None
+    sends_once: bool = False
+    choice: Choice | None = None
+
+    @classmethod
+    def at_home(cls, home: Placement) -> Plan:
+        """Every expert computes where it lives."""
+        return cls(home, home, LocalElseHome(home, home))
+
+    @property
+    def destination(self) -> Destination:
+        """Where rows go, unless that is revised."""
+        return Destination(self.target, self.share)
+
+    def destination_of(self, rows_CE: np.ndarray) -> Destination:
+        """Where these rows go, int64 ``[C, E]``, now that they are known. Pure."""
+        return self.destination if self.revise is None else self.revise(rows_CE)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an expert may compute elsewhere than at home."""
+        return self.target is not self.home or self.revise is not None
+
+    @property
+    def added_trips(self) -> int:
+        """Of a copy that is added once rows are known: there, home, and there again if freed."""
+        return 3 if self.rematerialize else 2
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the weights are joined from homes and copies; also where a cell is home to none
+        of the experts, so that its rank takes part in backward whatever has a gradient there."""
+        return self.has_copies or not self.home.is_everywhere
+
+    @property
+    def pieces(self) -> tuple[Span, ...]:
+        """Spans that those of both directions are made of; none where they are cut alike."""
+        if self.forward_degree == self.backward_degree:
+            return ()
+        return refined(self.num_chunks, self.forward_degree, self.backward_degree)
+
+    def pieces_of(self, split: Split | None) -> list[Placement]:
+        """Who holds what with each piece of the copies alone; or with all, if nothing is split."""
+        if split is None:
+            return [self.target]
+        pieces = []
+        for experts in map(list, split):
+            copies_EC = np.zeros_like(self.target.holds_EC)
+            copies_EC[experts] = self.target.holds_EC[experts]
+            pieces.append(self.home.with_copies(copies_EC))
+        return pieces
+
+    @property
+    def num_chunks(self) -> int:
+        """Finest chunks: both degrees divide them."""
+        return math.lcm(self.forward_degree, self.backward_degree)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A layer and what it runs by.
+
+    Attributes:
+        plan: the present plan.
+        layout: the ranks' grid and groups.
+        layer: number of the layer.
+        following: the present plan of the next layer; None after the last of a stack.
+        has_host_lane: the host has a thread of its own beside those that issue, as on a CPU; where
+            it has none, plans are made behind the pass.
+    """
+
+    plan: Plan
+    layout: ParallelLayout
+    layer: int
+    following: Plan | None = None
+    has_host_lane: bool = True
+
+    @property
+    def frees_copies(self) -> bool:
+        """Whether the plan's copies are freed between forward and backward: not those of the last
+        layer, whose backward is next."""
+        return self.plan.is_joined and self.plan.rematerialize and self.following is not None
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether rows travel, each once to a cell."""
+        return self.plan.sends_once and self.layout.grid.num_cells > 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a strategy expects of one layer in one step, forward and backward, in seconds.
+
+    Attributes:
+        exchange_s: all exchanges of rows.
+        expert_s: experts, where most is computed.
+        gather_s: copies, as often as they travel in one pass.
+        reduce_s: their gradients.
+    """
+
+    exchange_s: float
+    expert_s: float
+    gather_s: float
+    reduce_s: float
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """When a strategy decides anew, in optimizer steps; 0 is never.
+
+    What rows and copies cost is measured for a strategy that plans every so often, or says
+    ``costs``; when it is known, and when that changes, plans are made anew in any case.
+
+    Attributes:
+        window: steps whose mean load predicts the next; None: the last one or the mean of the last
+            five, whichever would have predicted the latest step better.
+        plan_every: steps between plans.
+        steady_every: and while loads have not moved since the last one; 0: as many.
+        shard_every: steps between new homes.
+        costs: what rows and copies cost is measured in the first steps.
+        measures: what pipelines cost is, too.
+        choose_every: steps between choices of who plans; ``Job.past`` is told then.
+    """
+
+    window: int | None = 1
+    plan_every: int = 0
+    steady_every: int = 0
+    shard_every: int = 0
+    costs: bool = False
+    measures: bool = False
+    choose_every: int = 0
+
+    @property
+    def weighs_copies(self) -> bool:
+        """Whether plans go by what rows and copies cost."""
+        return self.costs or self.plan_every > 0
+
+
+class Keys(NamedTuple):
+    """What a person sets to have a strategy do something otherwise, as errors name it.
+
+    Attributes:
+        ways: the way of rows between cells.
+        slices_gradients: whether dense gradients are reduced beside layers.
+        homes: steps between new homes.
+        static_capacity: rows that each rank sends to each expert.
+        sends_once: whether each token's row travels once to a cell.
+        cuda_graphs: whether passes are recorded and replayed.
+    """
+
+    ways: str = "the strategy's ways"
+    slices_gradients: str = "the strategy's slices_gradients"
+    homes: str = "shard_every of the strategy's rhythm"
+    static_capacity: str = "the strategy's static_capacity"
+    sends_once: str = "sends_once of the strategy's plans"
+    cuda_graphs: str = "the strategy's cuda_graphs"
+
+
+class Strategy(ABC):
+    """One way to run MoE layers. A subclass is a frozen dataclass; only ``plan`` has no default."""
+
+    @abstractmethod
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        """One plan a layer. Pure: equal jobs give equal plans on every rank. It may be called in
+        another thread, while layers run."""
+
+    def rhythm(self) -> Rhythm:
+        """When it decides anew. Pure."""
+        return Rhythm()
+
+    @property
+    def expected(self) -> str:
+        """What it does, by the keys that were chosen, and where a gain is expected: a phrase for a
+        person at start; empty says nothing. Pure."""
+        return ""
+
+    # Homes.
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        """Whether a layer's experts need not divide over the cells."""
+        return False
+
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
+        """Where the experts of each layer live at first. Pure.
+
+        Args:
+            num_experts: of each layer.
+            pools: every layer is in one of them.
+            num_cells: of the grid.
+
+        Raises:
+            ValueError: they cannot be divided as asked for.
+        """
+        homes: dict[int, Placement] = {}
+        for pool in pools:
+            counts = [num_experts[layer] for layer in pool.layers]
+            homes.update(zip(pool.layers, even_homes(counts, num_cells)))
+        return tuple(homes[layer] for layer in range(len(num_experts)))
+
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
+        return job.homes
+
+    def with_homes_that_stay(self) -> Strategy:
+        """The same, for hosts and grids where none can move: none does, unless a key says so.
+        Pure."""
+        return self
+
+    # How rows travel.
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Ways of rows between the cells that plans may say; the first until costs are known."""
+        return (Way.DIRECT,)
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether it may be chosen for it that the ranks of a cell split every expert."""
+        return False
+
+    @property
+    def slices_gradients(self) -> bool:
+        """Whether plans have reductions of dense gradients."""
+        return False
+
+    def without_slices(self) -> Strategy:
+        """The same, leaving dense gradients to the host."""
+        return self
+
+    def with_gradients_left(self) -> Strategy:
+        """The same, for hosts whose dense gradients cannot be sliced: they are left to the host,
+        unless a key says otherwise. Pure."""
+        return self
+
+    @property
+    def static_capacity(self) -> int | None:
+        """Rows that each rank sends to each expert in every pass, padded; None: those there are.
+        Plans may neither copy experts nor cut tokens then."""
+        return None
+
+    @property
+    def orders_by_masks(self) -> bool:
+        """Whether rows come to their places by products with a mask, as GShard has it, and not by
+        an index; only where they are padded."""
+        return False
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether training passes are recorded as CUDA graphs, where one rank has all experts."""
+        return False
+
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        """Whether a rank keeps the sums of copies' gradients so, where these are narrower."""
+        return False
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        """The (axis, lane) pairs that need a communicator: of rows by these ways or between roles,
+        and of copies, which one that never has any may leave out. Pure."""
+        if self.has_roles:
+            return (("ep", INTER), ("ep", PARAM), ("ep", A2E), ("ep", E2A))
+        return (("ep", INTER), ("ep", PARAM), *along_nodes(self.ways))
+
+    def beside(self, site: Site) -> Beside:
+        """What goes on beside the rows of a layer: what its plan and the next layer's say. Pure."""
+        following = site.following
+        is_copied = site.plan.is_joined and ("ep", PARAM) in self.uses()
+        return Beside(
+            copied=is_copied,
+            carried=site.plan.carried is not None,
+            carries=following is not None and following.carried is not None,
+            plans=site.plan.successor is not None and site.has_host_lane,
+            freed=is_copied and site.frees_copies,
+        )
+
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure.
+
+        The rows travel in as many chunks as the plan says, between cells and within them at the
+        same time. None can be laid over a strategy with schedules of its own.
+        """
+        cutting = cutting_of(site, PIPELINES["fsmoe"])
+        return programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        """Stages that differ from the common ones; usually none. Pure.
+
+        What a stage makes of a span of tokens depends on that span alone: a plan may cut them, in
+        backward otherwise than in forward. One for experts needs these whole.
+        """
+        return {}
+
+    # What the ranks are.
+
+    @property
+    def roles(self) -> Roles | None:
+        """What the ranks of each grid do, where they do not all do the same."""
+        return None
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether they do not; the roles may only be known when it has settled."""
+        return type(self).roles is not Strategy.roles
+
+    @property
+    def striping(self) -> Striping:
+        """How micro-batches run where ranks have roles."""
+        return Striping()
+
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        """The same by each way for copies to divide rows, by what stands behind its name then;
+        none where that is no key. Pure."""
+        return {}
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        """The same, by what is known when a run starts. Pure but for asking.
+
+        Args:
+            devices: asks for the names of all ranks' devices; collective.
+            micro_batch: samples that each rank calls the model with; None where that is not known.
+
+        Raises:
+            ValueError: it cannot work so.
+        """
+        return self
+
+    # What a person reads.
+
+    @property
+    def keys(self) -> Keys:
+        """What errors tell a person to set."""
+        return Keys()
+
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        """What its keys cannot do here, a line each, for a person as a run starts. Pure.
+
+        Each names the key and what to set. Of what is measured later ``describe`` tells.
+        """
+        return ()
+
+    def describe(self, job: Job) -> str:
+        """What it makes of what was measured, for a person; empty if it has nothing to say."""
+        return ""
+
+    def describe_homes(self, job: Job, homes: Sequence[Placement]) -> str:
+        """What is expected of the homes that ``homes(job)`` gave, for a person; empty if it has
+        nothing to say. Pure."""
+        return ""
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        """What is expected of rows by cell and expert under a plan; None where that is not known.
+
+        Pure; by what links carry and who sends what to whom, also where plans are made by less.
+        """
+        pool = next(pool for pool in job.pools if layer in pool.layers)
+        if pool.links is None or plan.way is not Way.DIRECT:
+            return None
+        target, rule = plan.destination_of(rows_CE)
+        sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
+        bytes_CC = pool.prices.row_bytes * sent_CC
+        row_s_C = np.array(pool.row_s_C or pool.prices.row_s)
+        frees = plan.rematerialize and job.follows(layer + 1)
+        gathers, reductions = (plan.pieces_of(split) for split in plan.carried or (None, None))
+        again = [plan.target] if frees else []
+        gather_s, reduce_s = _copies_s(
+            pool, job.node_C, plan.home, ([*gathers, *again], reductions)
+        )
+        degrees = plan.forward_degree, plan.backward_degree
+        return Forecast(
+            exchange_s=sum(
+                TRIPS / 2 * pool.links.exchange_s(bytes_CC, job.node_C, degree)
+                for degree in (() if plan.destination.all_stay else degrees)
+            ),
+            expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
+            gather_s=gather_s + pool.added_s(plan, target, job.node_C),
+            reduce_s=reduce_s,
+        )
+
+
+def _copies_s(
+    pool: Pool, node_C: np.ndarray, home: Placement, ways: Iterable[Sequence[Placement]]
+) -> list[float]:
+    """Seconds of copies that travel piece by piece; of each way, which often have the same
+    pieces."""
+    known: dict[bytes, float] = {}
+    sums = []
+    for pieces in ways:
+        keys = [piece.holds_EC.tobytes() for piece in pieces]
+        for key, piece in zip(keys, pieces):
+            if key not in known:
+                known[key] = pool.copies_s(home, piece, node_C)
+        sums.append(sum(known[key] for key in keys))
+    return sums
+
+
+def layer_tasks(strategy: Strategy, site: Site, *, gated: bool) -> LayerTasks:
+    """All that runs of a layer, as the layer and ``schedule.step.whole_step`` take it. Pure."""
+    return LayerTasks(strategy.beside(site), *strategy.schedules(site, gated=gated))
+
+
+def along_nodes(ways: Iterable[Way]) -> tuple[tuple[str, Lane], ...]:
+    """What ways that lead by the nodes need of ``Strategy.uses``."""
+    return () if BY_NODES.isdisjoint(ways) else tuple((axis, INTER) for axis in NODE_AXES)
+
+
+def cutting_of(site: Site, pipeline: Pipeline) -> Cutting:
+    """How the rows of a layer travel by its plan, in a pipeline's order and lanes."""
+    plan = site.plan
+    return Cutting(
+        pipeline,
+        plan.forward_degree,
+        plan.backward_degree,
+        sharded=site.layout.grid.cell_size > 1,
+        slices=Slices(*map(len, plan.reductions)),
+        once=site.sends_once,
+    )
+
+
+class Overlay(Strategy):
+    """A strategy that is laid over another one, to say some things in its place.
+
+    What a subclass does not say itself that one is asked, whatever it is: a member that
+    ``Strategy`` gains needs no line here, and none is answered by a default in silence. A subclass
+    has a field ``placing``, which is no JSON key (``strict.NOT_A_KEY``).
+    """
+
+    placing: Strategy
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name not in vars(Strategy):
+            return super().__getattribute__(name)
+        own, default = (inspect.getattr_static(cls, name) for cls in (type(self), Strategy))
+        if own is not default:
+            return super().__getattribute__(name)
+        return self.placing.__getattribute__(name)
+
+    def over(self, placing: Strategy) -> Overlay:
+        """This one over another.
+
+        Raises:
+            ValueError: that one says what this one would.
+        """
+        return replace(self, placing=placing)  # type: ignore[type-var]
+
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        return {name: self.over(placing) for name, placing in self.placing.by_share.items()}
+
+    def with_homes_that_stay(self) -> Overlay:
+        return self.over(self.placing.with_homes_that_stay())
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Overlay:
+        return self.over(self.placing.settled(devices, micro_batch))
+
+
+class Choosing(Strategy):
+    """A strategy whose plans are those of others, one at a time."""
+
+    @abstractmethod
+    def among(self, blocks: Mapping[str, Strategy]) -> Choosing:
+        """The same, whose others have the keys of their own blocks. Pure.
+
+        Args:
+            blocks: all built-in strategies by name.
+
+        Raises:
+            ValueError: one that it cannot choose.
+        """
+
+
+StrategyT = TypeVar("StrategyT", bound=type)
+_STRATEGIES: dict[str, type] = {}
+
+
+def register(name: str) -> Callable[[StrategyT], StrategyT]:
+    """Give a strategy its JSON name."""
+
+    def add(cls: StrategyT) -> StrategyT:
+        if name in _STRATEGIES:
+            raise ValueError(f"strategy {name!r} is already {_STRATEGIES[name].__qualname__}")
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"{cls.__qualname__} must be a dataclass: its fields are JSON keys")
+        _STRATEGIES[name] = cls
+        return cls
+
+    return add
+
+
+def registered() -> Mapping[str, type]:
+    """Strategies by JSON name."""
+    return _STRATEGIES
+
+
+def names_with(member: str) -> str:
+    """JSON names of the strategies that have a member of their own, for errors."""
+    own = (name for name, cls in _STRATEGIES.items() if member in vars(cls))
+    return " or ".join(map(repr, own)) or "one of your own"
+
+
+def class_at(path: str, where: str) -> type:
+    """The strategy class at ``"package.module:Class"``.
+
+    Args:
+        path: as JSON gives it.
+        where: dotted name of the key, for errors.
+
+    Raises:
+        ValueError: there is none, or it is no strategy, or not a dataclass.
+    """
+    cls = found_at(path, where, "'my_package.my_module:MyStrategy'")
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ValueError(
+            f"{where} is {path!r}, which is not a dataclass; make it one: its fields "
+            "are its JSON keys"
+        )
+    if not issubclass(cls, Strategy) or inspect.isabstract(cls):
+        raise ValueError(
+            f"{where} is {path!r}, which is no strategy; derive it from "
+            "ds_moe_ext.Strategy, and give it a plan(self, job)"
+        )
+    return cls

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who does the tasks of a layer, and who sees them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from ds_moe_ext.schedule.executor import Lanes, Mark
+from ds_moe_ext.schedule.task import Lane, Op, Schedule, Span, Task, Value
+
+Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """The work of one task. ``backward`` is the adjoint of ``forward`` at what it saved."""
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+        """What the task writes, in order, and what its adjoint will need."""
+        ...
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        """Gradients of the reads that have one, in order; None where there is none.
+
+        Args:
+            grads: of the writes that have a gradient; None where nobody used what was written.
+        """
+        ...
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        """What forward would have saved on ``span``, from what it saved on overlapping spans."""
+        ...
+
+
+class Observer(Protocol):
+    """Sees every task with the moments at which its lane began and ended it; changes nothing."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it wants to see the tasks of this pass: marks cost a little."""
+        ...
+
+    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None: ...
+
+    def issued(self, task: Task, seconds: float) -> None:
+        """Told behind a pass whose tasks a device runs: what the host took to issue each of them,
+        those of lane HOST apart."""
+        ...
+
+
+class Uncut:
+    """A stage of tasks that are cut alike in both directions."""
+
+    def recut(self, span: Span, pieces: Any) -> Saved:
+        raise ValueError(f"{type(self).__qualname__} is not cut anew for backward")
+
+
+class SavesAlike:
+    """A stage that saves the same for any span, such as the route of all: it is cut anew as is."""
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        return pieces[0][1]
+
+
+@dataclass(frozen=True, eq=False)
+class Crew:
+    """Who does the tasks of a layer, and who sees them.
+
+    Attributes:
+        stages: the work of each op.
+        observers: told of each task.
+        name: of the layer, for a person who is told where a rank waits or has failed.
+    """
+
+    stages: Mapping[Op, Stage]
+    observers: tuple[Observer, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a thread does, as a person is told of it.
+
+    Attributes:
+        name: of the layer.
+        task: of its program.
+        is_evaluation: its pass has no gradients.
+    """
+
+    name: str
+    task: Task
+    is_evaluation: bool = False
+
+    def __call__(self) -> str:
+        way = "backward" if self.task.adjoint_of else "forward"
+        kind = " of a pass without gradients" if self.is_evaluation else ""
+        return f"{self.name} ({self.task.op.name}, {way}{kind})"
+
+
+# A schedule bound to its crew: what every pass would look up, looked up once.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """A value that is put together from several pieces, or from a part of one.
+
+    Attributes:
+        span: that is wanted; None: of a value that is not cut.
+        pieces: place of each in the table, and the span that it covers; in the order of writers.
+        in_row: places of the pieces in the order of tokens, where they are the span and no more.
+        foreign: places of those that another lane has written.
+    """
+
+    span: Span | None
+    pieces: tuple[tuple[int, Span | None], ...]
+    in_row: tuple[int, ...] | None
+    foreign: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A task with what its runs need.
+
+    Attributes:
+        task: which.
+        is_seen: observers are told of it; not of what only begins work elsewhere.
+        reads: places in the table, or how to put together what it reads.
+        plain_reads: the same where all is read as it is; else None.
+        foreign_reads: those of the reads that are read as they are and another lane has written.
+        graded_reads: those of the reads that may have a gradient.
+        writes: places in the table.
+        graded_writes: those of the writes that may have a gradient.
+        frees: pieces that nobody else reads.
+        releases: pieces that others read, too.
+        forgets: positions whose savings nobody needs after it.
+    """
+
+    task: Task
+    is_seen: bool
+    reads: tuple[int | Reading, ...]
+    plain_reads: tuple[int, ...] | None
+    foreign_reads: tuple[int, ...]
+    graded_reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    graded_writes: tuple[int, ...]
+    frees: tuple[int, ...]
+    releases: tuple[int, ...]
+    forgets: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The pieces of a schedule, and where each task finds its own: worked out once a schedule.
+
+    A piece is what one task wrote of a value; each has its place in the table of a pass, in the
+    order of writers, so that sums do not depend on timing.
+
+    Attributes:
+        steps: the tasks.
+        inputs: places of what is given.
+        outputs: of what is wanted; or how to put it together.
+        num_readers: of each piece, where there are several; who reads an output comes after all.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | Reading, ...]
+    num_readers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Table:
+        """Of a schedule; see ``Schedule.once``."""
+        pieces = _Pieces(schedule)
+
+        def step(position: int, task: Task) -> Step:
+            own = pieces.read_by[position]
+            reads = tuple(pieces.reading(value, task.lane) for value in task.reads)
+            return Step(
+                task=task,
+                is_seen=task.op.begins is None,
+                reads=reads,
+                plain_reads=_plain(reads),
+                foreign_reads=tuple(
+                    number
+                    for number, read in enumerate(reads)
+                    if isinstance(read, int) and pieces.is_foreign(read, task.lane)
+                ),
+                graded_reads=_graded(task.reads),
+                writes=tuple(pieces.number[value, position] for value in task.writes),
+                graded_writes=_graded(task.writes),
+                frees=tuple(n for n in own if pieces.num_readers[n] == 1),
+                releases=tuple(n for n in own if pieces.num_readers[n] > 1),
+                forgets=tuple(w for w in task.adjoint_of if schedule.last_adjoint[w] == position),
+            )
+
+        return cls(
+            steps=tuple(step(position, task) for position, task in enumerate(schedule.tasks)),
+            inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
+            outputs=tuple(pieces.reading(value, None) for value in schedule.outputs),
+            num_readers=pieces.num_readers,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A schedule and who does it: what passes of one plan share.
+
+    Attributes:
+        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
+            own.
+        table: where its pieces lie.
+        stages: the work of each task.
+        crews: who does them.
+        crew_numbers: of each task.
+        adjoint_of: the tasks that the adjoints are of.
+        uncut: of each task the one that it is the adjoint of, if it is of that alone, on its span.
+        is_backward: these are another schedule's.
+    """
+
+    schedule: Schedule
+    table: Table
+    stages: tuple[Stage, ...]
+    crews: tuple[Crew, ...]
+    crew_numbers: tuple[int, ...]
+    adjoint_of: tuple[Task, ...]
+    uncut: tuple[int | None, ...]
+    is_backward: bool
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, crew_of: Callable[[Task], Crew], adjoint_of: Schedule | None = None
+    ) -> Binding:
+        """Look up.
+
+        Args:
+            schedule: what is to be done.
+            crew_of: who does a task.
+            adjoint_of: the schedule that its adjoints are of; None: this one.
+        """
+        own = [crew_of(task) for task in schedule.tasks]
+        numbers = {crew: number for number, crew in enumerate(dict.fromkeys(own))}
+        forward = (adjoint_of or schedule).tasks
+
+        def uncut(task: Task) -> int | None:
+            spans = [forward[w].span for w in task.adjoint_of]
+            return task.adjoint_of[0] if spans == [task.span] else None
+
+        return cls(
+            schedule=schedule,
+            table=schedule.once(Table.of),
+            stages=tuple(crew.stages[task.op] for crew, task in zip(own, schedule.tasks)),
+            crews=tuple(numbers),
+            crew_numbers=tuple(numbers[crew] for crew in own),
+            adjoint_of=forward,
+            uncut=tuple(map(uncut, schedule.tasks)),
+            is_backward=adjoint_of is not None,
+        )
+
+    @cached_property
+    def training(self) -> tuple[Place, ...]:
+        """What a thread does in each task, as a person is told."""
+        return self._places(is_evaluation=False)
+
+    @cached_property
+    def evaluation(self) -> tuple[Place, ...]:
+        """The same, in a pass without gradients."""
+        return self._places(is_evaluation=True)
+
+    def _places(self, *, is_evaluation: bool) -> tuple[Place, ...]:
+        names = (self.crews[number].name for number in self.crew_numbers)
+        pairs = zip(names, self.schedule.tasks)
+        return tuple(Place(name, task, is_evaluation) for name, task in pairs)
+
+
+def _in_row(
+    pieces: Sequence[tuple[int, Span | None]], wanted: Span | None
+) -> tuple[int, ...] | None:
+    """Places of pieces that lie end to end and are what is wanted; else None."""
+    cut = sorted((span, number) for number, span in pieces if span is not None)
+    if wanted is None or not cut or len(cut) < len(pieces):
+        return None
+    ends = [wanted.start, *(span.stop for span, _ in cut)]
+    is_row = ends == [*(span.start for span, _ in cut), wanted.stop]
+    return tuple(number for _, number in cut) if is_row else None
+
+
+def _plain(reads: Sequence[int | Reading]) -> tuple[int, ...] | None:
+    plain = tuple(read for read in reads if isinstance(read, int))
+    return plain if len(plain) == len(reads) else None
+
+
+def _graded(values: Iterable[Value]) -> tuple[int, ...]:
+    return tuple(number for number, value in enumerate(values) if value.kind.has_gradient)
+
+
+class _Pieces:
+    """The pieces that the values of a schedule are written in."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        given = [(value, -1) for value in schedule.inputs]
+        made = [(value, w) for w, task in enumerate(schedule.tasks) for value in task.writes]
+        self.number = {piece: n for n, piece in enumerate(dict.fromkeys([*given, *made]))}
+        self._of: dict[Value, list[int]] = defaultdict(list)
+        for (value, _), number in self.number.items():
+            self._of[value].append(number)
+        self._lanes = [None if w < 0 else schedule.tasks[w].lane for _, w in self.number]
+        self._sources = schedule.sources
+        self.read_by = [self._read(task.reads) for task in schedule.tasks]
+        counts = Counter(n for own in (*self.read_by, self._read(schedule.outputs)) for n in own)
+        self.num_readers = tuple(counts[n] for n in range(len(self.number)))
+
+    def _read(self, values: Iterable[Value]) -> set[int]:
+        return {n for value in values for source in self._sources[value] for n in self._of[source]}
+
+    def is_foreign(self, number: int, lane: Lane | None) -> bool:
+        """Whether a lane that reads a piece has not written it. Nobody has what is given; and who
+        asks behind all tasks, with no lane, comes behind all lanes."""
+        return None not in (lane, self._lanes[number]) and self._lanes[number] != lane
+
+    def reading(self, wanted: Value, lane: Lane | None) -> int | Reading:
+        """How a lane reads a value."""
+        pieces = sorted(
+            (n, source.span) for source in self._sources[wanted] for n in self._of[source]
+        )
+        is_whole = len(pieces) == 1 and (pieces[0][1] == wanted.span or not wanted.kind.by_token)
+        if is_whole:
+            return pieces[0][0]
+        span = wanted.span if wanted.kind.by_token else None
+        foreign = tuple(n for n, _ in pieces if self.is_foreign(n, lane))
+        return Reading(span, tuple(pieces), _in_row(pieces, span), foreign)
