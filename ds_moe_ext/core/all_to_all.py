@@ -39,14 +39,11 @@ class Reach(Enum):
 class Nodes:
     """Where the ranks are. A rank's place is its number among those of its node.
 
-    Attributes:
-        node_P: node of each rank, int ``[P]``; any numbers, in any order.
-
     Raises:
         ValueError: the nodes have not equally many ranks.
     """
 
-    node_P: np.ndarray
+    node_P: np.ndarray  # node of each rank, int ``[P]``; any numbers, in any order
 
     def __post_init__(self) -> None:
         sizes = np.unique(self.node_P, return_counts=True)[1]
@@ -86,20 +83,13 @@ class Nodes:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """One exchange with the members of a group.
+    """One exchange with the members of a group."""
 
-    Attributes:
-        reach: the group.
-        member_C: its ranks, ascending.
-        sent_C: rows for each member.
-        received_C: rows from each.
-        taken_N: row to take to each place before, int64; None where they lie so already.
-    """
-
-    reach: Reach
-    member_C: tuple[int, ...]
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
+    reach: Reach  # the group
+    member_C: tuple[int, ...]  # its ranks, ascending
+    sent_C: tuple[int, ...]  # rows for each member
+    received_C: tuple[int, ...]  # rows from each
+    # row to take to each place before, int64; None where they lie so already
     taken_N: np.ndarray | None = None
 
     @classmethod
@@ -119,17 +109,12 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class Itinerary:
-    """How the rows of one rank travel: sent in the order of the receivers.
+    """How the rows of one rank travel: sent in the order of the receivers."""
 
-    Attributes:
-        rank: whose.
-        hops: one after the other.
-        taken_R: row to take to each place in the end, int64, so that they lie in the order of their
-            senders; None where they lie so already.
-    """
-
-    rank: int
-    hops: tuple[Hop, ...]
+    rank: int  # whose
+    hops: tuple[Hop, ...]  # one after the other
+    # row to take to each place in the end, int64, so that they lie in the order of their senders;
+    # None where they lie so already
     taken_R: np.ndarray | None = None
 
     @property
@@ -262,12 +247,7 @@ def _numbered(blocks: np.ndarray) -> np.ndarray:
 
 
 def _taken(lengths: np.ndarray, order: np.ndarray) -> np.ndarray | None:
-    """The rows of blocks in another order, int64; None if that is the order in which they lie.
-
-    Args:
-        lengths: rows of each block, as they lie, of any shape.
-        order: number of the block that comes first, second, ...; of any shape.
-    """
+    """The rows of blocks in another order, int64; None if that is the order in which they lie."""
     lengths_B, order_B = lengths.ravel(), order.ravel()
     order_B = order_B[lengths_B[order_B] > 0]
     if (np.diff(order_B) > 0).all():
@@ -280,28 +260,19 @@ def _taken(lengths: np.ndarray, order: np.ndarray) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Channel:
-    """A communicator and how rows are exchanged over it.
+    """A communicator and how rows are exchanged over it."""
 
-    Attributes:
-        group: that of ``Nodes.groups`` which has this rank; a communicator that only the calling
-            lane uses.
-        all_to_all: ``all_to_all_by_pairs`` for gloo between hosts.
-    """
-
+    # that of ``Nodes.groups`` which has this rank; a communicator that only the calling lane uses
     group: dist.ProcessGroup
-    all_to_all: AllToAll = all_to_all_rows
+    all_to_all: AllToAll = all_to_all_rows  # ``all_to_all_by_pairs`` for gloo between hosts
 
 
 @dataclass(frozen=True, eq=False)
 class Relay:
-    """An itinerary made ready for a device: for as many exchanges as have its counts.
+    """An itinerary made ready for a device: for as many exchanges as have its counts."""
 
-    Attributes:
-        itinerary: what is done.
-        taken: what its arrays of rows are on the device: one for each hop and one for the end.
-    """
-
-    itinerary: Itinerary
+    itinerary: Itinerary  # what is done
+    # what its arrays of rows are on the device: one for each hop and one for the end
     taken: tuple[Tensor | None, ...]
 
     @classmethod
@@ -362,17 +333,11 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoundTrip:
-    """A ``Trip`` by way of the nodes.
+    """A ``Trip`` by way of the nodes."""
 
-    Attributes:
-        there: of the counts.
-        back: of the transposed counts.
-        channels: of every reach that they need.
-    """
-
-    there: Relay
-    back: Relay
-    channels: Mapping[Reach, Channel]
+    there: Relay  # of the counts
+    back: Relay  # of the transposed counts
+    channels: Mapping[Reach, Channel]  # of every reach that they need
 
     def out(self, rows_N: Tensor) -> Tensor:
         return self.there.run(rows_N, self.channels)
@@ -387,19 +352,12 @@ class RoundTrip:
 
 @dataclass(frozen=True, eq=False)
 class Relays:
-    """A ``Carrier`` by way of the nodes.
+    """A ``Carrier`` by way of the nodes."""
 
-    Attributes:
-        planner: which way.
-        nodes: where the ranks are that exchange rows.
-        rank: this one's number among them.
-        channels: of every reach that the way needs.
-    """
-
-    planner: Planner
-    nodes: Nodes
-    rank: int
-    channels: Mapping[Reach, Channel]
+    planner: Planner  # which way
+    nodes: Nodes  # where the ranks are that exchange rows
+    rank: int  # this one's number among them
+    channels: Mapping[Reach, Channel]  # of every reach that the way needs
 
     def trip(self, counts_PP: np.ndarray, device: torch.device) -> RoundTrip:
         plans = (self.planner(self.nodes, counts, self.rank) for counts in (counts_PP, counts_PP.T))

@@ -226,17 +226,11 @@ def counts_to_host(counts: Tensor, group: dist.ProcessGroup | None) -> OnTheirWa
 
 @dataclass(frozen=True, eq=False)
 class OnTheirWay:
-    """Counts that come to the host.
+    """Counts that come to the host."""
 
-    Attributes:
-        counts: where they are, or will be.
-        group: of those who counted.
-        landed: when they are there; None where nothing was begun.
-    """
-
-    counts: Tensor
-    group: dist.ProcessGroup | None
-    landed: torch.cuda.Event | None = None
+    counts: Tensor  # where they are, or will be
+    group: dist.ProcessGroup | None  # of those who counted
+    landed: torch.cuda.Event | None = None  # when they are there; None where nothing was begun
 
     @property
     def has_landed(self) -> bool | None:
@@ -277,17 +271,11 @@ def urgent() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Board:
-    """What ranks tell each other without a collective: keys in the store by which the world met.
+    """What ranks tell each other without a collective: keys in the store by which the world met."""
 
-    Attributes:
-        rank: this one.
-        size: ranks of the world.
-        timeout_s: how long the world's collectives wait for other ranks.
-    """
-
-    rank: int
-    size: int
-    timeout_s: float
+    rank: int  # this one
+    size: int  # ranks of the world
+    timeout_s: float  # how long the world's collectives wait for other ranks
     _store: dist.Store
 
     @classmethod
@@ -461,21 +449,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @dataclass(slots=True)
 class Pairs:
-    """Moves tensors between pairs of members, in one exchange, and counts their bytes.
+    """Moves tensors between pairs of members, in one exchange, and counts their bytes."""
 
-    Attributes:
-        group: whose members.
-        groups_calls: all that is posted at once is one call, as NCCL has it.
-        packs_small: small tensors between two members go as one.
-        sent_bytes: so far, of this rank.
-        received_bytes: likewise.
-    """
-
-    group: dist.ProcessGroup
-    groups_calls: bool
-    packs_small: bool
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    group: dist.ProcessGroup  # whose members
+    groups_calls: bool  # all that is posted at once is one call, as NCCL has it
+    packs_small: bool  # small tensors between two members go as one
+    sent_bytes: int = 0  # so far, of this rank
+    received_bytes: int = 0  # likewise
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Pairs:
@@ -570,12 +550,8 @@ class Pairs:
 def _by_pairs(
     outgoing_C: Sequence[Tensor], received_C: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send each member a contiguous tensor; rows arrive in their order, ``[R, ...]``. Collective.
-
-    Args:
-        outgoing_C: what each member gets.
-        received_C: rows from each member.
-    """
+    """Send each member a contiguous tensor; rows arrive in their order, ``[R, ...]``.
+    Collective."""
     num_members, here = len(outgoing_C), group.rank()
     arrived_R = outgoing_C[here].new_empty(sum(received_C), *outgoing_C[here].shape[1:])
     incoming_C = arrived_R.split(list(received_C))
@@ -622,15 +598,11 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Payload of one rank.
+    """Payload of one rank."""
 
-    Attributes:
-        sent_bytes: what it sent. A broadcast counts once at its root, however the library sends it.
-        received_bytes: what it received; a reduce likewise once at its root.
-    """
-
+    # what it sent. A broadcast counts once at its root, however the library sends it.
     sent_bytes: int = 0
-    received_bytes: int = 0
+    received_bytes: int = 0  # what it received; a reduce likewise once at its root
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -640,16 +612,12 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """What a sparse reduce-scatter brought home.
+    """What a sparse reduce-scatter brought home."""
 
-    Attributes:
-        grads: for each expert of this rank that has copies, the sum of the copies' gradients,
-            without the rank's own; it shares no memory with what was given.
-        traffic: what it took.
-    """
-
+    # for each expert of this rank that has copies, the sum of the copies' gradients, without the
+    # rank's own; it shares no memory with what was given
     grads: Mapping[int, tuple[Tensor, ...]]
-    traffic: Traffic
+    traffic: Traffic  # what it took
 
 
 def sparse_all_gather(

@@ -77,12 +77,7 @@ def quick(name: str, *told: type[ctypes.c_int64 | ctypes.c_void_p]) -> Callable[
 
 
 def _kept(command: str, source: Path, place: Path) -> ctypes.CDLL:
-    """From its place; compiled where it does not lie there.
-
-    Raises:
-        OSError: the place cannot be written to, or nothing can be loaded from there.
-        RuntimeError: the compiler refuses.
-    """
+    """From its place; compiled where it does not lie there."""
     if not place.exists():
         _compile(command, source, place)
     return ctypes.CDLL(str(place))

@@ -26,18 +26,13 @@ from ds_moe_ext.strict import nearest_and_all, read_record
 class Link:
     """A straight line from bytes to seconds.
 
-    Attributes:
-        bytes_per_s: rate.
-        latency_s: seconds of a transfer of no bytes; 0 where the source states none.
-        r_squared: of the line through what was measured; null for a datasheet's.
-
     Raises:
         ValueError: a value that no link has.
     """
 
-    bytes_per_s: float
-    latency_s: float = 0.0
-    r_squared: float | None = None
+    bytes_per_s: float  # rate
+    latency_s: float = 0.0  # seconds of a transfer of no bytes; 0 where the source states none
+    r_squared: float | None = None  # of the line through what was measured; null for a datasheet's
 
     def __post_init__(self) -> None:
         _positive("a link's bytes_per_s", self.bytes_per_s)
@@ -56,18 +51,13 @@ class Link:
 class Product:
     """A straight line from multiply-adds to seconds, of dense matrix products (FSMoE, spec 4).
 
-    Attributes:
-        multiply_adds_per_s: rate; half of the operations per second.
-        start_s: seconds of a product of nothing.
-        r_squared: of the line through what was measured; null for a datasheet's.
-
     Raises:
         ValueError: a value that no product has.
     """
 
-    multiply_adds_per_s: float
-    start_s: float = 0.0
-    r_squared: float | None = None
+    multiply_adds_per_s: float  # rate; half of the operations per second
+    start_s: float = 0.0  # seconds of a product of nothing
+    r_squared: float | None = None  # of the line through what was measured; null for a datasheet's
 
     def __post_init__(self) -> None:
         _positive("a product's multiply_adds_per_s", self.multiply_adds_per_s)
@@ -107,21 +97,13 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes on.
+    """What one rank computes on."""
 
-    Attributes:
-        name: of the model.
-        memory_bytes: in all; null where it is not the device's own.
-        memory_bytes_per_s: rate of its memory.
-        flops_per_s: rates of matrix products.
-        products: what was measured of them.
-    """
-
-    name: str
-    memory_bytes: int | None = None
-    memory_bytes_per_s: float | None = None
-    flops_per_s: Flops = field(default_factory=Flops)
-    products: Products = field(default_factory=Products)
+    name: str  # of the model
+    memory_bytes: int | None = None  # in all; null where it is not the device's own
+    memory_bytes_per_s: float | None = None  # rate of its memory
+    flops_per_s: Flops = field(default_factory=Flops)  # rates of matrix products
+    products: Products = field(default_factory=Products)  # what was measured of them
 
     def __post_init__(self) -> None:
         _positive("a device's memory_bytes", self.memory_bytes)
@@ -152,53 +134,39 @@ class Collectives:
     """What collectives cost among the ranks of one level, all its groups at once; null: unknown.
 
     Between nodes a group has one rank of each node, within a node all its ranks.
-
-    Attributes:
-        all_to_all: bytes that one rank gives, its own part among them.
-        all_gather: bytes that one rank ends up with.
-        reduce_scatter: bytes that one rank gives.
-        all_reduce: bytes that one rank gives.
-        copy: bytes of weights that the busiest node takes in from others, all its ranks together;
-            within a node, that the busiest rank takes in.
     """
 
-    all_to_all: Link | None = None
-    all_gather: Link | None = None
-    reduce_scatter: Link | None = None
-    all_reduce: Link | None = None
+    all_to_all: Link | None = None  # bytes that one rank gives, its own part among them
+    all_gather: Link | None = None  # bytes that one rank ends up with
+    reduce_scatter: Link | None = None  # bytes that one rank gives
+    all_reduce: Link | None = None  # bytes that one rank gives
+    # bytes of weights that the busiest node takes in from others, all its ranks together; within a
+    # node, that the busiest rank takes in
     copy: Link | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A cluster of equal nodes.
+    """A cluster of equal nodes."""
 
-    Attributes:
-        name: of the cluster.
-        source: where the numbers come from: a datasheet, a paper, a measurement.
-        num_nodes: nodes that the numbers hold for.
-        ranks_per_node: ranks on each; neighbours in rank share a node.
-        device: of every rank.
-        intra: what one rank sends to the others of its node; null where it is not known.
-        inter: what one node sends to the others, all its network cards together; null likewise.
-        intra_collectives: what was measured within a node.
-        inter_collectives: what was measured between nodes.
-        copy: copies of weights over all ranks, into nodes and on within them, as bytes that the
-            busiest rank takes in; null where there is one level, or nothing was measured.
-        stands_for: names of devices, as their driver tells them, for whose clusters the file stands
-            where a run names none.
-    """
-
-    name: str
-    source: str
-    num_nodes: int
-    ranks_per_node: int
-    device: Device
+    name: str  # of the cluster
+    source: str  # where the numbers come from: a datasheet, a paper, a measurement
+    num_nodes: int  # nodes that the numbers hold for
+    ranks_per_node: int  # ranks on each; neighbours in rank share a node
+    device: Device  # of every rank
+    # what one rank sends to the others of its node; null where it is not known
     intra: Link | None = None
+    # what one node sends to the others, all its network cards together; null likewise
     inter: Link | None = None
+    # what was measured within a node
     intra_collectives: Collectives = field(default_factory=Collectives)
+    # what was measured between nodes
     inter_collectives: Collectives = field(default_factory=Collectives)
+    # copies of weights over all ranks, into nodes and on within them, as bytes that the busiest
+    # rank takes in; null where there is one level, or nothing was measured
     copy: Link | None = None
+    # names of devices, as their driver tells them, for whose clusters the file stands where a run
+    # names none
     stands_for: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
@@ -277,17 +245,11 @@ class Hardware:
 
 
 class CellLinks(NamedTuple):
-    """What copies and rows travel over.
+    """What copies and rows travel over."""
 
-    Attributes:
-        copy: copies of weights, by what each rank of a cell has of them.
-        inter: what one node sends to the others.
-        intra: what one cell sends to the others of its node.
-    """
-
-    copy: Link
-    inter: Link
-    intra: Link
+    copy: Link  # copies of weights, by what each rank of a cell has of them
+    inter: Link  # what one node sends to the others
+    intra: Link  # what one cell sends to the others of its node
 
 
 def ranks_per_node_of(hosts_C: Sequence[str]) -> int:

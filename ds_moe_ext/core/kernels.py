@@ -22,17 +22,10 @@ MOST = 2**31 - 1  # of numbers of 32 bits, for which Triton compiles likewise
 
 
 class Kernel:
-    """A kernel that is launched again and again.
+    """A kernel that is launched again and again."""
 
-    Args:
-        jitted: a function under ``triton.jit``: tensors, then integers that it does not specialize,
-            then constants.
-
-    Attributes:
-        is_direct: whether that works with this Triton; of all kernels. Else each call is Triton's,
-            as on ROCm, for which it asks how large a tensor's memory is, too.
-    """
-
+    # whether that works with this Triton; of all kernels. Else each call is Triton's, as on ROCm,
+    # for which it asks how large a tensor's memory is, too.
     is_direct: ClassVar[bool] = torch.version.hip is None
 
     def __init__(self, jitted: Any) -> None:
@@ -225,13 +218,7 @@ def sums_by_token_grads(
 
 
 def index_of_blocks(table_2X: Tensor, num_blocks: int, num_rows: int) -> Tensor:
-    """Each row's own number and the shift of the block that it lies in, int32 ``[R]``.
-
-    Args:
-        table_2X: shifts of the blocks, and behind them where each ends, int32; more may follow.
-        num_blocks: ``X``.
-        num_rows: where the last one ends.
-    """
+    """Each row's own number and the shift of the block that it lies in, int32 ``[R]``."""
     index_R = table_2X.new_empty(num_rows)
     if num_rows:
         _INDEX_OF_BLOCKS.launch(

@@ -24,16 +24,11 @@ from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles in every ZP group.
+    """The roles in every ZP group."""
 
-    Attributes:
-        attention_cells: places in the group, ascending, whose ranks have attention, gates,
-            embeddings and head.
-        expert_cells: those whose ranks have experts only.
-    """
-
+    # places in the group, ascending, whose ranks have attention, gates, embeddings and head
     attention_cells: tuple[int, ...]
-    expert_cells: tuple[int, ...]
+    expert_cells: tuple[int, ...]  # those whose ranks have experts only
 
     @classmethod
     def first(cls, attention_size: int, expert_size: int) -> Roles:
@@ -61,14 +56,11 @@ class Roles:
 
 @dataclass(frozen=True)
 class Striping:
-    """How the micro-batches of attention ranks run.
+    """How the micro-batches of attention ranks run."""
 
-    Attributes:
-        num_stripes: that the samples of an attention rank are cut into; None until it is settled.
-        recomputes: expert ranks keep the rows that came in, and compute the rest again in backward.
-    """
-
+    # that the samples of an attention rank are cut into; None until it is settled
     num_stripes: int | None = None
+    # expert ranks keep the rows that came in, and compute the rest again in backward
     recomputes: bool = False
 
 
@@ -119,20 +111,15 @@ def divisors(number: int) -> list[int]:
 class Grid:
     """Rank arithmetic. Pure.
 
-    Attributes:
-        world_size: ranks that run the same layers.
-        num_cells: cells of a grid.
-        cell_size: ranks of a cell.
-        members: these ranks in the order of the axes, where they are a part of all, as a pipeline
-            stage is; none: all, in their own order.
-
     Raises:
         ValueError: the axes do not fill the world.
     """
 
-    world_size: int
-    num_cells: int
-    cell_size: int = 1
+    world_size: int  # ranks that run the same layers
+    num_cells: int  # cells of a grid
+    cell_size: int = 1  # ranks of a cell
+    # these ranks in the order of the axes, where they are a part of all, as a pipeline stage is;
+    # none: all, in their own order
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -171,22 +158,17 @@ class Grid:
 class ParallelLayout:
     """The grid and its process groups.
 
-    Attributes:
-        grid: the ranks.
-        rank: this one.
-        node_of: number of each rank's node; a machine unless ``build`` was told otherwise.
-        beside: the grids of all ranks, where they do not all run the same layers; else none.
-        everyone: the ranks of this grid; None where these are all.
-
     Two lanes never share a communicator: collectives of one communicator must be issued in the
     same order on every rank, and lanes are ordered only among their own tasks.
     """
 
-    grid: Grid
-    rank: int
+    grid: Grid  # the ranks
+    rank: int  # this one
+    # number of each rank's node; a machine unless ``build`` was told otherwise
     node_of: tuple[int, ...] = ()
+    # the grids of all ranks, where they do not all run the same layers; else none
     beside: tuple[Grid, ...] = ()
-    everyone: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None  # the ranks of this grid; None where these are all
     _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -230,28 +230,17 @@ class Holders:
     Copied experts are few, so that what is worked out for them alone is cheap. Shape letters: L
     layers, X copied experts and A others, by layer; N (copied expert, holder) pairs, by expert and
     then holder.
-
-    Attributes:
-        num_layers: layers ``L``.
-        num_cells: of their grid.
-        layer_X: layer of each copied expert, from 0, int64.
-        expert_X: and its number there.
-        copied_N: copied expert of each pair, 0 to X - 1, int64.
-        cell_N: and its holder.
-        layer_A: layer of each other expert, int64.
-        expert_A: its number there.
-        cell_A: its holder.
     """
 
-    num_layers: int
-    num_cells: int
-    layer_X: np.ndarray
-    expert_X: np.ndarray
-    copied_N: np.ndarray
-    cell_N: np.ndarray
-    layer_A: np.ndarray
-    expert_A: np.ndarray
-    cell_A: np.ndarray
+    num_layers: int  # layers ``L``
+    num_cells: int  # of their grid
+    layer_X: np.ndarray  # layer of each copied expert, from 0, int64
+    expert_X: np.ndarray  # and its number there
+    copied_N: np.ndarray  # copied expert of each pair, 0 to X - 1, int64
+    cell_N: np.ndarray  # and its holder
+    layer_A: np.ndarray  # layer of each other expert, int64
+    expert_A: np.ndarray  # its number there
+    cell_A: np.ndarray  # its holder
 
     @classmethod
     @lru_cache(maxsize=4)

@@ -33,25 +33,15 @@ SLOWER = 100
 
 @dataclass(frozen=True, eq=False)
 class WholePrices:
-    """What rows cost, in whole numbers of one unit.
+    """What rows cost, in whole numbers of one unit."""
 
-    Attributes:
-        row_C: to compute one in each cell, int64.
-        local: of a row on its cell's own link.
-        cross: and on its node's card.
-        card: and on its cell's part of that; 0 where a cell may use all of it.
-        speed_C: of each cell, in ``PARTS`` of the fastest, int64.
-        unit_s: seconds of one.
-        worth: what dividing anew has to save.
-    """
-
-    row_C: np.ndarray
-    local: int
-    cross: int
-    card: int
-    speed_C: np.ndarray
-    unit_s: float
-    worth: int
+    row_C: np.ndarray  # to compute one in each cell, int64
+    local: int  # of a row on its cell's own link
+    cross: int  # and on its node's card
+    card: int  # and on its cell's part of that; 0 where a cell may use all of it
+    speed_C: np.ndarray  # of each cell, in ``PARTS`` of the fastest, int64
+    unit_s: float  # seconds of one
+    worth: int  # what dividing anew has to save
 
     @classmethod
     def of(
@@ -81,25 +71,15 @@ class WholePrices:
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """How rows are divided, and where the division of other rows like these begins.
+    """How rows are divided, and where the division of other rows like these begins."""
 
-    Attributes:
-        rows_N: of each holder, int64.
-        part_N: of each expert's rows what each holder gets, in ``PARTS``, int64.
-        leave: step of what a level is lower at which a row leaves its cell, 0 to 11.
-        cross: and of what it is lower, besides, at which it leaves its node.
-        toll: and of what it is lower for each row that the links on its way carry, 0 to 5.
-        mean: level of all cells, if their levels were equal.
-        price: of the busiest cell and link, together, by the prices in whole numbers.
-    """
-
-    rows_N: np.ndarray
-    part_N: np.ndarray
-    leave: int
-    cross: int
-    toll: int
-    mean: int
-    price: int
+    rows_N: np.ndarray  # of each holder, int64
+    part_N: np.ndarray  # of each expert's rows what each holder gets, in ``PARTS``, int64
+    leave: int  # step of what a level is lower at which a row leaves its cell, 0 to 11
+    cross: int  # and of what it is lower, besides, at which it leaves its node
+    toll: int  # and of what it is lower for each row that the links on its way carry, 0 to 5
+    mean: int  # level of all cells, if their levels were equal
+    price: int  # of the busiest cell and link, together, by the prices in whole numbers
 
     @classmethod
     def of(cls, divided: Divided) -> Division:
@@ -305,17 +285,11 @@ class CompiledLayer:
 
 @dataclass(frozen=True, eq=False)
 class RowLevels:
-    """Divides rows over a layer's copies; the same for the same rows, on every processor.
+    """Divides rows over a layer's copies; the same for the same rows, on every processor."""
 
-    Attributes:
-        target: where experts compute.
-        node_C: node of each cell, int64.
-        prices: of rows.
-    """
-
-    target: Placement
-    node_C: np.ndarray
-    prices: WholePrices
+    target: Placement  # where experts compute
+    node_C: np.ndarray  # node of each cell, int64
+    prices: WholePrices  # of rows
 
     def __reduce__(self) -> tuple[type[RowLevels], tuple[Placement, np.ndarray, WholePrices]]:
         """Copied without its tables, which point into this process's memory."""

@@ -63,54 +63,31 @@ class _Copied(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What does not depend on rows.
+    """What does not depend on rows."""
 
-    Attributes:
-        expert_X: the copied experts.
-        cell_N: the holder of each pair.
-        group_N: its group.
-        start_G: the first pair of each group.
-        node_G: its node.
-        number_G: the copied expert of each group, by its number.
-        copied: the same, to be looped over.
-        is_alone_EC: 1 where a cell holds an expert that no other cell holds.
-        is_on_VC: 1 where a cell is on a node.
-        by_node_C: cells in the order of their nodes.
-    """
-
-    expert_X: np.ndarray
-    cell_N: np.ndarray
-    group_N: np.ndarray
-    start_G: np.ndarray
-    node_G: np.ndarray
-    number_G: np.ndarray
-    copied: Sequence[_Copied]
-    is_alone_EC: np.ndarray
-    is_on_VC: np.ndarray
-    by_node_C: np.ndarray
+    expert_X: np.ndarray  # the copied experts
+    cell_N: np.ndarray  # the holder of each pair
+    group_N: np.ndarray  # its group
+    start_G: np.ndarray  # the first pair of each group
+    node_G: np.ndarray  # its node
+    number_G: np.ndarray  # the copied expert of each group, by its number
+    copied: Sequence[_Copied]  # the same, to be looped over
+    is_alone_EC: np.ndarray  # 1 where a cell holds an expert that no other cell holds
+    is_on_VC: np.ndarray  # 1 where a cell is on a node
+    by_node_C: np.ndarray  # cells in the order of their nodes
 
 
 @dataclass(frozen=True, eq=False)
 class TwinLayer:
-    """A layer, and what the C file does with one.
+    """A layer, and what the C file does with one."""
 
-    Attributes:
-        holds_EC: which cells hold which experts, bool.
-        node_C: of each cell, 0 to V - 1, int64.
-        speed_C: of each cell, in parts of the fastest, int64.
-        price_C: of a row in each cell, int64.
-        local_price: of a row on its cell's link.
-        cross_price: of a row on its node's card.
-        card_price: of a row on its cell's part of that card; 0 where a cell may use all of it.
-    """
-
-    holds_EC: np.ndarray
-    node_C: np.ndarray
-    speed_C: np.ndarray
-    price_C: np.ndarray
-    local_price: int
-    cross_price: int
-    card_price: int
+    holds_EC: np.ndarray  # which cells hold which experts, bool
+    node_C: np.ndarray  # of each cell, 0 to V - 1, int64
+    speed_C: np.ndarray  # of each cell, in parts of the fastest, int64
+    price_C: np.ndarray  # of a row in each cell, int64
+    local_price: int  # of a row on its cell's link
+    cross_price: int  # of a row on its node's card
+    card_price: int  # of a row on its cell's part of that card; 0 where a cell may use all of it
 
     def prepare(self) -> None:
         _ = self.tables
@@ -356,23 +333,14 @@ def _ends(
 
 
 class _Holder(NamedTuple):
-    """A holder of the expert that is filled, all other experts as they are.
+    """A holder of the expert that is filled, all other experts as they are."""
 
-    Attributes:
-        low: of a level from which its own level follows.
-        high: likewise, below.
-        even: level at which it computes its own rows.
-        own: these.
-        base: rows of other experts.
-        speed: of its cell.
-    """
-
-    low: int
-    high: int
-    even: int
-    own: int
-    base: int
-    speed: int
+    low: int  # of a level from which its own level follows
+    high: int  # likewise, below
+    even: int  # level at which it computes its own rows
+    own: int  # these
+    base: int  # rows of other experts
+    speed: int  # of its cell
 
 
 def _filled(holder: _Holder, level: int) -> int:

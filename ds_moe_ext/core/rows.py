@@ -127,15 +127,10 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class Moved(NamedTuple):
-    """Blocks of rows in a new order, which is that of the arrays.
+    """Blocks of rows in a new order, which is that of the arrays."""
 
-    Attributes:
-        shift_X: how much farther back each block lay, int64.
-        length_X: rows of each.
-    """
-
-    shift_X: np.ndarray
-    length_X: np.ndarray
+    shift_X: np.ndarray  # how much farther back each block lay, int64
+    length_X: np.ndarray  # rows of each
 
     @classmethod
     def from_starts(cls, starts: np.ndarray, lengths: np.ndarray) -> Moved:
@@ -309,20 +304,16 @@ def _code() -> Callable[..., int] | None:
 
 
 class RowSplits(NamedTuple):
-    """Of one pass, as one rank sees it.
+    """Of one pass, as one rank sees it."""
 
-    Attributes:
-        sent_FC: rows of each of its chunks that go to each cell; to this one alone where no row
-            leaves its cell.
-        received_FC: and that come from each; likewise.
-        received_PCFS: rows that each rank of its cell has from each cell, for each of its slots.
-        moved: brings sent rows from the order of chunk, expert and holder into that of chunk,
-            holder and slot; None if they are.
-    """
-
+    # rows of each of its chunks that go to each cell; to this one alone where no row leaves its
+    # cell
     sent_FC: np.ndarray
-    received_FC: np.ndarray
+    received_FC: np.ndarray  # and that come from each; likewise
+    # rows that each rank of its cell has from each cell, for each of its slots
     received_PCFS: np.ndarray
+    # brings sent rows from the order of chunk, expert and holder into that of chunk, holder and
+    # slot; None if they are
     moved: Moved | None = None
 
 

@@ -25,17 +25,12 @@ PLANNED_SWEEPS = 16  # more, when there is time
 
 @dataclass(frozen=True, eq=False)
 class LevelShare:
-    """A ``Rule``: the parts that were planned, or a division anew where rows are not as predicted.
+    """A ``Rule``: the parts that were planned, or a division anew where rows are not as
+    predicted."""
 
-    Attributes:
-        levels: what divides.
-        plan: of the rows that were predicted.
-        sweeps: of a division anew; with 0 the plan's parts hold.
-    """
-
-    levels: RowLevels
-    plan: Division
-    sweeps: int
+    levels: RowLevels  # what divides
+    plan: Division  # of the rows that were predicted
+    sweeps: int  # of a division anew; with 0 the plan's parts hold
 
     @classmethod
     def planned(cls, levels: RowLevels, rows_CE: np.ndarray, *, sweeps: int) -> LevelShare:
@@ -69,17 +64,11 @@ class LevelShare:
 
 @dataclass(frozen=True, eq=False)
 class DividedRows:
-    """The ``Share`` of one pass.
+    """The ``Share`` of one pass."""
 
-    Attributes:
-        levels: what has divided.
-        rows_CE: of all chunks and of each cell, int64.
-        rows_N: that each holder computes, int64.
-    """
-
-    levels: RowLevels
-    rows_CE: np.ndarray
-    rows_N: np.ndarray
+    levels: RowLevels  # what has divided
+    rows_CE: np.ndarray  # of all chunks and of each cell, int64
+    rows_N: np.ndarray  # that each holder computes, int64
 
     @property
     def target(self) -> Placement:
@@ -258,12 +247,7 @@ class LocalElseHome:
 
 
 def _by_holder(rows_CFN: np.ndarray, holder: np.ndarray) -> np.ndarray:
-    """Sums of rows by chunk, sender and holder, int64 ``[F, C, C]``.
-
-    Args:
-        rows_CFN: rows of each sender, ``[C, F, N]``.
-        holder: cell that they go to, ``[C, N]`` or ``[N]``.
-    """
+    """Sums of rows by chunk, sender and holder, int64 ``[F, C, C]``."""
     num_cells, num_chunks, _ = rows_CFN.shape
     sender_C11 = np.arange(num_cells)[:, None, None]
     chunk_F1 = np.arange(num_chunks)[:, None]
@@ -283,15 +267,11 @@ NEVER = np.iinfo(np.int64).max
 
 
 class _Turns(NamedTuple):
-    """An even split in whole rows: all get the quotient, those whose turn is early one row more.
+    """An even split in whole rows: all get the quotient, those whose turn is early one row more."""
 
-    Attributes:
-        among: copies that the rows are split over; ``NEVER`` for who gets none of them.
-        more: with so many rows more all would get what this one gets: ``among - 1``, less its place
-            in the order in which the remainder is dealt; 0 for who gets none.
-    """
-
-    among: np.ndarray
+    among: np.ndarray  # copies that the rows are split over; ``NEVER`` for who gets none of them
+    # with so many rows more all would get what this one gets: ``among - 1``, less its place in the
+    # order in which the remainder is dealt; 0 for who gets none
     more: np.ndarray
 
     @classmethod
@@ -305,31 +285,19 @@ class _Turns(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """Where one sender's rows of one layer go, M (expert, holder) pairs.
+    """Where one sender's rows of one layer go, M (expert, holder) pairs."""
 
-    Attributes:
-        expert_M: expert of each pair.
-        flat_M: its place in a flattened ``[E, C]``.
-        pair_M: its place among the target's pairs.
-        turns_M: the holder's part of the expert's rows.
-    """
-
-    expert_M: np.ndarray
-    flat_M: np.ndarray
-    pair_M: np.ndarray
-    turns_M: _Turns
+    expert_M: np.ndarray  # expert of each pair
+    flat_M: np.ndarray  # its place in a flattened ``[E, C]``
+    pair_M: np.ndarray  # its place among the target's pairs
+    turns_M: _Turns  # the holder's part of the expert's rows
 
 
 class _Coming(NamedTuple):
-    """What one holder gets of the rows of its ``S`` experts in one layer.
+    """What one holder gets of the rows of its ``S`` experts in one layer."""
 
-    Attributes:
-        expert_S: they, by slot.
-        turns_C1S: its part of each sender's.
-    """
-
-    expert_S: np.ndarray
-    turns_C1S: _Turns
+    expert_S: np.ndarray  # they, by slot
+    turns_C1S: _Turns  # its part of each sender's
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,14 +308,10 @@ class _NearestCopies:
     *slot* is a place in a group. Shape letters: L layers, X copied experts, A others, N (copied
     expert, holder) pairs, V nodes, J groups, I (sender, copied expert) pairs, M of these by
     receiver.
-
-    Attributes:
-        targets: of the layers.
-        node_C: node of each cell.
     """
 
-    targets: tuple[Placement, ...]
-    node_C: np.ndarray
+    targets: tuple[Placement, ...]  # of the layers
+    node_C: np.ndarray  # node of each cell
     _leaving: dict[int, list[_Leaving]] = field(default_factory=dict, init=False)
     _coming: dict[int, list[_Coming]] = field(default_factory=dict, init=False)
 

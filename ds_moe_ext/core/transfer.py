@@ -34,14 +34,10 @@ GAP = 2  # experts more than another cell of its node, of which one takes anothe
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """How large an expert is, from which follows how it travels. The same on all ranks.
+    """How large an expert is, from which follows how it travels. The same on all ranks."""
 
-    Attributes:
-        expert_bytes: about what the weights of one take; 0 for experts that travel whole.
-        start_bytes: what a link between nodes carries in the time that a message takes to start.
-    """
-
-    expert_bytes: int = 0
+    expert_bytes: int = 0  # about what the weights of one take; 0 for experts that travel whole
+    # what a link between nodes carries in the time that a message takes to start
     start_bytes: int = START_BYTES
 
     def num_segments(self, num_leaders: int, num_others: int) -> int:
@@ -49,10 +45,6 @@ class Cargo:
 
         Times are compared in bytes of a link between nodes. A message starts, then its bytes pass;
         a chain's first segment takes all hops, and the others follow one by one.
-
-        Args:
-            num_leaders: nodes that it has to enter.
-            num_others: cells of the node with most of them, the one that has it first left out.
         """
         size, start = self.expert_bytes, self.start_bytes
         near = size // WITHIN
@@ -71,32 +63,21 @@ SMALL = Cargo()
 
 
 class Segment(NamedTuple):
-    """One of the even parts of all bytes of an expert, its tensors one after the other.
+    """One of the even parts of all bytes of an expert, its tensors one after the other."""
 
-    Attributes:
-        number: of the part, from 0.
-        of: parts in all.
-    """
-
-    number: int
-    of: int
+    number: int  # of the part, from 0
+    of: int  # parts in all
 
 
 WHOLE = Segment(0, 1)
 
 
 class Move(NamedTuple):
-    """One expert, or a segment of it, that travels between this cell and another.
+    """One expert, or a segment of it, that travels between this cell and another."""
 
-    Attributes:
-        expert: what travels.
-        cell: the other end.
-        segment: what of it.
-    """
-
-    expert: int
-    cell: int
-    segment: Segment = WHOLE
+    expert: int  # what travels
+    cell: int  # the other end
+    segment: Segment = WHOLE  # what of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +92,21 @@ class Round:
 
 
 class Run(NamedTuple):
-    """Experts that travel as one, in their order.
+    """Experts that travel as one, in their order."""
 
-    Attributes:
-        root: the cell that sends them.
-        experts: they.
-    """
-
-    root: int
-    experts: tuple[int, ...]
+    root: int  # the cell that sends them
+    experts: tuple[int, ...]  # they
 
 
 @dataclass(frozen=True)
 class Part:
-    """One cell's own part of the transfers.
+    """One cell's own part of the transfers."""
 
-    Attributes:
-        cell: this one.
-        rounds: those in which this cell sends or receives.
-        everywhere: every expert that moves and its only holder, if all of them go to all cells, so
-            that a broadcast an expert does the same; else empty. Of ``star_of`` these are the way,
-            and rounds only say what is sent and received.
-    """
-
-    cell: int
-    rounds: tuple[Round, ...]
+    cell: int  # this one
+    rounds: tuple[Round, ...]  # those in which this cell sends or receives
+    # every expert that moves and its only holder, if all of them go to all cells, so that a
+    # broadcast an expert does the same; else empty. Of ``star_of`` these are the way, and rounds
+    # only say what is sent and received.
     everywhere: tuple[Move, ...]
 
     def prepare(self) -> None:
@@ -173,28 +144,17 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """The moves that turn one placement into a wider one, in the order round, expert, receiver.
+    """The moves that turn one placement into a wider one, in the order round, expert, receiver."""
 
-    Attributes:
-        held: who holds what before.
-        wanted: and after.
-        node_C: node of each cell, 0 to V - 1, int64.
-        round_N: round of each transfer, of its first segment, int64. The others follow in the
-            rounds after it.
-        expert_N: what travels, int64.
-        sender_N: from which cell, int64.
-        receiver_N: to which cell, int64.
-        num_segments_N: in which it travels, int64.
-    """
-
-    held: Placement
-    wanted: Placement
-    node_C: np.ndarray
+    held: Placement  # who holds what before
+    wanted: Placement  # and after
+    node_C: np.ndarray  # node of each cell, 0 to V - 1, int64
+    # round of each transfer, of its first segment, int64. The others follow in the rounds after it.
     round_N: np.ndarray
-    expert_N: np.ndarray
-    sender_N: np.ndarray
-    receiver_N: np.ndarray
-    num_segments_N: np.ndarray
+    expert_N: np.ndarray  # what travels, int64
+    sender_N: np.ndarray  # from which cell, int64
+    receiver_N: np.ndarray  # to which cell, int64
+    num_segments_N: np.ndarray  # in which it travels, int64
 
     @cached_property
     def num_moved(self) -> int:
@@ -408,11 +368,7 @@ class _Trees:
         return full, last
 
     def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> int:
-        """The same, move by move, with those of the cell.
-
-        Returns:
-            The first round in which the cell is free again.
-        """
+        """The same, move by move, with those of the cell."""
         key, size, own = self._key, self._size, self._cell
         cells = [root, *targets]  # each sends from the round on that comes after it received
         num_ready, free = 1, number
@@ -522,12 +478,7 @@ def _first_out(num_leaving: Sequence[int], node_of: Sequence[int]) -> int:
 
 def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
     """Who takes an expert out of its node: its holder; or, if that has two more to take out than
-    another who gets it, and takes it over, this one, so that the node's cards give alike.
-
-    Args:
-        cells: of the node, the holder and those that get it, which have sent least first.
-        num_leaving: experts that each cell is to take out of its node.
-    """
+    another who gets it, and takes it over, this one, so that the node's cards give alike."""
     holder, gate = cells[0], min(cells, key=num_leaving.__getitem__)
     if num_leaving[holder] - num_leaving[gate] < GAP:
         return holder
@@ -602,11 +553,7 @@ class _Forest:
     def _spread(
         self, ready: list[tuple[int, int, int]], targets: Iterable[int]
     ) -> Iterator[tuple[int, int, int]]:
-        """Serve the targets in their order: who is free first sends next.
-
-        Args:
-            ready: (first free round, sends so far, cell) of every holder; targets join it.
-        """
+        """Serve the targets in their order: who is free first sends next."""
         heapq.heapify(ready)
         for receiver in targets:
             number, _, sender = ready[0]
@@ -618,12 +565,7 @@ class _Forest:
     def _chain(
         self, ready: list[tuple[int, int, int]], targets: Iterable[int]
     ) -> Iterator[tuple[int, int, int]]:
-        """Serve each target by the one before it, the first by the holder that has sent least.
-
-        Args:
-            ready: (round, sends so far, cell) of every holder and when it has the first segment;
-                targets join it.
-        """
+        """Serve each target by the one before it, the first by the holder that has sent least."""
         number, _, sender = min(ready)
         for receiver in targets:
             self._num_sent[sender] += 1

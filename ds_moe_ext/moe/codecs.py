@@ -18,14 +18,11 @@ from torch import Tensor
 
 
 class Coding(NamedTuple):
-    """Of one direction.
+    """Of one direction."""
 
-    Attributes:
-        encode: rows ``[N, D]`` to what travels, ``[N, ...]``: row by row, as many from every rank.
-        decode: what arrived, ``[R, ...]``, and rows like those that were sent, to ``[R, D]``.
-    """
-
+    # rows ``[N, D]`` to what travels, ``[N, ...]``: row by row, as many from every rank
     encode: Callable[[Tensor], Tensor]
+    # what arrived, ``[R, ...]``, and rows like those that were sent, to ``[R, D]``
     decode: Callable[[Tensor, Tensor], Tensor]
 
     def around(self, travel: Callable[[Tensor], Tensor], rows_ND: Tensor) -> Tensor:
@@ -62,22 +59,16 @@ class Codec(ABC):
     ``encode_grad`` and ``decode_grad`` may do it otherwise than ``encode`` and ``decode``. All are
     called in the lane of the all-to-all, on tensors that autograd does not see, and must neither
     communicate nor wait for the device.
-
-    Attributes:
-        dispatch: encode rows on their way to the experts.
-        combine: and on their way back.
-        gradients: and their gradients.
-        cell: within cells, too: what their ranks gather and, summand by summand, what they add up.
-        copies: of experts, too: their weights, row by row.
-        copy_gradients: and the gradients of these, at each hop on their way home, where sums are
-            made: each rounds once more.
     """
 
-    dispatch: bool = True
-    combine: bool = True
-    gradients: bool = True
+    dispatch: bool = True  # encode rows on their way to the experts
+    combine: bool = True  # and on their way back
+    gradients: bool = True  # and their gradients
+    # within cells, too: what their ranks gather and, summand by summand, what they add up
     cell: bool = False
-    copies: bool = False
+    copies: bool = False  # of experts, too: their weights, row by row
+    # and the gradients of these, at each hop on their way home, where sums are made: each rounds
+    # once more
     copy_gradients: bool = False
 
     @abstractmethod

@@ -46,25 +46,16 @@ from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where this rank stands among those that hold a layer's experts.
+    """Where this rank stands among those that hold a layer's experts."""
 
-    Attributes:
-        layer: number of the layer.
-        cell: this rank's cell.
-        node_C: node of each cell.
-        group: the cells, in a communicator that only the parameter lane uses.
-        in_float32: sums of gradients on their way home are kept so; the same in all cells.
-        broadcasts: what goes to all cells travels by broadcasts.
-        cargo: how large an expert is.
-    """
-
-    layer: int
-    cell: int
-    node_C: np.ndarray
-    group: dist.ProcessGroup
+    layer: int  # number of the layer
+    cell: int  # this rank's cell
+    node_C: np.ndarray  # node of each cell
+    group: dist.ProcessGroup  # the cells, in a communicator that only the parameter lane uses
+    # sums of gradients on their way home are kept so; the same in all cells
     in_float32: bool = False
-    broadcasts: bool = False
-    cargo: Cargo = SMALL
+    broadcasts: bool = False  # what goes to all cells travels by broadcasts
+    cargo: Cargo = SMALL  # how large an expert is
 
     @property
     def has_stars(self) -> bool:
@@ -87,44 +78,26 @@ class Place:
 
 
 class Piece(NamedTuple):
-    """Some of the transfers of a plan.
+    """Some of the transfers of a plan."""
 
-    Attributes:
-        part: what this cell does of them.
-        experts: whose copies these are.
-        number: of the piece, for traces.
-    """
-
-    part: Part
-    experts: Collection[int]
-    number: int = 0
+    part: Part  # what this cell does of them
+    experts: Collection[int]  # whose copies these are
+    number: int = 0  # of the piece, for traces
 
 
 @dataclass(frozen=True, eq=False)
 class Trips:
-    """The transfers of one plan.
+    """The transfers of one plan."""
 
-    Attributes:
-        place: where this rank stands.
-        plan: whose they are.
-        whole: of all copies at once.
-        gathers: the pieces in which they travel.
-        reductions: the pieces in which their gradients do.
-        slots: of the experts at home here.
-        planned: experts that compute here, by slot.
-        copied: those of them that are at home elsewhere.
-        are_behind: the slots of copies come behind those of the experts at home.
-    """
-
-    place: Place
-    plan: Plan
-    whole: Part
-    gathers: Sequence[Piece]
-    reductions: Sequence[Piece]
-    slots: Mapping[int, int]
-    planned: Sequence[int]
-    copied: Sequence[int]
-    are_behind: bool
+    place: Place  # where this rank stands
+    plan: Plan  # whose they are
+    whole: Part  # of all copies at once
+    gathers: Sequence[Piece]  # the pieces in which they travel
+    reductions: Sequence[Piece]  # the pieces in which their gradients do
+    slots: Mapping[int, int]  # of the experts at home here
+    planned: Sequence[int]  # experts that compute here, by slot
+    copied: Sequence[int]  # those of them that are at home elsewhere
+    are_behind: bool  # the slots of copies come behind those of the experts at home
 
     @classmethod
     def of(cls, place: Place, plan: Plan, before: Trips | None = None) -> Trips:
@@ -448,12 +421,6 @@ def _own_sum(grad: Tensor) -> Tensor:
 
 class Flight:
     """The copies of one pass, from launch to the gradients' return.
-
-    Args:
-        copies: what it shares with the layer's other flights.
-        slab: where those of the plan lie.
-        home: weights of the experts at home on this rank, by slot or stacked.
-        to_gather: what has to travel, piece by piece; the flight takes from it what it launches.
 
     Attributes:
         target: who holds what in this pass: the plan's target, and more if the rows asked for it.

@@ -26,11 +26,7 @@ Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 def are_stacked(weights: Weights, like: Weights) -> bool:
     """Whether each is of all slots, ``[S, ...]``, a name each, and not one after the other of the
-    first slot, then of the second and so on.
-
-    Args:
-        like: of one expert.
-    """
+    first slot, then of the second and so on."""
     return bool(weights) and weights[0].dim() > like[0].dim()
 
 
@@ -202,15 +198,10 @@ ASKED = 8  # rows that a codec is to encode as the same
 
 
 class Codecs(NamedTuple):
-    """What copies travel as.
+    """What copies travel as."""
 
-    Attributes:
-        weights: to their cells; None: as they are.
-        gradients: home; likewise.
-    """
-
-    weights: Codec | None = None
-    gradients: Codec | None = None
+    weights: Codec | None = None  # to their cells; None: as they are
+    gradients: Codec | None = None  # home; likewise
 
 
 AS_THEY_ARE = Codecs()

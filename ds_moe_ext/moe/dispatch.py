@@ -77,15 +77,10 @@ def its(name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class DeepEp:
-    """A ``Carrier`` by DeepEP.
+    """A ``Carrier`` by DeepEP."""
 
-    Attributes:
-        make_buffer: what moves rows.
-        rank: this one's number among those that exchange rows.
-    """
-
-    make_buffer: MakeBuffer
-    rank: int
+    make_buffer: MakeBuffer  # what moves rows
+    rank: int  # this one's number among those that exchange rows
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> DeepEp:
@@ -101,19 +96,12 @@ class DeepEp:
 
 @dataclass(frozen=True, eq=False)
 class DeepTrip:
-    """A ``Trip`` by DeepEP: there is its dispatch, back its combine, which copies single rows.
+    """A ``Trip`` by DeepEP: there is its dispatch, back its combine, which copies single rows."""
 
-    Attributes:
-        make_buffer: what moves rows.
-        receiver_N: rank that each row goes to, int64.
-        num_ranks: ranks that exchange rows.
-        num_received: rows that arrive here.
-    """
-
-    make_buffer: MakeBuffer
-    receiver_N: Tensor
-    num_ranks: int
-    num_received: int
+    make_buffer: MakeBuffer  # what moves rows
+    receiver_N: Tensor  # rank that each row goes to, int64
+    num_ranks: int  # ranks that exchange rows
+    num_received: int  # rows that arrive here
     _handle: list[tuple[Any, ...]] = field(default_factory=list)  # of the first dispatch
 
     def out(self, rows_N: Tensor) -> Tensor:
@@ -176,11 +164,7 @@ def index_type() -> torch.dtype:
 
 @lru_cache(maxsize=4)
 def buffer_of(group: dist.ProcessGroup, device: torch.device, row_bytes: int) -> Any:
-    """A buffer for rows of a width, shared by all layers. Collective.
-
-    Raises:
-        RuntimeError: rows do not arrive in the order of their senders, and of each as it sent them.
-    """
+    """A buffer for rows of a width, shared by all layers. Collective."""
     buffer_class = its("Buffer")
     num_ranks = group.size()
     configs = [
@@ -223,14 +207,7 @@ PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by
 
 
 def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) -> Carrier | None:
-    """This rank's part in a way between the cells; None where that is the direct one.
-
-    Args:
-        layout: built with ``NODE_AXES`` of the lane, if the way leads by the nodes.
-        lane: that the rows travel in.
-        way: which.
-        direct: between all cells.
-    """
+    """This rank's part in a way between the cells; None where that is the direct one."""
     if way is Way.DEEP_EP:
         return DeepEp.of(direct.group)
     if way not in PLANNERS or layout.why_flat:
@@ -244,20 +221,16 @@ def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) ->
 
 @dataclass(frozen=True)
 class Wire:
-    """The communicator and the algorithm of one direction.
+    """The communicator and the algorithm of one direction."""
 
-    Attributes:
-        group: the cells, in a communicator that only this lane uses; None where there is one cell.
-        all_to_all: how rows are exchanged.
-        coding: what they travel as; None: as they are. Where nothing travels nothing is encoded.
-        carrier: how they go another way than straight from each cell to each; None: so.
-        node_channels: within and between the nodes, where a token's row goes once to a node.
-    """
-
+    # the cells, in a communicator that only this lane uses; None where there is one cell
     group: dist.ProcessGroup | None
-    all_to_all: AllToAll = all_to_all_rows
+    all_to_all: AllToAll = all_to_all_rows  # how rows are exchanged
+    # what they travel as; None: as they are. Where nothing travels nothing is encoded.
     coding: Coding | None = None
+    # how they go another way than straight from each cell to each; None: so
     carrier: Carrier | None = None
+    # within and between the nodes, where a token's row goes once to a node
     node_channels: Mapping[Reach, Channel] | None = None
 
     @classmethod
@@ -333,17 +306,11 @@ class Wire:
 
 @dataclass(frozen=True)
 class Dispatch(SavesAlike):
-    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order.
+    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
 
-    Attributes:
-        wire: there.
-        back_wire: of the lane in which gradients return.
-        sent: called when all rows of a pass are sent.
-    """
-
-    wire: Wire
-    back_wire: Wire
-    sent: Callable[[], None] = lambda: None
+    wire: Wire  # there
+    back_wire: Wire  # of the lane in which gradients return
+    sent: Callable[[], None] = lambda: None  # called when all rows of a pass are sent
 
     def forward(
         self, span: Span, x_TD: Tensor, layer_route: LayerRoute
@@ -382,15 +349,10 @@ class Combine(SavesAlike):
 @dataclass(frozen=True)
 class OrderOnce(SavesAlike):
     """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
-    cell's experts, ``[R]`` in slot order.
+    cell's experts, ``[R]`` in slot order."""
 
-    Attributes:
-        order: the common stage, told to count visits.
-        wire: straight from each cell to each, with rows as they are.
-    """
-
-    order: Stage
-    wire: Wire
+    order: Stage  # the common stage, told to count visits
+    wire: Wire  # straight from each cell to each, with rows as they are
 
     def forward(
         self, span: Span, expert_TK: Tensor, score_TK: Tensor

@@ -33,31 +33,20 @@ class Graph:
 
     Those are saved beside it, in the place where the whole program saves its tensors: hooks that
     checkpoint or offload activations see them there, once for all stages.
-
-    Attributes:
-        outputs: edges of what it wrote; None where nothing has a gradient.
-        inputs: what it read that has a gradient, in a row; autograd holds them anyway.
-        reads: for each read that can be differentiated, how many gradients it gets: of a tensor
-            None, of a tuple one a part; and for each of them whether it has an edge.
-        kept: the tensors, while backward runs.
     """
 
+    # edges of what it wrote; None where nothing has a gradient
     outputs: tuple[GradientEdge | None, ...]
+    # what it read that has a gradient, in a row; autograd holds them anyway
     inputs: tuple[Tensor, ...]
+    # for each read that can be differentiated, how many gradients it gets: of a tensor None, of a
+    # tuple one a part; and for each of them whether it has an edge
     reads: tuple[bool | tuple[bool, ...], ...]
-    kept: list[Tensor]
+    kept: list[Tensor]  # the tensors, while backward runs
 
 
 def run_apart(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Run a function under autograd, cut off from the graph around it.
-
-    Returns:
-        What it wrote, detached; and what ``gradients`` takes: the graph, then the tensors that its
-        backward needs. Nothing if nothing has a gradient.
-
-    Raises:
-        RuntimeError: the function changed in place what its backward needs.
-    """
+    """Run a function under autograd, cut off from the graph around it."""
     leaves = tuple(map(_leaf, reads))
     flat = [part for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
     graded = [part for part in flat if isinstance(part, Tensor) and part.requires_grad]
@@ -122,15 +111,10 @@ def gradients(
 
 @dataclass(frozen=True)
 class Local(Uncut):
-    """A stage from a function.
+    """A stage from a function."""
 
-    Attributes:
-        function: called with what the task reads.
-        graded: for each write, whether it has a gradient.
-    """
-
-    function: Function
-    graded: tuple[bool, ...] = (True,)
+    function: Function  # called with what the task reads
+    graded: tuple[bool, ...] = (True,)  # for each write, whether it has a gradient
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return run_apart(self.function, reads)
@@ -141,13 +125,9 @@ class Local(Uncut):
 
 @dataclass(frozen=True, eq=False)
 class Aside(SavesAlike):
-    """A stage that only has an effect: what the task reads says when, not what.
+    """A stage that only has an effect: what the task reads says when, not what."""
 
-    Attributes:
-        act: called with the task's span.
-    """
-
-    act: Callable[[Span], None]
+    act: Callable[[Span], None]  # called with the task's span
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         self.act(span)
@@ -159,13 +139,9 @@ class Aside(SavesAlike):
 
 @dataclass(eq=False)
 class Present:
-    """A stage in whose place another one comes between steps, in programs that stay.
+    """A stage in whose place another one comes between steps, in programs that stay."""
 
-    Attributes:
-        stage: the present one.
-    """
-
-    stage: Stage
+    stage: Stage  # the present one
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return self.stage.forward(span, *reads)
@@ -215,16 +191,11 @@ class ModuleExperts:
     """Any ``nn.Module`` as expert: one call a slot, with the parameters of its expert.
 
     Weights: all parameters of the first slot's module in ``names`` order, then of the second's.
-
-    Attributes:
-        template: a module of the experts' class; only its code is used.
-        names: names of its parameters.
-        shard: the part of every expert that is computed here.
     """
 
-    template: nn.Module
-    names: tuple[str, ...]
-    shard: Shard = WHOLE
+    template: nn.Module  # a module of the experts' class; only its code is used
+    names: tuple[str, ...]  # names of its parameters
+    shard: Shard = WHOLE  # the part of every expert that is computed here
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
@@ -258,16 +229,11 @@ def arrangement_for(function: ExpertFunction, weights: tuple[Tensor, ...]) -> Ar
 
 
 class _Kept(NamedTuple):
-    """What backward needs besides tensors.
+    """What backward needs besides tensors."""
 
-    Attributes:
-        layer_route: of the pass.
-        order: of the slots while they computed, if not their own.
-        pieces: that were computed one by one, each with the number of things saved for it.
-    """
-
-    layer_route: LayerRoute
-    order: SlotOrder | None
+    layer_route: LayerRoute  # of the pass
+    order: SlotOrder | None  # of the slots while they computed, if not their own
+    # that were computed one by one, each with the number of things saved for it
     pieces: tuple[tuple[Span, int], ...]
 
 
@@ -277,14 +243,10 @@ class Expert:
 
     Where backward is cut otherwise than forward, rows are computed in pieces that the spans of both
     are made of: a graph of autograd can only be gone back through as a whole.
-
-    Attributes:
-        function: what an expert computes.
-        pieces: these spans; none where both directions are cut alike.
     """
 
-    function: ExpertFunction
-    pieces: tuple[Span, ...] = ()
+    function: ExpertFunction  # what an expert computes
+    pieces: tuple[Span, ...] = ()  # these spans; none where both directions are cut alike
 
     def forward(
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]

@@ -28,13 +28,9 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 
 
 class SlotOrder(NamedTuple):
-    """Another order of slots, for rows and weights while experts compute.
+    """Another order of slots, for rows and weights while experts compute."""
 
-    Attributes:
-        slots: in that order.
-    """
-
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # in that order
 
     def inverse(self) -> SlotOrder:
         """That which brings slots back."""
@@ -58,14 +54,10 @@ class SlotOrder(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How slots compute.
+    """How slots compute."""
 
-    Attributes:
-        order: of the slots, where another one than theirs has fewer runs.
-        runs: slots ``start`` to ``stop`` of that order whose weights can be stacked, name by name.
-    """
-
-    order: SlotOrder | None
+    order: SlotOrder | None  # of the slots, where another one than theirs has fewer runs
+    # slots ``start`` to ``stop`` of that order whose weights can be stacked, name by name
     runs: tuple[tuple[int, int], ...]
 
 
@@ -251,19 +243,12 @@ class Wanted(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Slots that are computed at once.
+    """Slots that are computed at once."""
 
-    Attributes:
-        start: the first one.
-        stop: behind the last.
-        num_rows: of them all.
-        end_S: where the rows of each end, for one grouped GEMM; None for one slot.
-    """
-
-    start: int
-    stop: int
-    num_rows: int
-    end_S: Tensor | None
+    start: int  # the first one
+    stop: int  # behind the last
+    num_rows: int  # of them all
+    end_S: Tensor | None  # where the rows of each end, for one grouped GEMM; None for one slot
 
     def own(self, rows_RD: Tensor) -> Tensor:
         """Without those that were added to round their number up."""
@@ -285,22 +270,15 @@ _NUM_KEPT = 5  # of each run: rows, gate and up, their product, the weights up a
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SwiGluAdjoint:
-    """Gradients of SwiGLU experts.
+    """Gradients of SwiGLU experts."""
 
-    Attributes:
-        runs: of slots.
-        wanted: gradients.
-        is_transposed: weights are stored ``[in, out]``.
-        stacks: slots ``start`` to ``stop`` whose weights came as one tensor a name; none where they
-            came slot by slot.
-        dtype: of the rows as they came.
-    """
-
-    runs: tuple[_Run, ...]
-    wanted: Wanted
-    is_transposed: bool
+    runs: tuple[_Run, ...]  # of slots
+    wanted: Wanted  # gradients
+    is_transposed: bool  # weights are stored ``[in, out]``
+    # slots ``start`` to ``stop`` whose weights came as one tensor a name; none where they came slot
+    # by slot
     stacks: Sequence[tuple[int, int]]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the rows as they came
 
     def gradients(self, kept: Sequence[Tensor], grad_RD: Tensor) -> tuple[Any, ...]:
         """Of the rows, ``[R, D]``, and of the weights, as they came; None where it is not wanted.
@@ -383,17 +361,12 @@ class SwiGluAdjoint:
 
 
 class _WeightGrads(NamedTuple):
-    """Gradients of a weight.
+    """Gradients of a weight."""
 
-    Attributes:
-        of_runs: of each run so far; none where they are not wanted.
-        stacks: in which those of slots are put that are computed one by one, by the first of each.
-        rooms: of each slot there.
-    """
-
-    of_runs: list[Tensor]
+    of_runs: list[Tensor]  # of each run so far; none where they are not wanted
+    # in which those of slots are put that are computed one by one, by the first of each
     stacks: Mapping[int, Tensor] = MappingProxyType({})
-    rooms: Mapping[int, Tensor] = MappingProxyType({})
+    rooms: Mapping[int, Tensor] = MappingProxyType({})  # of each slot there
 
 
 def swiglu(
@@ -553,11 +526,7 @@ class FeedForwardExperts:
         runs: Sequence[tuple[int, int]],
     ) -> tuple[Tensor, SwiGluAdjoint, list[Tensor]] | None:
         """The same as a call, with an adjoint of its own; see ``swiglu``. None where autograd must
-        find it: of other activations, with biases, under autocast, of mixed types.
-
-        Args:
-            runs: of slots, by ``arrangement``.
-        """
+        find it: of other activations, with biases, under autocast, of mixed types."""
         is_plain = self.activation is silu_gated and not self.has_bias and bool(weights)
         if not is_plain or weights[0].dtype != weights[1].dtype:
             return None

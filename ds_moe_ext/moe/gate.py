@@ -28,17 +28,11 @@ from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 
 class Choice(NamedTuple):
-    """What a gate decides.
+    """What a gate decides."""
 
-    Attributes:
-        expert_TK: chosen experts, int64 ``[T, K]``, best first; -1 where a choice is not used.
-        score_TK: weight of each choice in the output, ``[T, K]``.
-        losses: load-balance loss and z-loss, unscaled, ``[2]``.
-    """
-
-    expert_TK: Tensor
-    score_TK: Tensor
-    losses: Tensor
+    expert_TK: Tensor  # chosen experts, int64 ``[T, K]``, best first; -1 where a choice is not used
+    score_TK: Tensor  # weight of each choice in the output, ``[T, K]``
+    losses: Tensor  # load-balance loss and z-loss, unscaled, ``[2]``
 
 
 GateFunction = Callable[[Tensor, tuple[Tensor, ...]], Choice]
@@ -50,35 +44,24 @@ RunRows = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 @dataclass(frozen=True)
 class GateWeight:
-    """One weight that a gate learns.
+    """One weight that a gate learns."""
 
-    Attributes:
-        name: of the parameter. "weight" is the one that a host's router has already: its values
-            stay where the shape is the same.
-        shape: of the parameter.
-        fill: draws its first values in place, with torch's default generator.
-    """
-
+    # of the parameter. "weight" is the one that a host's router has already: its values stay where
+    # the shape is the same.
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter
+    # draws its first values in place, with torch's default generator
     fill: Callable[[Tensor], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(ABC):
-    """A gate. A subclass is a frozen dataclass: its fields are its JSON keys.
+    """A gate. A subclass is a frozen dataclass: its fields are its JSON keys."""
 
-    Attributes:
-        top_k: choices ``K``; null takes as many as the host's router.
-        looks_ahead: a token's experts depend on tokens after it.
-        may_drop: ids may be -1, for choices that are not used.
-        is_even: every expert gets as many rows, so that none is over capacity.
-    """
-
-    top_k: int | None = None
-    looks_ahead: ClassVar[bool] = False
-    may_drop: ClassVar[bool] = False
-    is_even: ClassVar[bool] = False
+    top_k: int | None = None  # choices ``K``; null takes as many as the host's router
+    looks_ahead: ClassVar[bool] = False  # a token's experts depend on tokens after it
+    may_drop: ClassVar[bool] = False  # ids may be -1, for choices that are not used
+    is_even: ClassVar[bool] = False  # every expert gets as many rows, so that none is over capacity
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -130,12 +113,9 @@ class Gate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxTopK(Gate):
-    """Softmax over all experts, the k best of them (GShard, Switch Transformer, Mixtral, Qwen3).
+    """Softmax over all experts, the k best of them (GShard, Switch Transformer, Mixtral, Qwen3)."""
 
-    Attributes:
-        renormalize: scale the scores of a token to sum to one (Mixtral; Qwen3's norm_topk_prob).
-    """
-
+    # scale the scores of a token to sum to one (Mixtral; Qwen3's norm_topk_prob)
     renormalize: bool = True
 
     def choose(self, logit_TE: Tensor) -> Choice:
@@ -221,18 +201,13 @@ SHORTEST = 1e-4  # shorter vectors are not stretched to one: their gradients wou
 @dataclass(frozen=True, kw_only=True)
 class CosineTopK(Gate):
     """Top-k of cosines over a learned temperature (X-MoE, Chi et al. 2022; FSMoE, section 3.1; the
-    temperature as in Tutel's cosine gate).
+    temperature as in Tutel's cosine gate)."""
 
-    Attributes:
-        renormalize: softmax over those kept; else over all experts, which X-MoE's one choice needs
-            for its score to say anything.
-        most: the logits are at most so large: cosine x min(1 / temperature, most).
-        projection_size: width ``P`` in which angles are taken.
-    """
-
+    # softmax over those kept; else over all experts, which X-MoE's one choice needs for its score
+    # to say anything
     renormalize: bool = True
-    most: float = 100.0
-    projection_size: int = 256
+    most: float = 100.0  # the logits are at most so large: cosine x min(1 / temperature, most)
+    projection_size: int = 256  # width ``P`` in which angles are taken
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,15 +257,9 @@ class ExpertChoice(Gate):
     Experts choose among the tokens of one call, that is of one rank. The layer needs
     ``LayerOptions(gate_may_drop=True)``. Not for causal models: whether an expert keeps a token
     depends on later tokens, which are not there when text is generated.
-
-    Attributes:
-        capacity_factor: scales the average.
-
-    Raises:
-        ValueError: no expert could take a row.
     """
 
-    capacity_factor: float = 1.0
+    capacity_factor: float = 1.0  # scales the average
     looks_ahead: ClassVar[bool] = True
     may_drop: ClassVar[bool] = True
     is_even: ClassVar[bool] = True
@@ -383,12 +352,9 @@ class SoftMixture(Gate):
 
     The slots are the rows that travel: each goes to its expert with score 1, by any strategy.
     Nothing is chosen, so there is no ``top_k``. Not for causal models.
-
-    Attributes:
-        slots_per_expert: of each sequence.
     """
 
-    slots_per_expert: int = 1
+    slots_per_expert: int = 1  # of each sequence
     looks_ahead: ClassVar[bool] = True
     is_even: ClassVar[bool] = True
 
@@ -499,14 +465,10 @@ class TokenParts:
 
     Gradients are alike too, those of the outputs as what follows computes them, and those of the
     tokens and scores as what came before wants them.
-
-    Attributes:
-        run: the experts, on this rank's part of the tokens.
-        group: the ranks; a communicator that the model's thread uses.
     """
 
-    run: RunRows
-    group: dist.ProcessGroup
+    run: RunRows  # the experts, on this rank's part of the tokens
+    group: dist.ProcessGroup  # the ranks; a communicator that the model's thread uses
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]

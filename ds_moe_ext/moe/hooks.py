@@ -53,34 +53,24 @@ from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 
 class Moe(NamedTuple):
-    """Which layer.
+    """Which layer."""
 
-    Attributes:
-        number: from 0, in the order of the model.
-        name: dotted module name; empty where no host has given one.
-    """
-
-    number: int
-    name: str = ""
+    number: int  # from 0, in the order of the model
+    name: str = ""  # dotted module name; empty where no host has given one
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What is there at a hook.
+    """What is there at a hook."""
 
-    Attributes:
-        data: to be read, not written; no gradient goes through it. At the start and the end it is
-            the layer's input and output, ``[T, D]``; before dispatch a chunk's tokens, ``[T, D]``;
-            between dispatch and combine rows by expert, ``[R, D]``, or those of the whole cell,
-            ``[G, D]``; after combine rows in send order, ``[N, D]``. Gradients likewise, but
-            ``[N, D]`` before dispatch, and ``[T, D]`` after combine.
-        span: finest chunks that it is of; None at the start and the end.
-        is_backward: whether they are gradients.
-    """
-
+    # to be read, not written; no gradient goes through it. At the start and the end it is the
+    # layer's input and output, ``[T, D]``; before dispatch a chunk's tokens, ``[T, D]``; between
+    # dispatch and combine rows by expert, ``[R, D]``, or those of the whole cell, ``[G, D]``; after
+    # combine rows in send order, ``[N, D]``. Gradients likewise, but ``[N, D]`` before dispatch,
+    # and ``[T, D]`` after combine.
     data: Tensor
-    span: Span | None = None
-    is_backward: bool = False
+    span: Span | None = None  # finest chunks that it is of; None at the start and the end
+    is_backward: bool = False  # whether they are gradients
 
 
 class Hooks:
@@ -90,12 +80,9 @@ class Hooks:
     come, is up to the schedule. On CUDA the call is made in the stream that owns the data: work on
     them in that stream, and do not wait for the device. Do not communicate. What is computed again
     (activation checkpointing) is seen again.
-
-    Attributes:
-        in_backward: whether the four hooks of the chunks see gradients too.
     """
 
-    in_backward: bool = True
+    in_backward: bool = True  # whether the four hooks of the chunks see gradients too
 
     def before_moe_start_hook(self, moe: Moe, batch: Batch) -> None:
         """Once, before the gate (where the host has one: behind that, before order)."""
@@ -138,18 +125,14 @@ _ONE_AT_A_TIME = threading.Lock()  # lanes are threads, on a CPU
 class Hooked:
     """What a run's layers have at the six places.
 
-    Attributes:
-        observers: called in order.
-        codecs: of rows that travel; one at most for each of dispatch and combine.
-        transforms: of rows at the six places, in order.
-
     Raises:
         ValueError: two codecs for the same rows, or a transform without a place.
     """
 
-    observers: tuple[Hooks, ...] = ()
+    observers: tuple[Hooks, ...] = ()  # called in order
+    # of rows that travel; one at most for each of dispatch and combine
     codecs: tuple[Codec, ...] = ()
-    transforms: Transforms = ()
+    transforms: Transforms = ()  # of rows at the six places, in order
 
     def __post_init__(self) -> None:
         for transform in self.transforms:
@@ -275,25 +258,15 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class HookedStage:
-    """A stage with hooks before and behind it; of its adjoint too.
+    """A stage with hooks before and behind it; of its adjoint too."""
 
-    Attributes:
-        stage: what is done.
-        hooks: who is told.
-        moe: the layer.
-        before: told of the first read of ``forward``.
-        after: of what that writes.
-        before_adjoint: of the gradient that ``backward`` gets.
-        after_adjoint: of what that gives.
-    """
-
-    stage: Stage
-    hooks: Hooked
-    moe: Moe
-    before: Hook | None = None
-    after: Hook | None = None
-    before_adjoint: Hook | None = None
-    after_adjoint: Hook | None = None
+    stage: Stage  # what is done
+    hooks: Hooked  # who is told
+    moe: Moe  # the layer
+    before: Hook | None = None  # told of the first read of ``forward``
+    after: Hook | None = None  # of what that writes
+    before_adjoint: Hook | None = None  # of the gradient that ``backward`` gets
+    after_adjoint: Hook | None = None  # of what that gives
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         self._tell(self.before, reads[0], span)

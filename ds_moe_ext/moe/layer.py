@@ -74,19 +74,14 @@ from ds_moe_ext.schedule.task import (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What a user may ask of a layer beside its strategy.
+    """What a user may ask of a layer beside its strategy."""
 
-    Attributes:
-        capacity_factor: rows an expert takes from one rank, over the mean; None drops nothing.
-        gate_may_drop: the gate marks choices that it dropped with -1.
-        hooks: what is done to its rows, who is told of them, and what they travel as.
-        name: dotted module name, for hooks.
-    """
-
+    # rows an expert takes from one rank, over the mean; None drops nothing
     capacity_factor: float | None = None
-    gate_may_drop: bool = False
+    gate_may_drop: bool = False  # the gate marks choices that it dropped with -1
+    # what is done to its rows, who is told of them, and what they travel as
     hooks: Hooked = NO_HOOKS
-    name: str = ""
+    name: str = ""  # dotted module name, for hooks
 
 
 SawSlice = Callable[[Mark, Lanes], None]
@@ -106,25 +101,17 @@ class GradientSlices(Protocol):
 
 
 class _Shape(NamedTuple):
-    """What of a plan a program is made by, beside where rows go: plans of one shape share programs.
+    """What of a plan a program is made by, beside where rows go: plans of one shape share
+    programs."""
 
-    Attributes:
-        tasks: what runs.
-        way: of rows between the cells.
-        degrees: spans that the tokens are cut into, forward and backward.
-        reductions: of dense gradients.
-        copies: whether the plan has some, joins them, frees them.
-        workers: what experts compute with, and what moves their copies and dense gradients.
-        is_common: no stage is the strategy's own, which may look at all of a plan.
-    """
-
-    tasks: LayerTasks
-    way: Way
-    degrees: tuple[int, int]
-    reductions: Placed
-    copies: tuple[bool, bool, bool]
+    tasks: LayerTasks  # what runs
+    way: Way  # of rows between the cells
+    degrees: tuple[int, int]  # spans that the tokens are cut into, forward and backward
+    reductions: Placed  # of dense gradients
+    copies: tuple[bool, bool, bool]  # whether the plan has some, joins them, frees them
+    # what experts compute with, and what moves their copies and dense gradients
     workers: tuple[ExpertFunction, Copies | None, GradientSlices | None]
-    is_common: bool
+    is_common: bool  # no stage is the strategy's own, which may look at all of a plan
 
 
 class RoutedExperts:
@@ -963,17 +950,11 @@ def _uncounted(*rows: Any) -> None:
 
 
 class MoEOutput(NamedTuple):
-    """What ``MoELayer`` returns.
+    """What ``MoELayer`` returns."""
 
-    Attributes:
-        y: output, of x's shape.
-        balance_loss: scalar, unscaled; 1 when routing is uniform.
-        z_loss: scalar, unscaled.
-    """
-
-    y: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
+    y: Tensor  # output, of x's shape
+    balance_loss: Tensor  # scalar, unscaled; 1 when routing is uniform
+    z_loss: Tensor  # scalar, unscaled
 
 
 class MoELayer(nn.Module):

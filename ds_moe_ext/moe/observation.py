@@ -31,17 +31,11 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a layer routed.
+    """What a layer routed."""
 
-    Attributes:
-        routed_CE: rows by sender and expert, int64.
-        computed_C: rows that each cell computed, int64.
-        passes: they, micro-batch by micro-batch.
-    """
-
-    routed_CE: np.ndarray
-    computed_C: np.ndarray
-    passes: tuple[Pass, ...]
+    routed_CE: np.ndarray  # rows by sender and expert, int64
+    computed_C: np.ndarray  # rows that each cell computed, int64
+    passes: tuple[Pass, ...]  # they, micro-batch by micro-batch
 
     @property
     def all_stayed(self) -> bool:
@@ -203,14 +197,10 @@ def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
 @dataclass
 class TasksSeen:
     """When each task of the passes since the last ``take`` began and ended in its lane; not those
-    of an evaluation, whose rows are not counted either.
+    of an evaluation, whose rows are not counted either."""
 
-    Attributes:
-        is_wanted: somebody takes them.
-        rows: of the layer, which know what its latest pass is; None: all are of training.
-    """
-
-    is_wanted: bool = False
+    is_wanted: bool = False  # somebody takes them
+    # of the layer, which know what its latest pass is; None: all are of training
     rows: RowsSeen | None = None
     _seen: list[TimedTask] = field(default_factory=list)
 

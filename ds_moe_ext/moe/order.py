@@ -69,23 +69,14 @@ WHOLE = Span(0, 1)
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Of one layer on one rank.
+    """Of one layer on one rank."""
 
-    Attributes:
-        capacity: rows that each rank sends to each expert.
-        target: where experts compute; one holder each.
-        cell: this rank's.
-        place: and its place there.
-        cell_size: places ``P`` of a cell.
-        by_masks: rows are put in place by products with a mask, and not by an index.
-    """
-
-    capacity: int
-    target: Placement
-    cell: int
-    place: int = 0
-    cell_size: int = 1
-    by_masks: bool = False
+    capacity: int  # rows that each rank sends to each expert
+    target: Placement  # where experts compute; one holder each
+    cell: int  # this rank's
+    place: int = 0  # and its place there
+    cell_size: int = 1  # places ``P`` of a cell
+    by_masks: bool = False  # rows are put in place by products with a mask, and not by an index
     _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
     _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
 
@@ -195,11 +186,7 @@ def kind_of(layer: int, *, is_training: bool, is_graded: bool) -> int:
 
 
 def check_kinds(told_C: np.ndarray) -> None:
-    """Raises RuntimeError, on all ranks alike, where they are in passes that cannot be one.
-
-    Args:
-        told_C: by ``kind_of``, of every rank of the grid.
-    """
+    """Raises RuntimeError, on all ranks alike, where they are in passes that cannot be one."""
     if len(set(told_C.tolist())) == 1:
         return
     layers, kinds = set((told_C // len(PassKind)).tolist()), set((told_C % len(PassKind)).tolist())
@@ -217,14 +204,7 @@ def check_kinds(told_C: np.ndarray) -> None:
 
 def keys_of(expert_TK: Tensor, cut: Cut, width: int, *, may_drop: bool) -> Tensor:
     """Chunk and expert of each choice as one key, ``chunk * width + expert``, int64 ``[T * K]``;
-    ``F * width`` where it was dropped.
-
-    Args:
-        expert_TK: experts, below ``width``; -1 where ``may_drop``.
-        cut: of the tokens.
-        width: keys of a chunk.
-        may_drop: whether some may be -1.
-    """
+    ``F * width`` where it was dropped."""
     key_N = expert_TK.flatten()
     dropped_N = key_N < 0 if may_drop else None
     if cut.num_chunks > 1:
@@ -261,12 +241,7 @@ def counted(
 
 def sorted_by(key_N: Tensor, most: int) -> Tensor:
     """What brings keys into order, alike ones in their own, int64 ``[N]``. A radix sort goes as
-    often over many as they have bytes.
-
-    Args:
-        key_N: int64, from 0 to ``most``.
-        most: the largest that there may be.
-    """
+    often over many as they have bytes."""
     if key_N.numel() > FEW:
         key_N = key_N.to(torch.int16 if most <= torch.iinfo(torch.int16).max else torch.int32)
     return key_N.argsort(stable=True)
@@ -296,17 +271,11 @@ def _told_alone(
 
 
 class Seat(NamedTuple):
-    """Where a rank sits among those that hold a layer's experts.
+    """Where a rank sits among those that hold a layer's experts."""
 
-    Attributes:
-        cell: its cell.
-        place: its place there.
-        cell_size: places ``P`` of a cell.
-    """
-
-    cell: int
-    place: int = 0
-    cell_size: int = 1
+    cell: int  # its cell
+    place: int = 0  # its place there
+    cell_size: int = 1  # places ``P`` of a cell
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,40 +284,31 @@ class Order(SavesAlike):
 
     One all-gather of counts for all chunks; every rank of the group learns the rows of every
     sender and expert, which is also what planners want to know.
-
-    Attributes:
-        destination: where experts compute, and how their copies divide rows.
-        seat: this rank's.
-        group: the ranks of all cells; None where there is one rank.
-        capacity_factor: rows an expert takes from one rank, over the mean; None for all.
-        gate_may_drop: whether ids may be -1.
-        on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
-            it does not wait for them, where this rank's rows end, expert by expert; and choices a
-            token, and where rows go.
-        revise: another destination once the rows are known.
-        has_sides: ranks of one side have no tokens: what rows are like goes with the counts, too.
-        kind: of the pass; it goes with the counts, see ``kind_of``.
-        padding: where every rank sends as many rows to each expert; nothing is exchanged then.
-        counts_visits: each token's row goes once to a cell: how many do, goes with the counts, too.
-        tour: and once to a node.
-        lag: of the host behind a device.
-        packs: rows are brought into send order while counts are on their way, where that order is
-            known by then; each finest chunk is then dispatched for itself, as it is read here.
     """
 
-    destination: Destination
-    seat: Seat
-    group: dist.ProcessGroup | None
-    capacity_factor: float | None
-    gate_may_drop: bool
+    destination: Destination  # where experts compute, and how their copies divide rows
+    seat: Seat  # this rank's
+    group: dist.ProcessGroup | None  # the ranks of all cells; None where there is one rank
+    capacity_factor: float | None  # rows an expert takes from one rank, over the mean; None for all
+    gate_may_drop: bool  # whether ids may be -1
+    # told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does not
+    # wait for them, where this rank's rows end, expert by expert; and choices a token, and where
+    # rows go
     on_rows: Callable[[np.ndarray | SlotRows, int, Destination], None]
+    # another destination once the rows are known
     revise: Callable[[np.ndarray], Destination] | None = None
+    # of the pass; it goes with the counts, see ``kind_of``
     kind: Callable[[], int] = int  # 0
+    # ranks of one side have no tokens: what rows are like goes with the counts, too
     has_sides: bool = False
+    # where every rank sends as many rows to each expert; nothing is exchanged then
     padding: Padding | None = None
+    # each token's row goes once to a cell: how many do, goes with the counts, too
     counts_visits: bool = False
-    tour: Tour | None = None
-    lag: HostLag = field(default_factory=HostLag)
+    tour: Tour | None = None  # and once to a node
+    lag: HostLag = field(default_factory=HostLag)  # of the host behind a device
+    # rows are brought into send order while counts are on their way, where that order is known by
+    # then; each finest chunk is then dispatched for itself, as it is read here
     packs: bool = False
     _places: dict[tuple[int, int, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False

@@ -40,15 +40,10 @@ from ds_moe_ext.schedule.task import spans as equal_spans
 
 @dataclass(frozen=True, eq=False)
 class NodeTrip:
-    """A ``Trip`` of visits: to the cells, and their sums back.
+    """A ``Trip`` of visits: to the cells, and their sums back."""
 
-    Attributes:
-        legs: how many rows go where.
-        channels: within the nodes and between them.
-    """
-
-    legs: Legs
-    channels: Mapping[Reach, Channel]
+    legs: Legs  # how many rows go where
+    channels: Mapping[Reach, Channel]  # within the nodes and between them
     _on: list[Leaving] = field(default_factory=list)  # what is handed on, once it is known
 
     def out(self, rows_U: Tensor) -> Tensor:
@@ -85,17 +80,11 @@ class NodeTrip:
 
 @dataclass(frozen=True, eq=False)
 class SpanChoices:
-    """Where the choices of several spans lie in send order; found for all of them at once.
+    """Where the choices of several spans lie in send order; found for all of them at once."""
 
-    Attributes:
-        choice_N: all choices, of one span after the other, in send order, int64.
-        place_N: of each choice, in order, its place among those of its span.
-        sizes: choices of each span.
-    """
-
-    choice_N: Tensor
-    place_N: Tensor
-    sizes: Sequence[int]
+    choice_N: Tensor  # all choices, of one span after the other, in send order, int64
+    place_N: Tensor  # of each choice, in order, its place among those of its span
+    sizes: Sequence[int]  # choices of each span
 
     @cached_property
     def row_GN(self) -> Sequence[Tensor]:
@@ -105,15 +94,10 @@ class SpanChoices:
 
 
 class Splits(NamedTuple):
-    """Rows of one span that travel.
+    """Rows of one span that travel."""
 
-    Attributes:
-        sent_C: to each cell; to this one alone where no row leaves its cell.
-        received_C: from each cell; likewise.
-    """
-
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
+    sent_C: tuple[int, ...]  # to each cell; to this one alone where no row leaves its cell
+    received_C: tuple[int, ...]  # from each cell; likewise
 
     @classmethod
     def of(cls, sent_C: Iterable[int], received_C: Iterable[int]) -> Splits:
@@ -127,35 +111,27 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Route(OnDevice):
-    """How the rows of one span travel. Integers only: nothing here carries a gradient.
+    """How the rows of one span travel. Integers only: nothing here carries a gradient."""
 
-    Attributes:
-        choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
-            send order: by cell, then chunk, slot and token; ``T * K`` of what is only padding.
-        token_N: its token in the span; ``T`` of padding.
-        splits: how many rows go to each cell and come from each.
-        sorting: takes rows from arrival order (sender, chunk, slot) to slot order; None where all
-            are this rank's, in that order.
-        slots: rows of each of this cell's slots.
-        num_tokens: tokens ``T`` of the span.
-        top_k: choices ``K``.
-        padded_row_N: where each choice lies in send order, ``N`` of those that do not travel, int64
-            ``[T * K]``; None where nothing is padded.
-        visits: what travels in place of rows, where each token's goes once to a cell; ``splits``
-            and what is in send or arrival order are theirs then.
-        together: with other spans, and the number of this one; None where it is alone, or some
-            choice does not travel.
-    """
-
+    # position of each sent row in the span's flattened ``[T, K]`` choices, int64, in send order: by
+    # cell, then chunk, slot and token; ``T * K`` of what is only padding
     choice_N: Tensor
-    token_N: Tensor
-    splits: Splits
+    token_N: Tensor  # its token in the span; ``T`` of padding
+    splits: Splits  # how many rows go to each cell and come from each
+    # takes rows from arrival order (sender, chunk, slot) to slot order; None where all are this
+    # rank's, in that order
     sorting: SlotSorting | None
-    slots: SlotRows
-    num_tokens: int
-    top_k: int
+    slots: SlotRows  # rows of each of this cell's slots
+    num_tokens: int  # tokens ``T`` of the span
+    top_k: int  # choices ``K``
+    # where each choice lies in send order, ``N`` of those that do not travel, int64 ``[T * K]``;
+    # None where nothing is padded
     padded_row_N: Tensor | None = None
+    # what travels in place of rows, where each token's goes once to a cell; ``splits`` and what is
+    # in send or arrival order are theirs then
     visits: SpanVisits | None = None
+    # with other spans, and the number of this one; None where it is alone, or some choice does not
+    # travel
     together: tuple[SpanChoices, int] | None = None
 
     @property
@@ -277,14 +253,10 @@ def _first_choices(num_tokens: int, top_k: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CellRoute:
-    """How the rows of one span meet on the ranks of a cell, which split every expert.
+    """How the rows of one span meet on the ranks of a cell, which split every expert."""
 
-    Attributes:
-        rows_P: rows that arrived at each place.
-        sorting: takes gathered rows, place by place and there slot by slot, to slot order.
-    """
-
-    rows_P: tuple[int, ...]
+    rows_P: tuple[int, ...]  # rows that arrived at each place
+    # takes gathered rows, place by place and there slot by slot, to slot order
     sorting: SlotSorting
 
     @classmethod
@@ -304,66 +276,46 @@ class CellRoute:
 
 
 class Ahead(NamedTuple):
-    """What of a pass is worked out while its counts are on their way to the host.
+    """What of a pass is worked out while its counts are on their way to the host."""
 
-    Attributes:
-        token_N: tokens in the order of all rows that are sent, int64 ``[N]``.
-        rows: of spans their rows ``[N, D]`` in send order, until they are sent.
-    """
-
-    token_N: Tensor
-    rows: dict[Span, Tensor]
+    token_N: Tensor  # tokens in the order of all rows that are sent, int64 ``[N]``
+    rows: dict[Span, Tensor]  # of spans their rows ``[N, D]`` in send order, until they are sent
 
 
 @dataclass
 class _Tables:
-    """What of spans has been asked for so far.
+    """What of spans has been asked for so far."""
 
-    Attributes:
-        choice_N: choices in send order; one, once they are.
-        splits: of rows.
-        sortings: of spans that are alike, by the first of them.
-        cells: how rows meet in the cell.
-        trips: how they travel otherwise than straight from cell to cell.
-    """
-
+    # choices in send order; one, once they are
     choice_N: list[Tensor] = field(default_factory=list)
-    splits: dict[Span, Splits] = field(default_factory=dict)
+    splits: dict[Span, Splits] = field(default_factory=dict)  # of rows
+    # of spans that are alike, by the first of them
     sortings: dict[Span, SlotSortings] = field(default_factory=dict)
-    cells: dict[Span, CellRoute] = field(default_factory=dict)
+    cells: dict[Span, CellRoute] = field(default_factory=dict)  # how rows meet in the cell
+    # how they travel otherwise than straight from cell to cell
     trips: dict[Span, Trip] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRoute(OnDevice):
-    """The routes of all spans of one layer's pass; each is made when first asked for.
+    """The routes of all spans of one layer's pass; each is made when first asked for."""
 
-    Attributes:
-        cut: where the finest chunks begin.
-        target: where experts compute.
-        top_k: choices ``K`` a token.
-        by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``rows.moved``
-            says.
-        rows: how many travel, on the host.
-        place: this rank's place in its cell.
-        count_between: gives the rows of each chunk from each cell to each, of this rank's place,
-            int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
-        none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
-        visits: where each token's row goes once to a cell.
-        ahead: what was worked out of it before the host knew how many rows go where.
-        num_firsts: slots of this cell that may be computed apart from those behind them, or 0.
-    """
-
-    cut: Cut
-    target: Placement
-    top_k: int
+    cut: Cut  # where the finest chunks begin
+    target: Placement  # where experts compute
+    top_k: int  # choices ``K`` a token
+    # sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``rows.moved`` says
     by_key_N: Tensor
-    rows: RowSplits
-    place: int = 0
+    rows: RowSplits  # how many travel, on the host
+    place: int = 0  # this rank's place in its cell
+    # gives the rows of each chunk from each cell to each, of this rank's place, int64 ``[F, C,
+    # C]``; asked once, and only where a carrier needs them
     count_between: Callable[[], np.ndarray] | None = None
+    # rows as they travel, none of them, ``[0, D]``; where the order tells of it
     none_0D: Tensor | None = None
-    visits: Visits | None = None
+    visits: Visits | None = None  # where each token's row goes once to a cell
+    # what was worked out of it before the host knew how many rows go where
     ahead: Ahead | None = None
+    # slots of this cell that may be computed apart from those behind them, or 0
     num_firsts: int = 0
     _routes: dict[Span, Route] = field(default_factory=dict)
     _tables: _Tables = field(default_factory=_Tables)
@@ -634,12 +586,7 @@ def _places(
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Index that brings blocks of rows, stored in C order, into the order of transposed axes.
-
-    Args:
-        lengths: rows of each block, int64 of any number of dims.
-        axes: as in ``numpy.transpose``.
-    """
+    """Index that brings blocks of rows, stored in C order, into the order of transposed axes."""
     starts, moved = starts_of(lengths).transpose(axes), lengths.transpose(axes)
     return block_index(starts, moved, device)
 

@@ -30,47 +30,32 @@ from ds_moe_ext.schedule.task import Span
 
 
 class Along(NamedTuple):
-    """How one weight is split.
+    """How one weight is split."""
 
-    Attributes:
-        dim: along which.
-        num_blocks: equal blocks of that dim, each split by itself: 2 where gate and up are joined.
-        adds: it is added to the output, as a bias is: a part adds to its own places only.
-    """
-
-    dim: int
+    dim: int  # along which
+    # equal blocks of that dim, each split by itself: 2 where gate and up are joined
     num_blocks: int = 1
+    # it is added to the output, as a bias is: a part adds to its own places only
     adds: bool = False
 
 
 class Stretch(NamedTuple):
-    """Consecutive places of one dim that a part has from the whole.
+    """Consecutive places of one dim that a part has from the whole."""
 
-    Attributes:
-        start: first place in the whole.
-        own_start: first place in the part.
-        length: places.
-    """
-
-    start: int
-    own_start: int
-    length: int
+    start: int  # first place in the whole
+    own_start: int  # first place in the part
+    length: int  # places
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every expert that one rank of a cell has.
+    """The part of every expert that one rank of a cell has."""
 
-    Attributes:
-        alongs: how each weight is split, in the order of the weights' names; of whole experts they
-            say nothing.
-        index: this rank's place in the cell.
-        num_shards: ranks of the cell.
-    """
-
+    # how each weight is split, in the order of the weights' names; of whole experts they say
+    # nothing
     alongs: tuple[Along, ...] = ()
-    index: int = 0
-    num_shards: int = 1
+    index: int = 0  # this rank's place in the cell
+    num_shards: int = 1  # ranks of the cell
 
     @property
     def is_whole(self) -> bool:
@@ -138,16 +123,11 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class CellWire:
-    """The communicator of a cell.
+    """The communicator of a cell."""
 
-    Attributes:
-        group: the ranks of the cell, in a communicator that only one lane uses.
-        all_to_all: how partial sums are exchanged.
-        coding: what rows travel as; None: as they are. All ranks decode the same, their own too.
-    """
-
-    group: dist.ProcessGroup
-    all_to_all: AllToAll = all_to_all_rows
+    group: dist.ProcessGroup  # the ranks of the cell, in a communicator that only one lane uses
+    all_to_all: AllToAll = all_to_all_rows  # how partial sums are exchanged
+    # what rows travel as; None: as they are. All ranks decode the same, their own too.
     coding: Coding | None = None
 
     def through(self, coding: Coding | None) -> CellWire:
@@ -242,20 +222,14 @@ def whole_weights(part_S: Tensor, shard: Shard, number: int, group: dist.Process
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What is added to one weight of every expert. Its factors are weights of the expert as well.
+    """What is added to one weight of every expert. Its factors are weights of the expert as
+    well."""
 
-    Attributes:
-        weight: number of the weight ``[O, I]`` among those of an expert.
-        down: number of the factor ``[Q, I]``.
-        up: number of the factor ``[O, Q]``.
-        is_transposed: the weight is stored ``[I, O]``.
-        strength: what the product is multiplied by, as it is when asked; 0: nothing is added.
-    """
-
-    weight: int
-    down: int
-    up: int
-    is_transposed: bool
+    weight: int  # number of the weight ``[O, I]`` among those of an expert
+    down: int  # number of the factor ``[Q, I]``
+    up: int  # number of the factor ``[O, Q]``
+    is_transposed: bool  # the weight is stored ``[I, O]``
+    # what the product is multiplied by, as it is when asked; 0: nothing is added
     strength: Callable[[], float]
 
     def added_to(self, weight_S: Tensor, down_S: Tensor, up_S: Tensor) -> Tensor:

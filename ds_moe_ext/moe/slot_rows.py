@@ -23,15 +23,11 @@ from ds_moe_ext.schedule.graphs import NotInGraphs, is_captured
 
 @dataclass(frozen=True, eq=False)
 class SlotRows:
-    """How many rows each expert slot has; rows lie slot by slot.
+    """How many rows each expert slot has; rows lie slot by slot."""
 
-    Attributes:
-        num_rows: rows in all.
-        find_end: makes ``end_S`` of the slots from one up to another, or all behind it, from where
-            the first of their rows lies.
-    """
-
-    num_rows: int
+    num_rows: int  # rows in all
+    # makes ``end_S`` of the slots from one up to another, or all behind it, from where the first of
+    # their rows lies
     find_end: Callable[[int, int | None], Tensor]
     _host: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -92,22 +88,16 @@ class SlotSortings:
 
     What knows where rows end asks this one, which must not know it in turn: memory of the device
     would wait for Python to find the circle.
-
-    Attributes:
-        rows_GXS: rows of each span and block for each slot, on the host; as they came, the rows of
-            a span lie block by block and in a block slot by slot.
-        device: of the rows.
-        beside: another order, whose index is wanted too.
-        num_firsts: slots of each span that may be computed apart from those behind them; 0 where
-            nobody does.
-        made: what is on the device so far.
     """
 
+    # rows of each span and block for each slot, on the host; as they came, the rows of a span lie
+    # block by block and in a block slot by slot
     rows_GXS: np.ndarray
-    device: torch.device
-    beside: Moved | None = None
+    device: torch.device  # of the rows
+    beside: Moved | None = None  # another order, whose index is wanted too
+    # slots of each span that may be computed apart from those behind them; 0 where nobody does
     num_firsts: int = 0
-    made: list[Tensor] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)  # what is on the device so far
 
     def each(self) -> list[SlotSorting]:
         """Of one span each."""
@@ -211,17 +201,11 @@ class SlotSortings:
 
 @dataclass(frozen=True, eq=False)
 class SlotSorting:
-    """Brings the rows of one span from the order in which they came to that of slots, and back.
+    """Brings the rows of one span from the order in which they came to that of slots, and back."""
 
-    Attributes:
-        together: of several spans.
-        number: of the span among them.
-        slots: rows of each slot, of all blocks.
-    """
-
-    together: SlotSortings
-    number: int
-    slots: SlotRows
+    together: SlotSortings  # of several spans
+    number: int  # of the span among them
+    slots: SlotRows  # rows of each slot, of all blocks
 
     @classmethod
     def of(cls, rows_XS: np.ndarray, device: torch.device, num_firsts: int = 0) -> SlotSorting:

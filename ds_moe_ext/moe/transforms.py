@@ -35,12 +35,9 @@ class Transform(ABC):
     there are, as long as the end gives as many as the start took. It has no weights of its own, and
     neither communicates nor waits for the device. It is called in the lane of the exchange that it
     stands at, without a graph: ``adjoint`` makes one, of the rows that were kept.
-
-    Attributes:
-        at: its place, one of ``PLACES``.
     """
 
-    at: str
+    at: str  # its place, one of ``PLACES``
 
     @abstractmethod
     def forward(self, rows_ND: Tensor) -> Tensor:
@@ -182,15 +179,10 @@ def _sent(layer_route: LayerRoute, span: Span, pieces: Pieces) -> Tensor:
 
 @dataclass(frozen=True)
 class Ends:
-    """How the rows at the two ends of a stage are cut anew.
+    """How the rows at the two ends of a stage are cut anew."""
 
-    Attributes:
-        read: those that it reads.
-        written: those that it writes.
-    """
-
-    read: Recut
-    written: Recut
+    read: Recut  # those that it reads
+    written: Recut  # those that it writes
 
 
 _DISPATCHED = Ends(_tokens, LayerRoute.own_rows_of)
@@ -200,19 +192,13 @@ _COMBINED = Ends(LayerRoute.own_rows_of, _sent)
 
 @dataclass(frozen=True)
 class TransformedStage:
-    """A stage of which the first read and the first write are rows, and the last read is the route.
+    """A stage of which the first read and the first write are rows, and the last read is the
+    route."""
 
-    Attributes:
-        stage: what is done.
-        ends: how rows are cut anew.
-        before: transforms of the rows that it reads.
-        after: of those that it writes.
-    """
-
-    stage: Stage
-    ends: Ends
-    before: Transforms
-    after: Transforms
+    stage: Stage  # what is done
+    ends: Ends  # how rows are cut anew
+    before: Transforms  # transforms of the rows that it reads
+    after: Transforms  # of those that it writes
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         given, *others = reads
@@ -253,10 +239,6 @@ def transformed(
 
     Where a cell gathers its rows, they are transformed once it has, and travel in it as they came.
     What its ranks computed are summands: they are added up before they are transformed.
-
-    Args:
-        stages: of a layer.
-        transforms: at any place.
     """
     if not transforms:
         return {}

@@ -25,21 +25,13 @@ NONE = -1  # of layers: a rank is done
 
 
 class Likeness(NamedTuple):
-    """What rows are like, for those who have none of them.
+    """What rows are like, for those who have none of them."""
 
-    Attributes:
-        width: elements of a row.
-        dtype: their type, by its place in ``DTYPES``.
-        top_k: choices a token.
-        casts: 1 where autocast is on.
-        cast_dtype: to which type.
-    """
-
-    width: int = 0
-    dtype: int = 0
-    top_k: int = 0
-    casts: int = 0
-    cast_dtype: int = 0
+    width: int = 0  # elements of a row
+    dtype: int = 0  # their type, by its place in ``DTYPES``
+    top_k: int = 0  # choices a token
+    casts: int = 0  # 1 where autocast is on
+    cast_dtype: int = 0  # to which type
 
     @classmethod
     def of(cls, x_TD: Tensor, top_k: int) -> Likeness:
@@ -66,17 +58,11 @@ Serve = Callable[["Turns"], None]
 
 @dataclass(eq=False)
 class Turns:
-    """A grid's ranks, which agree on each layer that they run.
+    """A grid's ranks, which agree on each layer that they run."""
 
-    Attributes:
-        group: these ranks, over gloo.
-        serve: of each layer.
-        depth: blocks that this rank is in.
-    """
-
-    group: dist.ProcessGroup
-    serve: Sequence[Serve]
-    depth: int = 0
+    group: dist.ProcessGroup  # these ranks, over gloo
+    serve: Sequence[Serve]  # of each layer
+    depth: int = 0  # blocks that this rank is in
     _agreed: int = NONE  # the layer that all run now
     _likeness: list[Likeness] = field(default_factory=list)  # of its rows, once agreed on
 
@@ -147,15 +133,10 @@ MOST = 0.5  # of the passes, in which a device may be idle without a word
 @dataclass
 class HostLag:
     """How often a device had done all that was issued, when the host came to ask it for a layer's
-    counts of rows: nothing is issued ahead of it then.
+    counts of rows: nothing is issued ahead of it then."""
 
-    Attributes:
-        num_passes: of layers, in forward.
-        num_idle: of these, those in which it had.
-    """
-
-    num_passes: int = 0
-    num_idle: int = 0
+    num_passes: int = 0  # of layers, in forward
+    num_idle: int = 0  # of these, those in which it had
 
     def add(self, is_idle: bool) -> None:
         """Of one pass more."""

@@ -28,15 +28,10 @@ from ds_moe_ext.schedule.task import Cut, Span
 @dataclass(frozen=True, eq=False)
 class Tour:
     """The way by the nodes, of one cell: its rows go over to the cells of its own place, and from
-    there on within the node.
+    there on within the node."""
 
-    Attributes:
-        nodes: of the cells.
-        cell: which.
-    """
-
-    nodes: Nodes
-    cell: int
+    nodes: Nodes  # of the cells
+    cell: int  # which
     _on: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -76,18 +71,13 @@ class Tour:
 
 
 class Goals(NamedTuple):
-    """Where the tokens of a rank go; known before the ranks have counted.
+    """Where the tokens of a rank go; known before the ranks have counted."""
 
-    Attributes:
-        cell_TK: cell of each choice, int64; ``C`` of those that were dropped.
-        goes_TC1: whether a token has a choice in a cell; one column more, of those that were
-            dropped.
-        goes_TVG: the same by node and place, nodes in the order in which one's own place sends to
-            them; None where no row goes by the nodes.
-    """
-
-    cell_TK: Tensor
+    cell_TK: Tensor  # cell of each choice, int64; ``C`` of those that were dropped
+    # whether a token has a choice in a cell; one column more, of those that were dropped
     goes_TC1: Tensor
+    # the same by node and place, nodes in the order in which one's own place sends to them; None
+    # where no row goes by the nodes
     goes_TVG: Tensor | None
 
     @classmethod
@@ -121,15 +111,10 @@ def _cell_E1(target: Placement, device: torch.device) -> Tensor:
 
 class Groups(NamedTuple):
     """Rows that are added up: in the order in which they are listed, so that the bits are always
-    the same.
+    the same."""
 
-    Attributes:
-        row_N: rows of the first group, of the second, and so on, int64.
-        start_J: where each group begins, int64.
-    """
-
-    row_N: Tensor
-    start_J: Tensor
+    row_N: Tensor  # rows of the first group, of the second, and so on, int64
+    start_J: Tensor  # where each group begins, int64
 
     @classmethod
     def of(cls, group_N: Tensor, num_groups: int) -> Groups:
@@ -157,15 +142,10 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """Visits that leave: goal by goal, which are cells or nodes, and there token by token.
+    """Visits that leave: goal by goal, which are cells or nodes, and there token by token."""
 
-    Attributes:
-        goes_TC: whether a token goes to a goal.
-        num_visits: in all.
-    """
-
-    goes_TC: Tensor
-    num_visits: int
+    goes_TC: Tensor  # whether a token goes to a goal
+    num_visits: int  # in all
 
     @cached_property
     def place_U(self) -> Tensor:
@@ -193,19 +173,12 @@ class Leaving:
 
 @dataclass(frozen=True, eq=False)
 class SpanVisits:
-    """Visits of the tokens of one span.
+    """Visits of the tokens of one span."""
 
-    Attributes:
-        leaving: of this rank's tokens.
-        sent_C: visits to each cell.
-        received_C: visits from each cell.
-        visit_R: visit of each row at the experts, in the order of arrival, int32; rows in slot
-            order.
-    """
-
-    leaving: Leaving
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
+    leaving: Leaving  # of this rank's tokens
+    sent_C: tuple[int, ...]  # visits to each cell
+    received_C: tuple[int, ...]  # visits from each cell
+    # visit of each row at the experts, in the order of arrival, int32; rows in slot order
     visit_R: Tensor
 
     @cached_property
@@ -224,42 +197,28 @@ def _tensors(record: Leaving | SpanVisits) -> list[Tensor]:
 
 
 class Legs(NamedTuple):
-    """How visits of a span travel by way of the nodes: over to a node, then to its cells.
+    """How visits of a span travel by way of the nodes: over to a node, then to its cells."""
 
-    Attributes:
-        goes_UG: to which places of its node each visit goes on, as it leaves.
-        over_V: visits to each node, to the cell of one's own place there; in the order of cells.
-        came_V: and from each.
-        on_G: visits that this cell hands on to each of its node.
-        arrived_G: and those that arrive from each.
-    """
-
-    goes_UG: Tensor
+    goes_UG: Tensor  # to which places of its node each visit goes on, as it leaves
+    # visits to each node, to the cell of one's own place there; in the order of cells
     over_V: tuple[int, ...]
-    came_V: tuple[int, ...]
-    on_G: tuple[int, ...]
-    arrived_G: tuple[int, ...]
+    came_V: tuple[int, ...]  # and from each
+    on_G: tuple[int, ...]  # visits that this cell hands on to each of its node
+    arrived_G: tuple[int, ...]  # and those that arrive from each
 
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """Of one layer's pass.
+    """Of one layer's pass."""
 
-    Attributes:
-        goals: of this rank's tokens.
-        cut: of them.
-        num_CFX: visits from each cell, of each chunk, to each cell, and to each node if rows go
-            there, of this rank's place, on the host.
-        cell: this rank's.
-        tour: by the nodes, if rows go so.
-        visit_R: as in ``SpanVisits``, of all tokens; None until the cells have told each other.
-    """
-
-    goals: Goals
-    cut: Cut
+    goals: Goals  # of this rank's tokens
+    cut: Cut  # of them
+    # visits from each cell, of each chunk, to each cell, and to each node if rows go there, of this
+    # rank's place, on the host
     num_CFX: np.ndarray
-    cell: int
-    tour: Tour | None = None
+    cell: int  # this rank's
+    tour: Tour | None = None  # by the nodes, if rows go so
+    # as in ``SpanVisits``, of all tokens; None until the cells have told each other
     visit_R: Tensor | None = None
 
     def between(self) -> np.ndarray:

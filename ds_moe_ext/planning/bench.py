@@ -25,18 +25,12 @@ LEAST_GROWTH = 1e-6  # of the largest time, below which times do not grow
 
 @dataclass(frozen=True)
 class LinearFit:
-    """``seconds = max(floor_s, fixed_s + unit_s * units)``.
+    """``seconds = max(floor_s, fixed_s + unit_s * units)``."""
 
-    Attributes:
-        fixed_s: seconds of no units, by the line.
-        unit_s: seconds of one unit more (a byte, a row, an operation).
-        r_squared: of the line, over the samples that it goes through.
-        floor_s: seconds of small sizes that do not grow, as buffers and bursts hide them; else 0.
-    """
-
-    fixed_s: float
-    unit_s: float
-    r_squared: float
+    fixed_s: float  # seconds of no units, by the line
+    unit_s: float  # seconds of one unit more (a byte, a row, an operation)
+    r_squared: float  # of the line, over the samples that it goes through
+    # seconds of small sizes that do not grow, as buffers and bursts hide them; else 0
     floor_s: float = 0.0
 
     def seconds(self, num_units: float) -> float:
@@ -51,13 +45,6 @@ def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     are taken for a floor if that halves the squared error or more. A line that starts below zero is
     laid through zero, and its slope fitted anew. Times that do not grow with the sizes give the
     line from zero to the largest; its ``r_squared`` tells.
-
-    Args:
-        units_N: sizes, growing, ``[N]``.
-        seconds_N: times, above zero, ``[N]``.
-
-    Raises:
-        ValueError: fewer than two sizes, or times that are none.
     """
     units_N, seconds_N = _samples(units_N, seconds_N)
     lengths = range(LEAST_FLAT, units_N.size - LEAST_RISING + 1)
@@ -176,17 +163,11 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """One operation at growing sizes, the same on all ranks.
+    """One operation at growing sizes, the same on all ranks."""
 
-    Attributes:
-        name: of the operation, for a person.
-        units_N: sizes, growing: bytes, rows or operations.
-        works_N: the operation at each size.
-    """
-
-    name: str
-    units_N: Sequence[int]
-    works_N: Sequence[Callable[[], object]]
+    name: str  # of the operation, for a person
+    units_N: Sequence[int]  # sizes, growing: bytes, rows or operations
+    works_N: Sequence[Callable[[], object]]  # the operation at each size
 
 
 def silent(name: str) -> None:
@@ -195,25 +176,16 @@ def silent(name: str) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how often is measured.
+    """Where and how often is measured."""
 
-    Attributes:
-        clock: times the works.
-        device: of this rank.
-        num_warm_ups: runs of each work that do not count.
-        num_repeats: runs of each work that do, at most; their median is taken.
-        budget_s: seconds that a sweep's repetitions may take; a few are made in any case.
-        group: the ranks that measure together; None for all.
-        begins: told the name of each sweep.
-    """
-
-    clock: Clock
-    device: torch.device
-    num_warm_ups: int
-    num_repeats: int
+    clock: Clock  # times the works
+    device: torch.device  # of this rank
+    num_warm_ups: int  # runs of each work that do not count
+    num_repeats: int  # runs of each work that do, at most; their median is taken
+    # seconds that a sweep's repetitions may take; a few are made in any case
     budget_s: float = 60.0
-    group: dist.ProcessGroup | None = None
-    begins: Callable[[str], object] = silent
+    group: dist.ProcessGroup | None = None  # the ranks that measure together; None for all
+    begins: Callable[[str], object] = silent  # told the name of each sweep
 
     def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> LinearFit:
         """The line through a sweep's times, the same on every rank. Collective."""

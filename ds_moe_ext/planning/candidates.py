@@ -34,22 +34,16 @@ from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 class Reached:
     """Assumptions, to be told with every price that rests on them.
 
-    Attributes:
-        products: part of a device's peak that matrix products reach.
-        memory: part of the rate of its memory.
-        links: part of a link's rate.
-        start_s: seconds until a transfer begins, where the file states none.
-        passes: how often a layer's dense part reads or writes a token's hidden state in memory,
-            besides what its matrix products do: norms, residuals, rotations, activations.
-
     Raises:
         ValueError: a part that is none.
     """
 
-    products: float = 0.6
-    memory: float = 0.8
-    links: float = 0.8
-    start_s: float = 15e-6
+    products: float = 0.6  # part of a device's peak that matrix products reach
+    memory: float = 0.8  # part of the rate of its memory
+    links: float = 0.8  # part of a link's rate
+    start_s: float = 15e-6  # seconds until a transfer begins, where the file states none
+    # how often a layer's dense part reads or writes a token's hidden state in memory, besides what
+    # its matrix products do: norms, residuals, rotations, activations
     passes: int = 16
 
     def __post_init__(self) -> None:
@@ -100,40 +94,24 @@ PRICED = 2  # steps of the loads whose price is taken; those before them are wha
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to run a job.
+    """One way to run a job."""
 
-    Attributes:
-        name: of the strategy, for a person.
-        strategy: with its keys.
-        grid: of the ranks.
-    """
-
-    name: str
-    strategy: Strategy
-    grid: Grid
+    name: str  # of the strategy, for a person
+    strategy: Strategy  # with its keys
+    grid: Grid  # of the ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """What a way comes to.
+    """What a way comes to."""
 
-    Attributes:
-        way: which.
-        steps: each step that was priced.
-        plans: of the last of these.
-        memory: of the fullest rank, copies with it.
-        told: by the strategy, of what it makes of the costs; empty if nothing.
-        tokens: of a step, of all ranks.
-        fullest: pipeline stage of the fullest rank.
-    """
-
-    way: Way
-    steps: tuple[StepPrice, ...]
-    plans: tuple[Plan, ...]
-    memory: MemoryUse
-    told: str
-    tokens: int
-    fullest: int = 0
+    way: Way  # which
+    steps: tuple[StepPrice, ...]  # each step that was priced
+    plans: tuple[Plan, ...]  # of the last of these
+    memory: MemoryUse  # of the fullest rank, copies with it
+    told: str  # by the strategy, of what it makes of the costs; empty if nothing
+    tokens: int  # of a step, of all ranks
+    fullest: int = 0  # pipeline stage of the fullest rank
 
     @property
     def step_s(self) -> float:
@@ -157,15 +135,10 @@ class Priced:
 
 @dataclass(frozen=True)
 class Refused:
-    """A way that cannot be.
+    """A way that cannot be."""
 
-    Attributes:
-        way: which.
-        why: in one sentence.
-    """
-
-    way: Way
-    why: str
+    way: Way  # which
+    why: str  # in one sentence
 
 
 def price_way(
@@ -253,19 +226,13 @@ class _PricedChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What a stage runs in one piece, before it is priced.
+    """What a stage runs in one piece, before it is priced."""
 
-    Attributes:
-        run: it alone.
-        before: rows of cells in the steps that plans go by, int64 ``[C, E]`` of each layer.
-        after: those of the steps that are priced.
-        homes: of each layer.
-    """
-
-    run: DescribedRun
+    run: DescribedRun  # it alone
+    # rows of cells in the steps that plans go by, int64 ``[C, E]`` of each layer
     before: Sequence[Sequence[np.ndarray]]
-    after: Sequence[Sequence[np.ndarray]]
-    homes: Sequence[Placement]
+    after: Sequence[Sequence[np.ndarray]]  # those of the steps that are priced
+    homes: Sequence[Placement]  # of each layer
 
     @classmethod
     def of(cls, way: Way, run: DescribedRun, rows_ILRE: np.ndarray, num_priced: int) -> _Chunk:

@@ -36,23 +36,14 @@ LOGIT_BYTES = 6  # of one logit: as computed, and in 32 bits for the loss
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes of the fullest rank.
+    """Bytes of the fullest rank."""
 
-    Attributes:
-        weights: as they compute.
-        gradients: of these.
-        optimizer: weights in 32 bits and two states, but for those in host memory.
-        activations: kept for backward.
-        copies: of experts, and their gradients.
-        runtime: what the device and its communicators take.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    copies: float = 0.0
-    runtime: float = RUNTIME
+    weights: float  # as they compute
+    gradients: float  # of these
+    optimizer: float  # weights in 32 bits and two states, but for those in host memory
+    activations: float  # kept for backward
+    copies: float = 0.0  # of experts, and their gradients
+    runtime: float = RUNTIME  # what the device and its communicators take
 
     @property
     def total(self) -> float:
@@ -63,15 +54,7 @@ class MemoryUse:
 def memory_use(
     shape: ModelShape, training: Training, grid: Grid, *, slots: int, most_rows: float
 ) -> MemoryUse:
-    """Of the rank with most experts and rows, without copies.
-
-    Args:
-        shape: of the model.
-        training: of the run.
-        grid: of the ranks.
-        slots: experts of a layer that a cell is home to.
-        most_rows: rows that a cell computes in one layer.
-    """
+    """Of the rank with most experts and rows, without copies."""
     element, num_replicas = training.element_bytes, grid.world_size // grid.size
     experts = len(shape.moe_layers) * slots * shape.expert_weights / grid.cell_size
     dense = shape.held_dense_weights(training.parallel.tensor)
@@ -95,15 +78,11 @@ def memory_use(
 
 
 class Activations(NamedTuple):
-    """Bytes of one pass: hidden states of dense parts, rows there and back, hidden ones of experts.
+    """Bytes of one pass: hidden states of dense parts, rows there and back, hidden ones of
+    experts."""
 
-    Attributes:
-        kept: from its forward to its backward.
-        passing: more, of a layer that runs again.
-    """
-
-    kept: float
-    passing: float
+    kept: float  # from its forward to its backward
+    passing: float  # more, of a layer that runs again
 
 
 def activations(shape: ModelShape, training: Training, grid: Grid, most_rows: float) -> Activations:
@@ -132,13 +111,7 @@ def activations(shape: ModelShape, training: Training, grid: Grid, most_rows: fl
 def stage_memory(
     uses: Sequence[MemoryUse], passes: Sequence[Activations], order: Iterable[Pass]
 ) -> MemoryUse:
-    """Of the chunks of a pipeline stage together.
-
-    Args:
-        uses: of each chunk alone.
-        passes: of one pass through each.
-        order: passes of the stage.
-    """
+    """Of the chunks of a pipeline stage together."""
     kept = most_kept(order, [each.kept for each in passes])
     return MemoryUse(
         weights=sum(each.weights for each in uses),
@@ -175,22 +148,12 @@ def copied_bytes_C(
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTraffic:
-    """Of one rank in one pass.
+    """Of one rank in one pass."""
 
-    Attributes:
-        hardware: as it is reckoned with.
-        shape: of the model.
-        training: how.
-        multiply_adds_per_s: of attention.
-
-    Raises:
-        ValueError: what the hardware file does not say.
-    """
-
-    hardware: Hardware
-    shape: ModelShape
-    training: Training
-    multiply_adds_per_s: float
+    hardware: Hardware  # as it is reckoned with
+    shape: ModelShape  # of the model
+    training: Training  # how
+    multiply_adds_per_s: float  # of attention
 
     def forward_s(self, layers: Sequence[int]) -> float:
         """Of some layers."""
@@ -246,16 +209,7 @@ class DenseTraffic:
 
 
 def passing_line(hardware: Hardware, num_ranks: int, at_once: int) -> Line:
-    """By bytes that one rank sends to its next one in a ring.
-
-    Args:
-        hardware: the cluster.
-        num_ranks: neighbours over which the ring goes; beyond a node it meets the slow links.
-        at_once: of a node's ranks that send to another node at the same time, at most.
-
-    Raises:
-        ValueError: what the file does not say.
-    """
+    """By bytes that one rank sends to its next one in a ring."""
     if num_ranks <= hardware.ranks_per_node:
         link, sharers = hardware.intra or hardware.copy_link(num_ranks), 1
     else:
@@ -275,28 +229,20 @@ SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
 class DescribedRun:
     """A model trained on a cluster by a grid of ranks; or a pipeline stage's part of one.
 
-    Attributes:
-        hardware: as it is reckoned with (``reached``).
-        shape: of the model, or of the part.
-        training: how.
-        grid: of the ranks of a stage.
-        passes: as of ``Reached``.
-        host: what issuing takes; see ``HostTimes``.
-        on_its_way: what rows and copies weigh as they travel; None: what they do in memory.
-        mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
-            reckoned with likewise: each computes experts at its own speed.
-
     Raises:
         ValueError: what the hardware file does not say.
     """
 
-    hardware: Hardware
-    shape: ModelShape
-    training: Training
-    grid: Grid
-    passes: int = 16
-    host: HostTimes = HOST_TIMES
+    hardware: Hardware  # as it is reckoned with (``reached``)
+    shape: ModelShape  # of the model, or of the part
+    training: Training  # how
+    grid: Grid  # of the ranks of a stage
+    passes: int = 16  # as of ``Reached``
+    host: HostTimes = HOST_TIMES  # what issuing takes; see ``HostTimes``
+    # what rows and copies weigh as they travel; None: what they do in memory
     on_its_way: OnItsWay | None = None
+    # clusters that it was joined of, where their devices are unlike (``mixed_cluster``), reckoned
+    # with likewise: each computes experts at its own speed
     mixed: tuple[Hardware, ...] = ()
 
     @property
@@ -647,12 +593,7 @@ class DescribedRun:
 
 
 class StageChunk(NamedTuple):
-    """What a pipeline stage has of the model, in one piece.
+    """What a pipeline stage has of the model, in one piece."""
 
-    Attributes:
-        moe_layers: places of its MoE layers among all.
-        run: it alone.
-    """
-
-    moe_layers: slice
-    run: DescribedRun
+    moe_layers: slice  # places of its MoE layers among all
+    run: DescribedRun  # it alone

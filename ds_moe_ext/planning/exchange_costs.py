@@ -25,22 +25,14 @@ from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes, bus
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLines:
-    """The lines of one MoE layer, of one call on every rank at once.
+    """The lines of one MoE layer, of one call on every rank at once."""
 
-    Attributes:
-        all_to_all: between cells; by bytes of the rows that one rank gives, its own part among
-            them.
-        all_gather: inside a cell; by bytes of the rows that one rank ends up with.
-        reduce_scatter: inside a cell; by bytes of the rows that one rank gives.
-        expert: forward of the part of the experts that one rank has; by rows.
-        all_reduce: of dense gradients, or what the host has in its place; by elements.
-    """
-
+    # between cells; by bytes of the rows that one rank gives, its own part among them
     all_to_all: Line
-    all_gather: Line
-    reduce_scatter: Line
-    expert: Line
-    all_reduce: Line
+    all_gather: Line  # inside a cell; by bytes of the rows that one rank ends up with
+    reduce_scatter: Line  # inside a cell; by bytes of the rows that one rank gives
+    expert: Line  # forward of the part of the experts that one rank has; by rows
+    all_reduce: Line  # of dense gradients, or what the host has in its place; by elements
 
     @property
     def gradients(self) -> AllReduce:
@@ -50,19 +42,12 @@ class PipelineLines:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """The rows of one MoE layer in one pass, of the mean rank.
+    """The rows of one MoE layer in one pass, of the mean rank."""
 
-    Attributes:
-        sent: that a rank sends to the cells of their experts, and that return to it.
-        gathered: that a rank computes: those that arrived at all ranks of its cell.
-        row_bytes: of one row as it travels between cells.
-        cell_row_bytes: and within one.
-    """
-
-    sent: float
-    gathered: float
-    row_bytes: float
-    cell_row_bytes: float
+    sent: float  # that a rank sends to the cells of their experts, and that return to it
+    gathered: float  # that a rank computes: those that arrived at all ranks of its cell
+    row_bytes: float  # of one row as it travels between cells
+    cell_row_bytes: float  # and within one
 
 
 def layer_costs(lines: PipelineLines, rows: LayerRows) -> LayerCosts:
@@ -81,30 +66,19 @@ def layer_costs(lines: PipelineLines, rows: LayerRows) -> LayerCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """How a run uses a cluster.
+    """How a run uses a cluster."""
 
-    Attributes:
-        num_ranks: all.
-        num_cells: cells that exchange rows.
-        cell_size: ranks of a cell, neighbours that split every expert.
-        dense_ranks_per_node: ranks of one node that sum the same dense gradients: all of them, or
-            1 where each has another part of the dense weights.
-        number_type: of the experts' products: ``fp32``, ``tf32``, ``fp16`` or ``bf16``.
-        row_multiply_adds: of one row through the part of an expert that one rank has.
-        num_products: matrix products in one call of a rank's experts; each has its start.
-        element_bytes: of a dense gradient.
-        expert_bytes: weights of a rank's experts, which each call reads.
-    """
-
-    num_ranks: int
-    num_cells: int
-    cell_size: int
+    num_ranks: int  # all
+    num_cells: int  # cells that exchange rows
+    cell_size: int  # ranks of a cell, neighbours that split every expert
+    # ranks of one node that sum the same dense gradients: all of them, or 1 where each has another
+    # part of the dense weights
     dense_ranks_per_node: int
-    number_type: str
-    row_multiply_adds: float
-    num_products: int
-    element_bytes: int
-    expert_bytes: int
+    number_type: str  # of the experts' products: ``fp32``, ``tf32``, ``fp16`` or ``bf16``
+    row_multiply_adds: float  # of one row through the part of an expert that one rank has
+    num_products: int  # matrix products in one call of a rank's experts; each has its start
+    element_bytes: int  # of a dense gradient
+    expert_bytes: int  # weights of a rank's experts, which each call reads
 
 
 def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
@@ -139,15 +113,7 @@ def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
 def described_line(
     hardware: Hardware, what: str, num_ranks: int, *, num_members: int, trips: int = 1
 ) -> Line:
-    """The line of one collective by a hardware file, by bytes of one rank.
-
-    Args:
-        hardware: the cluster.
-        what: a name of ``Collectives``.
-        num_ranks: neighbours that its groups share; beyond a node they meet the slow links.
-        num_members: ranks of one group.
-        trips: how often each byte that is not at home moves.
-    """
+    """The line of one collective by a hardware file, by bytes of one rank."""
     if num_members == 1:
         return FREE
     if num_ranks > hardware.ranks_per_node:
@@ -210,20 +176,14 @@ BY_COST = (Way.DIRECT, Way.BY_LEADERS, Way.BY_PLACES)
 class Links:
     """What an all-to-all costs at each level, by the bytes that one rank gives, its own among them.
 
-    Attributes:
-        within: among the ranks of a node.
-        between: among ranks of which each node has one; all such groups at once.
-        num_nodes: nodes, at least 2.
-        node_size: ranks of each, at least 2.
-
     Raises:
         ValueError: there is no way by the nodes.
     """
 
-    within: Line
-    between: Line
-    num_nodes: int
-    node_size: int
+    within: Line  # among the ranks of a node
+    between: Line  # among ranks of which each node has one; all such groups at once
+    num_nodes: int  # nodes, at least 2
+    node_size: int  # ranks of each, at least 2
 
     def __post_init__(self) -> None:
         if min(self.num_nodes, self.node_size) < 2:
@@ -235,38 +195,23 @@ class Links:
 
 @dataclass(frozen=True)
 class Load:
-    """What the busiest rank of a level does in one exchange.
+    """What the busiest rank of a level does in one exchange."""
 
-    Attributes:
-        messages: that it sends or takes in, whichever are more.
-        bytes_part: bytes of these, in units of what one rank gives to all.
-    """
-
-    messages: int
-    bytes_part: float
+    messages: int  # that it sends or takes in, whichever are more
+    bytes_part: float  # bytes of these, in units of what one rank gives to all
 
 
 @dataclass(frozen=True)
 class Hops:
-    """The load of all hops of a way.
+    """The load of all hops of a way."""
 
-    Attributes:
-        within: of the links inside nodes, hop after hop.
-        between: of those between nodes; of 1DH a node's leader stands for all of its ranks.
-    """
-
-    within: tuple[Load, ...]
+    within: tuple[Load, ...]  # of the links inside nodes, hop after hop
+    # of those between nodes; of 1DH a node's leader stands for all of its ranks
     between: tuple[Load, ...]
 
 
 def hops_of(way: Way, num_nodes: int, node_size: int) -> Hops:
-    """The load of one even exchange (spec 1.5).
-
-    Args:
-        way: one of ``BY_COST``.
-        num_nodes: nodes ``V``.
-        node_size: ranks of each, ``G``.
-    """
+    """The load of one even exchange (spec 1.5)."""
     others, crossing = node_size - 1, (num_nodes - 1) / num_nodes
     to_all = Load(others, others / node_size)
     to_leader = Load(others, float(others))
@@ -342,15 +287,10 @@ def _line(loads: tuple[Load, ...], even: Line, num_members: int, speed: int = 1)
 
 
 class Trip(NamedTuple):
-    """What an exchange of rows takes as layers make it, beside what links alone would.
+    """What an exchange of rows takes as layers make it, beside what links alone would."""
 
-    Attributes:
-        start_s: seconds of any, however few rows travel.
-        factor: times the seconds of the links.
-    """
-
-    start_s: float = 0.0
-    factor: float = 1.0
+    start_s: float = 0.0  # seconds of any, however few rows travel
+    factor: float = 1.0  # times the seconds of the links
 
 
 BARE = Trip()
@@ -360,24 +300,16 @@ BARE = Trip()
 class LinkPrices:
     """The links of a cluster, the same on every rank.
 
-    Attributes:
-        near_bytes_per_s: what one cell sends to, and receives from, others of its node.
-        far_bytes_per_s: likewise, of other nodes, if no other cell of its node does.
-        node_bytes_per_s: what all cells of a node do together.
-        start_s: seconds of an exchange of next to nothing.
-        trip: what layers add to that.
-        copy_factor: times the seconds of the links that copies take.
-
     Raises:
         ValueError: a cost below zero or not finite, or a bandwidth of zero.
     """
 
-    near_bytes_per_s: float
-    far_bytes_per_s: float
-    node_bytes_per_s: float
-    start_s: float = 0.0
-    trip: Trip = BARE
-    copy_factor: float = 1.0
+    near_bytes_per_s: float  # what one cell sends to, and receives from, others of its node
+    far_bytes_per_s: float  # likewise, of other nodes, if no other cell of its node does
+    node_bytes_per_s: float  # what all cells of a node do together
+    start_s: float = 0.0  # seconds of an exchange of next to nothing
+    trip: Trip = BARE  # what layers add to that
+    copy_factor: float = 1.0  # times the seconds of the links that copies take
 
     def __post_init__(self) -> None:
         costs = {**vars(self), **self.trip._asdict()}

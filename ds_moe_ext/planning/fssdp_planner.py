@@ -98,17 +98,12 @@ def _check_cells(homes: Sequence[Placement], node_C: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Hot:
-    """The hot experts of each layer, hottest first.
+    """The hot experts of each layer, hottest first."""
 
-    Attributes:
-        expert_LT: index among the experts of all layers; 0 where a layer has fewer hot ones.
-        rows_LT: their rows; 0 likewise.
-        is_one_LT: whether there is one.
-    """
-
+    # index among the experts of all layers; 0 where a layer has fewer hot ones
     expert_LT: np.ndarray
-    rows_LT: np.ndarray
-    is_one_LT: np.ndarray
+    rows_LT: np.ndarray  # their rows; 0 likewise
+    is_one_LT: np.ndarray  # whether there is one
 
     @classmethod
     def of(
@@ -139,14 +134,6 @@ def slot_quotas(rows_LT: np.ndarray, slots_L: np.ndarray, most_LT: np.ndarray) -
 
     Slots that remain are dealt one by one, largest remainder first, then most rows, round after
     round, until none is left or no expert can take one.
-
-    Args:
-        rows_LT: rows of each expert, most first, int64.
-        slots_L: slots to share.
-        most_LT: slots that an expert can take.
-
-    Returns:
-        Slots of each expert, int64 ``[L, T]``.
     """
     total_L1 = np.maximum(rows_LT.sum(axis=1, keepdims=True), 1)
     whole_LT, rest_LT = np.divmod(slots_L[:, None] * rows_LT, total_L1)
@@ -169,19 +156,12 @@ def slot_quotas(rows_LT: np.ndarray, slots_L: np.ndarray, most_LT: np.ndarray) -
 
 @dataclass(frozen=True, eq=False)
 class _Nodes:
-    """Cells in a table with a row a node; short rows are padded.
+    """Cells in a table with a row a node; short rows are padded."""
 
-    Attributes:
-        cell_P: cell in each place of the flattened table ``[N, G]``; 0 where it is padded.
-        is_pad_P: whether it is padded.
-        place_C: place of each cell.
-        num_nodes: nodes ``N``.
-    """
-
-    cell_P: np.ndarray
-    is_pad_P: np.ndarray
-    place_C: np.ndarray
-    num_nodes: int
+    cell_P: np.ndarray  # cell in each place of the flattened table ``[N, G]``; 0 where it is padded
+    is_pad_P: np.ndarray  # whether it is padded
+    place_C: np.ndarray  # place of each cell
+    num_nodes: int  # nodes ``N``
 
     @classmethod
     def of(cls, node_C: np.ndarray) -> _Nodes:
@@ -327,13 +307,7 @@ def shard(
 
 
 def _deal(rows: list[int], slots: list[int], nodes: list[list[int]]) -> list[int]:
-    """The cell of each cold expert of one layer; takes their slots.
-
-    Args:
-        rows: of each expert, most first.
-        slots: that each cell has left, in all layers.
-        nodes: cells of each node.
-    """
+    """The cell of each cold expert of one layer; takes their slots."""
     # A heap's key is rows, slots left and index in one integer, so that it grows by addition.
     per_slot = len(slots)
     per_row = (sum(slots) + 1) * per_slot
@@ -398,21 +372,14 @@ PARTNERS = 4  # cells with least to do, with each of which the busiest tries a s
 
 @dataclass(frozen=True, eq=False)
 class CopyRules:
-    """How layers run by any homes: Algorithm 1 plans their copies, and the guard stands behind it.
+    """How layers run by any homes: Algorithm 1 plans their copies, and the guard stands behind
+    it."""
 
-    Attributes:
-        routed: rows of each layer.
-        overlap_degree_L: ``t`` of Algorithm 1, int64.
-        copies_L: ``m``, likewise.
-        prices: of the layers, whose experts are alike.
-        flow_of: how rows go to copies.
-    """
-
-    routed: RoutedRows
-    overlap_degree_L: np.ndarray
-    copies_L: np.ndarray
-    prices: Prices
-    flow_of: Callable[[Sequence[Placement], RoutedRows], RowFlow]
+    routed: RoutedRows  # rows of each layer
+    overlap_degree_L: np.ndarray  # ``t`` of Algorithm 1, int64
+    copies_L: np.ndarray  # ``m``, likewise
+    prices: Prices  # of the layers, whose experts are alike
+    flow_of: Callable[[Sequence[Placement], RoutedRows], RowFlow]  # how rows go to copies
 
     def seconds(self, homes: Sequence[Placement]) -> float:
         """Of all layers in a step, by homes of each."""
@@ -453,32 +420,21 @@ class CopyRules:
 
 
 class Runs(NamedTuple):
-    """What came of layers by some homes.
+    """What came of layers by some homes."""
 
-    Attributes:
-        homes: of each.
-        rows: of each expert's holders, ``[E]`` a layer, as if they shared them evenly.
-        busy_LC: seconds that each cell is busy.
-        seconds_L: that each layer takes.
-    """
-
-    homes: Sequence[Placement]
+    homes: Sequence[Placement]  # of each
+    # of each expert's holders, ``[E]`` a layer, as if they shared them evenly
     rows: Sequence[np.ndarray]
-    busy_LC: np.ndarray
-    seconds_L: np.ndarray
+    busy_LC: np.ndarray  # seconds that each cell is busy
+    seconds_L: np.ndarray  # that each layer takes
 
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """What experts that move must gain.
+    """What experts that move must gain."""
 
-    Attributes:
-        expert_s: seconds in which a link carries one, with all that is kept of it.
-        num_steps: for which new homes are meant.
-    """
-
-    expert_s: float
-    num_steps: int
+    expert_s: float  # seconds in which a link carries one, with all that is kept of it
+    num_steps: int  # for which new homes are meant
 
     def seconds(
         self, old: Sequence[Placement], new: Sequence[Placement], node_C: np.ndarray
@@ -598,11 +554,8 @@ def _best_swaps(
     to_Q: np.ndarray,
     wanted_Q: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The swap between each pair of cells that takes so many rows from one to the other, or nearly.
-
-    Returns:
-        Experts of the one and of the other, int64 ``[Q]``, and whether any swap takes some.
-    """
+    """The swap between each pair of cells that takes so many rows from one to the other, or
+    nearly."""
     given_QS, taken_QS = home.expert_CS[from_Q], home.expert_CS[to_Q]
     less_QSS = rows_E[given_QS][:, :, None] - rows_E[taken_QS][:, None, :]
     off_QSS = np.abs(less_QSS - wanted_Q[:, None, None])

@@ -38,19 +38,12 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """The operations of one MoE layer, in one direction.
+    """The operations of one MoE layer, in one direction."""
 
-    Attributes:
-        all_to_all: dispatch, or combine; both are of one size.
-        all_gather: of a dispatched chunk inside a cell.
-        reduce_scatter: of what the cell's ranks computed.
-        expert: the experts' computation.
-    """
-
-    all_to_all: LinearCost
-    all_gather: LinearCost
-    reduce_scatter: LinearCost
-    expert: LinearCost
+    all_to_all: LinearCost  # dispatch, or combine; both are of one size
+    all_gather: LinearCost  # of a dispatched chunk inside a cell
+    reduce_scatter: LinearCost  # of what the cell's ranks computed
+    expert: LinearCost  # the experts' computation
 
     def in_backward(self) -> LayerCosts:
         """The costs of backward, from forward's: experts compute two gradients of each row.
@@ -96,12 +89,7 @@ def path_seconds(chunks: Chunks) -> np.ndarray:
 
 
 def makespans(chunks: Chunks, gradient_s: float | np.ndarray) -> np.ndarray:
-    """Seconds from the first dispatch to the last combine, exactly, float ``[R]``.
-
-    Args:
-        chunks: at each degree.
-        gradient_s: of the all-reduce; one for all, or ``[R]``.
-    """
+    """Seconds from the first dispatch to the last combine, exactly, float ``[R]``."""
     return np.maximum(link_seconds(chunks) + gradient_s, path_seconds(chunks).max(axis=0))
 
 
@@ -126,37 +114,24 @@ FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
 class BlockPrices:
     """The costs of one block, the same on every rank.
 
-    Attributes:
-        row_s: seconds an expert computes on one row in forward: ``1 / t``.
-        row_bytes: bytes of one row on one trip.
-        bytes_per_s: bandwidth of the all-to-all.
-        weight_bytes: bytes of one expert's parameters.
-        gradient_bytes: bytes of one expert's gradients.
-        copy_bytes_per_s: bandwidth of Trans and Agg.
-        exchange_start_s: what an all-to-all takes besides, however few rows travel; 0 is the
-            paper's formula.
-        copy_latency_s: what Trans and Agg each take besides, however little is copied; 0 is the
-            paper's formula.
-        forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
-        backward_gap_s: its backward, ``T_BNEC``.
-        is_scheduled: copies move beside the computations: equation (8) in place of (6).
-        gathers_again: copies are freed after forward and gathered a second time, beside Agg.
-
     Raises:
         ValueError: a cost below zero or not finite, or a bandwidth of zero.
     """
 
-    row_s: float
-    row_bytes: float
-    bytes_per_s: float
-    weight_bytes: float
-    gradient_bytes: float
-    copy_bytes_per_s: float
+    row_s: float  # seconds an expert computes on one row in forward: ``1 / t``
+    row_bytes: float  # bytes of one row on one trip
+    bytes_per_s: float  # bandwidth of the all-to-all
+    weight_bytes: float  # bytes of one expert's parameters
+    gradient_bytes: float  # bytes of one expert's gradients
+    copy_bytes_per_s: float  # bandwidth of Trans and Agg
+    # what an all-to-all takes besides, however few rows travel; 0 is the paper's formula
     exchange_start_s: float = 0.0
+    # what Trans and Agg each take besides, however little is copied; 0 is the paper's formula
     copy_latency_s: float = 0.0
-    forward_gap_s: float = 0.0
-    backward_gap_s: float = 0.0
-    is_scheduled: bool = False
+    forward_gap_s: float = 0.0  # forward of the non-MoE layer, ``T_FNEC``
+    backward_gap_s: float = 0.0  # its backward, ``T_BNEC``
+    is_scheduled: bool = False  # copies move beside the computations: equation (8) in place of (6)
+    # copies are freed after forward and gathered a second time, beside Agg
     gathers_again: bool = False
 
     def __post_init__(self) -> None:
@@ -165,21 +140,14 @@ class BlockPrices:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Seconds of one block under one placement.
+    """Seconds of one block under one placement."""
 
-    Attributes:
-        exchange_s: one all-to-all, ``T_A2A``.
-        expert_s: the experts' forward, ``T_FEC``.
-        gather_s: the copies' way to their cells, once, ``T_Trans``.
-        reduce_s: the way of their gradients back, ``T_Agg``.
-        step_s: forward and backward: equation (6), or (8) where copies are scheduled. The non-MoE
-            layer is not in it.
-    """
-
-    exchange_s: float
-    expert_s: float
-    gather_s: float
-    reduce_s: float
+    exchange_s: float  # one all-to-all, ``T_A2A``
+    expert_s: float  # the experts' forward, ``T_FEC``
+    gather_s: float  # the copies' way to their cells, once, ``T_Trans``
+    reduce_s: float  # the way of their gradients back, ``T_Agg``
+    # forward and backward: equation (6), or (8) where copies are scheduled. The non-MoE layer is
+    # not in it.
     step_s: float
 
 
@@ -226,15 +194,10 @@ def _seconds(
 
 @dataclass(frozen=True, eq=False)
 class CellRows:
-    """Rows of one layer by cell.
+    """Rows of one layer by cell."""
 
-    Attributes:
-        computed_C: rows that each cell computes, ``H``, int64.
-        received_C: rows that come to each cell from others, ``R``, int64.
-    """
-
-    computed_C: np.ndarray
-    received_C: np.ndarray
+    computed_C: np.ndarray  # rows that each cell computes, ``H``, int64
+    received_C: np.ndarray  # rows that come to each cell from others, ``R``, int64
 
 
 def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRows:
@@ -302,13 +265,7 @@ def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> boo
 
 
 def balanced_spread(num_rows: int, num_experts: int, balance: float) -> float:
-    """Rows between the busiest cell and the idlest, below which a layer is balanced.
-
-    Args:
-        num_rows: of the layer.
-        num_experts: ``E`` of the layer.
-        balance: as of ``is_balanced``.
-    """
+    """Rows between the busiest cell and the idlest, below which a layer is balanced."""
     return balance * num_rows / num_experts
 
 
@@ -316,11 +273,7 @@ MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no 
 
 
 def whole_rows(home: Placement, rows_CE: np.ndarray) -> np.ndarray:
-    """Rows as planners count them: int64 ``[C, E]``.
-
-    Raises:
-        ValueError: other than a whole number of rows, from 0, for each cell and expert of ``home``.
-    """
+    """Rows as planners count them: int64 ``[C, E]``."""
     if rows_CE.shape != (home.num_cells, home.num_experts):
         raise ValueError(
             f"rows have shape {rows_CE.shape}, but the layer has {home.num_cells} cells and "

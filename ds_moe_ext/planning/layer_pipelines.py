@@ -41,17 +41,11 @@ from ds_moe_ext.schedule.orders import Pipeline
 
 @dataclass(frozen=True, eq=False)
 class MoePart:
-    """The MoE part of one layer in one direction, at each degree.
+    """The MoE part of one layer in one direction, at each degree."""
 
-    Attributes:
-        degree_R: number of chunks.
-        alone_R: seconds without a reduction.
-        queue_R: seconds that what a reduction queues with takes.
-    """
-
-    degree_R: np.ndarray
-    alone_R: np.ndarray
-    queue_R: np.ndarray
+    degree_R: np.ndarray  # number of chunks
+    alone_R: np.ndarray  # seconds without a reduction
+    queue_R: np.ndarray  # seconds that what a reduction queues with takes
 
     @classmethod
     def of(cls, pipeline: Pipeline, costs: LayerCosts, degrees: Sequence[int]) -> MoePart:
@@ -107,48 +101,31 @@ def _in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Placed(NamedTuple):
-    """Elements of each reduction of dense gradients beside one layer's backward, by place.
+    """Elements of each reduction of dense gradients beside one layer's backward, by place."""
 
-    Attributes:
-        within_moe: between the two halves of its MoE part.
-        dense: beside its dense part.
-    """
-
-    within_moe: tuple[int, ...] = ()
-    dense: tuple[int, ...] = ()
+    within_moe: tuple[int, ...] = ()  # between the two halves of its MoE part
+    dense: tuple[int, ...] = ()  # beside its dense part
 
 
 NOWHERE = Placed()
 
 
 class HostSeconds(NamedTuple):
-    """What a thread of the host takes to issue one layer in one direction, in seconds.
+    """What a thread of the host takes to issue one layer in one direction, in seconds."""
 
-    Attributes:
-        layer_s: its dense part, and what a pass takes however it is cut.
-        chunk_s: each chunk.
-    """
-
-    layer_s: float
-    chunk_s: float
+    layer_s: float  # its dense part, and what a pass takes however it is cut
+    chunk_s: float  # each chunk
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredLayer:
-    """What is known of one layer, with all that follows its MoE part in backward.
+    """What is known of one layer, with all that follows its MoE part in backward."""
 
-    Attributes:
-        costs: of its MoE part in forward.
-        dense_window_s: seconds of backward behind its MoE part, up to the next.
-        gradient_elements: of dense gradients that become ready in the layer's backward, behind its
-            MoE part.
-        exchanges: what all-to-alls cost by each way that rows may go; empty where that is the
-            direct one.
-    """
-
-    costs: LayerCosts
-    dense_window_s: float
+    costs: LayerCosts  # of its MoE part in forward
+    dense_window_s: float  # seconds of backward behind its MoE part, up to the next
+    # of dense gradients that become ready in the layer's backward, behind its MoE part
     gradient_elements: int
+    # what all-to-alls cost by each way that rows may go; empty where that is the direct one
     exchanges: Mapping[Way, LinearCost] = field(default_factory=dict)
 
     @property
@@ -160,54 +137,34 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What is known of a model.
+    """What is known of a model."""
 
-    Attributes:
-        layers: in model order.
-        head_elements: of dense gradients that are ready when the last layer's backward begins.
-        all_reduce: what reductions cost.
-        element_bytes: of a gradient.
-        issued: by the host, in forward and in backward, where devices may have to wait for it.
-    """
-
-    layers: tuple[MeasuredLayer, ...]
-    head_elements: int
-    all_reduce: AllReduce
-    element_bytes: int
+    layers: tuple[MeasuredLayer, ...]  # in model order
+    head_elements: int  # of dense gradients that are ready when the last layer's backward begins
+    all_reduce: AllReduce  # what reductions cost
+    element_bytes: int  # of a gradient
+    # by the host, in forward and in backward, where devices may have to wait for it
     issued: tuple[HostSeconds, HostSeconds] | None = None
 
 
 class Piped(NamedTuple):
-    """How one layer runs.
+    """How one layer runs."""
 
-    Attributes:
-        forward_degree: chunks in forward.
-        backward_degree: and in backward.
-        placed: reductions beside backward.
-        way: of rows between cells.
-    """
-
-    forward_degree: int = 1
-    backward_degree: int = 1
-    placed: Placed = NOWHERE
-    way: Way = Way.DIRECT
+    forward_degree: int = 1  # chunks in forward
+    backward_degree: int = 1  # and in backward
+    placed: Placed = NOWHERE  # reductions beside backward
+    way: Way = Way.DIRECT  # of rows between cells
 
 
 class Balance(NamedTuple):
-    """What a plan of copies makes of one layer's costs, over those of even rows at home.
+    """What a plan of copies makes of one layer's costs, over those of even rows at home."""
 
-    Attributes:
-        held: experts of the cell that has most, over those at home: as many times as long does a
-            call take that has few rows.
-        computed: rows of the busiest cell.
-        exchanged: seconds of an exchange, but for its start.
-        all_stay: nothing is exchanged: there is no start either.
-    """
-
+    # experts of the cell that has most, over those at home: as many times as long does a call take
+    # that has few rows
     held: float = 1.0
-    computed: float = 1.0
-    exchanged: float = 1.0
-    all_stay: bool = False
+    computed: float = 1.0  # rows of the busiest cell
+    exchanged: float = 1.0  # seconds of an exchange, but for its start
+    all_stay: bool = False  # nothing is exchanged: there is no start either
 
     def of(self, costs: LayerCosts) -> LayerCosts:
         """The costs of a layer, from those of even rows at home."""
@@ -238,26 +195,14 @@ Choices = tuple[Sequence[int], Sequence[int]]  # degrees of forward and of backw
 
 @dataclass(frozen=True)
 class Meanwhile:
-    """What a layer's MoE parts have beside them.
+    """What a layer's MoE parts have beside them."""
 
-    Attributes:
-        gradient_s: reductions within the MoE part of backward.
-        dense_s: its dense part, in forward and in backward.
-        issued: as of ``Measured``.
-    """
-
-    gradient_s: float = 0.0
-    dense_s: tuple[float, float] = (0.0, 0.0)
-    issued: tuple[HostSeconds, HostSeconds] | None = None
+    gradient_s: float = 0.0  # reductions within the MoE part of backward
+    dense_s: tuple[float, float] = (0.0, 0.0)  # its dense part, in forward and in backward
+    issued: tuple[HostSeconds, HostSeconds] | None = None  # as of ``Measured``
 
     def with_host(self, direction: int, moe_R: np.ndarray, degree_R: np.ndarray) -> np.ndarray:
-        """Seconds of the MoE part where the host issues no faster than it does.
-
-        Args:
-            direction: 0 for forward, 1 for backward.
-            moe_R: seconds that the devices take.
-            degree_R: chunks.
-        """
+        """Seconds of the MoE part where the host issues no faster than it does."""
         if self.issued is None:
             return moe_R
         issued = self.issued[direction]
@@ -278,12 +223,6 @@ def best_pair(
 
     Where the two differ, experts compute in the pieces that both kinds of chunks are made of, which
     are more calls than either has chunks: ``f + b - gcd(f, b)``.
-
-    Args:
-        pipeline: which.
-        costs: of forward.
-        choices: to choose from.
-        meanwhile: what else goes on.
     """
     if not pipeline.is_cut:
         choices = (1,), (1,)
@@ -318,17 +257,11 @@ Degrees = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Solver:
-    """How degrees and partitions are found.
+    """How degrees and partitions are found."""
 
-    Attributes:
-        degree: of a layer whose collectives have a queue for each kind of link.
-        step_2: of the partition; None is the exact one.
-        package: that they need, where it is not one of ours.
-    """
-
-    degree: Planner
-    step_2: Step2 | None
-    package: str | None = None
+    degree: Planner  # of a layer whose collectives have a queue for each kind of link
+    step_2: Step2 | None  # of the partition; None is the exact one
+    package: str | None = None  # that they need, where it is not one of ours
 
 
 SOLVERS: Mapping[str, Solver] = MappingProxyType(

@@ -51,15 +51,10 @@ _OF_COPIES = (LAUNCH.name, JOIN.name, START.name)
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """Seconds that the host takes to issue one task, by the name of its op; others take none.
+    """Seconds that the host takes to issue one task, by the name of its op; others take none."""
 
-    Attributes:
-        forward: in forward.
-        backward: in backward.
-    """
-
-    forward: Mapping[str, float] = field(default_factory=dict)
-    backward: Mapping[str, float] = field(default_factory=dict)
+    forward: Mapping[str, float] = field(default_factory=dict)  # in forward
+    backward: Mapping[str, float] = field(default_factory=dict)  # in backward
 
     def seconds(self, task: Task) -> float:
         """Of one task."""
@@ -86,15 +81,10 @@ NO_HOST = HostTimes(forward=MappingProxyType({}), backward=MappingProxyType({}))
 
 
 class Issued(NamedTuple):
-    """A step with what the host does.
+    """A step with what the host does."""
 
-    Attributes:
-        schedule: with a task ISSUE before each that takes the host time.
-        seconds: of these, by their ``id``.
-    """
-
-    schedule: Schedule
-    seconds: Mapping[int, float]
+    schedule: Schedule  # with a task ISSUE before each that takes the host time
+    seconds: Mapping[int, float]  # of these, by their ``id``
 
 
 def with_host(schedule: Schedule, host: HostTimes) -> Issued:
@@ -197,52 +187,34 @@ NO_REDUCTION = AllReduce(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCosts:
-    """What tasks cost that a job's prices of rows and copies leave out.
+    """What tasks cost that a job's prices of rows and copies leave out."""
 
-    Attributes:
-        exchange_start_s: of one exchange between cells, however little travels, where links were
-            not measured.
-        weight_s: to read the weights of one expert from memory: experts take no less, however few
-            rows they have.
-        expert_start_s: of one call of a rank's experts.
-        row_move_s: to put one row in another place in memory.
-        cell_gather: inside a cell, by bytes of the rows that one rank ends up with.
-        cell_scatter: likewise, by bytes of the rows that one rank gives.
-        all_reduce: of dense gradients.
-        backward_rounds: times of forward that backward takes in experts: one more where forward
-            runs again there, its exchanges with it.
-    """
-
+    # of one exchange between cells, however little travels, where links were not measured
     exchange_start_s: float = 0.0
+    # to read the weights of one expert from memory: experts take no less, however few rows they
+    # have
     weight_s: float = 0.0
-    expert_start_s: float = 0.0
-    row_move_s: float = 0.0
-    cell_gather: Line = FREE
-    cell_scatter: Line = FREE
-    all_reduce: AllReduce = NO_REDUCTION
+    expert_start_s: float = 0.0  # of one call of a rank's experts
+    row_move_s: float = 0.0  # to put one row in another place in memory
+    cell_gather: Line = FREE  # inside a cell, by bytes of the rows that one rank ends up with
+    cell_scatter: Line = FREE  # likewise, by bytes of the rows that one rank gives
+    all_reduce: AllReduce = NO_REDUCTION  # of dense gradients
+    # times of forward that backward takes in experts: one more where forward runs again there, its
+    # exchanges with it
     backward_rounds: int = BACKWARD
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Where the rows of one layer go in one pass.
+    """Where the rows of one layer go in one pass."""
 
-    Attributes:
-        target: who holds what.
-        computed_C: rows that each cell computes, int64.
-        exchange_s_C: seconds that each cell takes in one exchange of them all, but for its
-            start, float64.
-        is_far_C: whether that is for its node's card, else for its own link.
-        all_stay: no row leaves its cell, whatever is routed, and none are exchanged.
-        added_s: of copies that are sent once rows are known, there and back.
-    """
-
-    target: Placement
-    computed_C: np.ndarray
+    target: Placement  # who holds what
+    computed_C: np.ndarray  # rows that each cell computes, int64
+    # seconds that each cell takes in one exchange of them all, but for its start, float64
     exchange_s_C: np.ndarray
-    is_far_C: np.ndarray
-    all_stay: bool = False
-    added_s: float = 0.0
+    is_far_C: np.ndarray  # whether that is for its node's card, else for its own link
+    all_stay: bool = False  # no row leaves its cell, whatever is routed, and none are exchanged
+    added_s: float = 0.0  # of copies that are sent once rows are known, there and back
 
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
@@ -270,17 +242,11 @@ class Flow:
 
 
 class Timing(NamedTuple):
-    """Seconds of one kind of task in each class of cells, by how much of a layer's rows it has.
+    """Seconds of one kind of task in each class of cells, by how much of a layer's rows it has."""
 
-    Attributes:
-        start_s: of any.
-        whole_s_K: of all rows, besides.
-        least_s_K: of any, at least; none for 0.
-    """
-
-    start_s: float
-    whole_s_K: Sequence[float]
-    least_s_K: Sequence[float] = ()
+    start_s: float  # of any
+    whole_s_K: Sequence[float]  # of all rows, besides
+    least_s_K: Sequence[float] = ()  # of any, at least; none for 0
 
     def seconds(self, place: int, part: float) -> float:
         """Of some part of the rows."""
@@ -302,25 +268,16 @@ Side = tuple[str, bool]
 
 @dataclass(frozen=True, eq=False)
 class LayerSeconds:
-    """Seconds of the tasks of one layer, by class of cells.
+    """Seconds of the tasks of one layer, by class of cells."""
 
-    Attributes:
-        by_rows: of tasks on rows.
-        by_piece: of tasks on copies and on dense gradients, piece by piece.
-        is_far_K: in exchanges the node's card takes longest, else the cell's own link.
-        expert_s_K: experts on all rows, forward.
-        mean_expert_s: the mean of all cells.
-        restore_s: rows put back into the order of tokens, forward.
-        num_chunks: finest chunks.
-    """
-
-    by_rows: Mapping[Side, Timing]
+    by_rows: Mapping[Side, Timing]  # of tasks on rows
+    # of tasks on copies and on dense gradients, piece by piece
     by_piece: Mapping[Side, Sequence[float]]
-    is_far_K: Sequence[bool]
-    expert_s_K: Sequence[float]
-    mean_expert_s: float
-    restore_s: float
-    num_chunks: int
+    is_far_K: Sequence[bool]  # in exchanges the node's card takes longest, else the cell's own link
+    expert_s_K: Sequence[float]  # experts on all rows, forward
+    mean_expert_s: float  # the mean of all cells
+    restore_s: float  # rows put back into the order of tokens, forward
+    num_chunks: int  # finest chunks
 
     def seconds(self, place: int, task: Task) -> float:
         """Of one task in one class of cells."""

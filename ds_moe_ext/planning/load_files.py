@@ -92,34 +92,21 @@ DECODER, STAGE = "decoder", "pre_dispatch"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What is read of a line; what else it has is left.
+    """What is read of a line; what else it has is left."""
 
-    Attributes:
-        step: its number.
-        layer: within its block.
-        rank: that sent.
-        top_indices: experts of each token, ``[T][K]``.
-        block: "decoder", or "mtp" of those that predict more tokens.
-        mtp_idx: which of the latter.
-    """
-
-    step: int
-    layer: int
-    rank: int
-    top_indices: list[Any]
-    block: str = DECODER
-    mtp_idx: int = -1
+    step: int  # its number
+    layer: int  # within its block
+    rank: int  # that sent
+    top_indices: list[Any]  # experts of each token, ``[T][K]``
+    block: str = DECODER  # "decoder", or "mtp" of those that predict more tokens
+    mtp_idx: int = -1  # which of the latter
 
 
 KEYS = {field.name for field in fields_of(Line)}
 
 
 def write_traces(path: Path, loads: Loads) -> None:
-    """Write loads of all ranks into one file, for tokens that have these counts.
-
-    Raises:
-        ValueError: choices a token are not known.
-    """
+    """Write loads of all ranks into one file, for tokens that have these counts."""
     if loads.top_k is None:
         raise ValueError(
             f"{path} shall have the experts of every token, but choices a token of {loads.source} "
@@ -150,15 +137,7 @@ def _tokens_of(rows_E: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def read_traces(path: Path, num_experts: int | None = None) -> Loads:
-    """Read a file, or all of a folder; lines of one step, layer and rank are added.
-
-    Args:
-        path: of a file, or of a folder with files of every rank.
-        num_experts: ``E``; None: as many as the highest that is chosen tells.
-
-    Raises:
-        ValueError: a line is wrong, or one is missing.
-    """
+    """Read a file, or all of a folder; lines of one step, layer and rank are added."""
     files = sorted(filter(Path.is_file, path.glob(FILES))) if path.is_dir() else [path]
     counts: dict[tuple[Any, ...], np.ndarray] = {}  # by layer, step and rank
     top_k = 0
@@ -293,16 +272,6 @@ def redivided(
     pieces, by whole tokens; some senders are joined, some divided. Other tokens multiply each
     sender's rows and round them to whole ones, largest remainder first, the lower index among
     equals: no sender's rows of an expert are off by one or more.
-
-    Args:
-        loads: that are taken.
-        ranks: senders, ``D``.
-        tokens: of a sender, in the mean; who had more keeps more.
-        layers: the first so many; where there are fewer, they begin again.
-        steps: the first so many.
-
-    Raises:
-        ValueError: nothing can be divided so.
     """
     for name, value in (("ranks", ranks), ("tokens", tokens), ("layers", layers), ("steps", steps)):
         at_least(name, value, 1)
@@ -351,12 +320,6 @@ def _parts(rows_ILE: np.ndarray, pieces: np.ndarray, whole: int, top_k: int) -> 
     In the order of experts the sender's rows are dealt to its tokens in turn. Each token gets
     ``top_k`` different experts, as none has more rows than there are tokens; each part gets tokens
     evenly from among them, and so its part of every expert's rows, to one or two.
-
-    Args:
-        rows_ILE: of the sender.
-        pieces: where its parts begin and end, in pieces.
-        whole: pieces of the sender.
-        top_k: choices a token.
     """
     if len(pieces) == 2:
         return rows_ILE[:, :, None]

@@ -20,20 +20,15 @@ MOST_SKEW = 10.0
 class Zipf:
     """How shares are, and how they move.
 
-    Attributes:
-        skew: the expert of place k has a share as ``k ** -skew``; 0 is uniform.
-        drift: standard deviation by which the logarithm of a share moves for good in each step.
-        jitter: and by which it is off in one step only.
-        cold: part of the experts that nobody chooses.
-
     Raises:
         ValueError: a value out of its bounds.
     """
 
-    skew: float
+    skew: float  # the expert of place k has a share as ``k ** -skew``; 0 is uniform
+    # standard deviation by which the logarithm of a share moves for good in each step
     drift: float = 0.05
-    jitter: float = 0.0
-    cold: float = 0.0
+    jitter: float = 0.0  # and by which it is off in one step only
+    cold: float = 0.0  # part of the experts that nobody chooses
 
     def __post_init__(self) -> None:
         bounds = {"skew": MOST_SKEW, "drift": 1.0, "jitter": 1.0, "cold": 1.0}
@@ -93,16 +88,7 @@ def zipf_steps(
 def _steps(
     shape: tuple[int, int, int], rows: int, zipf: Zipf, seed: int, *, cold: int, most: int
 ) -> Iterator[np.ndarray]:
-    """Zipf shares of experts in an order of each layer's own.
-
-    Args:
-        shape: ``(L, C, E)``.
-        rows: of each sender in each step and layer.
-        zipf: the shares.
-        seed: of the generator.
-        cold: experts without any.
-        most: rows of a sender that one expert may get.
-    """
+    """Zipf shares of experts in an order of each layer's own."""
     num_layers, num_senders, num_experts = shape
     random = np.random.default_rng(seed)
     place_LE = np.stack([random.permutation(num_experts) for _ in range(num_layers)])
@@ -143,17 +129,11 @@ BURSTS_EVERY = 4  # steps, of which the last is the burst
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """What a layer draws by the seed.
+    """What a layer draws by the seed."""
 
-    Attributes:
-        order_E: experts in the order in which rows that do not divide are dealt, int64.
-        order_C: senders, likewise.
-        first: expert at which a hot block begins; its rank is the hot one.
-    """
-
-    order_E: np.ndarray
-    order_C: np.ndarray
-    first: int
+    order_E: np.ndarray  # experts in the order in which rows that do not divide are dealt, int64
+    order_C: np.ndarray  # senders, likewise
+    first: int  # expert at which a hot block begins; its rank is the hot one
 
 
 Workload = Callable[[Sizes, Place, int], np.ndarray]
@@ -222,11 +202,7 @@ def source_ragged(sizes: Sizes, place: Place, step: int) -> np.ndarray:
 
 
 def zero_expert_rank(sizes: Sizes, place: Place, step: int) -> np.ndarray:
-    """The lower half of the experts, and so of the ranks, gets nothing.
-
-    Raises:
-        ValueError: the other half are fewer than a token chooses.
-    """
+    """The lower half of the experts, and so of the ranks, gets nothing."""
     live_P = place.order_E[place.order_E >= sizes.experts // 2]
     if len(live_P) < sizes.top_k:
         raise ValueError(

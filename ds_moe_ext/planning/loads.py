@@ -30,17 +30,11 @@ thirty steps ago is as good as one of ten (docs/planners.md)."""
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the forecast of one step came out.
+    """How the forecast of one step came out."""
 
-    Attributes:
-        num_steps: whose mean it was.
-        astray: rows that went to other experts than it said, of all layers; whole ones.
-        rows: all of them.
-    """
-
-    num_steps: int
-    astray: int
-    rows: int
+    num_steps: int  # whose mean it was
+    astray: int  # rows that went to other experts than it said, of all layers; whole ones
+    rows: int  # all of them
 
 
 class LoadWindow:
@@ -266,14 +260,7 @@ def check_loads(loads: Sequence[np.ndarray], num_experts: Sequence[int], *, fact
 
 
 def hottest_first(loads: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Experts of each layer by falling load, the lower index first among equals.
-
-    Args:
-        loads: whole rows of each expert, ``[E]`` a layer; times ``E`` they fit into int64.
-
-    Returns:
-        Experts and their rows, int64 ``[L, E]``; -1 rows where a layer has fewer experts.
-    """
+    """Experts of each layer by falling load, the lower index first among equals."""
     most = max(map(len, loads))
     rows_LE = np.full((len(loads), most), -1, dtype=np.int64)
     for layer, load_E in enumerate(loads):
@@ -306,20 +293,14 @@ class Loads:
     A token has ``top_k`` different experts, so a sender of ``T`` tokens has ``T * top_k`` rows and
     sends an expert ``T`` of them at most. Any counts that keep this are those of some tokens.
 
-    Attributes:
-        rows_ILCE: rows that each sender sent to each expert, int64 ``[I, L, C, E]``.
-        steps_I: number of each step, rising, int64 ``[I]``.
-        source: where they come from, for a person.
-        top_k: choices a token; None if that is not known.
-
     Raises:
         ValueError: no such loads.
     """
 
-    rows_ILCE: np.ndarray
-    steps_I: np.ndarray
-    source: str
-    top_k: int | None = None
+    rows_ILCE: np.ndarray  # rows that each sender sent to each expert, int64 ``[I, L, C, E]``
+    steps_I: np.ndarray  # number of each step, rising, int64 ``[I]``
+    source: str  # where they come from, for a person
+    top_k: int | None = None  # choices a token; None if that is not known
 
     def __post_init__(self) -> None:
         for name in ("rows_ILCE", "steps_I"):
@@ -410,24 +391,17 @@ def check_size(shape: tuple[int, ...], where: str) -> None:
 class Sizes:
     """What every generator is told.
 
-    Attributes:
-        ranks: senders ``C``; experts are at home on them in index order, equally many on each.
-        experts: ``E`` of each layer.
-        layers: ``L``.
-        tokens: of a rank in a step, in the mean.
-        top_k: different experts that a token chooses.
-        steps: ``I``.
-
     Raises:
         ValueError: sizes that no loads have.
     """
 
+    # senders ``C``; experts are at home on them in index order, equally many on each
     ranks: int = 8
-    experts: int = 64
-    layers: int = 4
-    tokens: int = 4096
-    top_k: int = 2
-    steps: int = 12
+    experts: int = 64  # ``E`` of each layer
+    layers: int = 4  # ``L``
+    tokens: int = 4096  # of a rank in a step, in the mean
+    top_k: int = 2  # different experts that a token chooses
+    steps: int = 12  # ``I``
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -451,11 +425,7 @@ class Sizes:
 
     @property
     def experts_per_rank(self) -> int:
-        """Those at home there.
-
-        Raises:
-            ValueError: they do not divide.
-        """
+        """Those at home there."""
         if self.experts % self.ranks:
             raise ValueError(
                 f"{self.experts} experts do not divide over {self.ranks} ranks, of which this "
@@ -469,20 +439,15 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """Of every step and layer, float.
+    """Of every step and layer, float."""
 
-    Attributes:
-        by_rank_IL: rows of the busiest rank over the mean, experts at home in index order, equally
-            many on each rank or one more; 1 is perfect.
-        hottest_IL: rows of the hottest expert over the mean.
-        unused_IL: part of the experts without rows.
-        moved_L: total variation from each step to the next, ``[..., L]``, of steps as far apart as
-            most are; empty where there is one.
-    """
-
+    # rows of the busiest rank over the mean, experts at home in index order, equally many on each
+    # rank or one more; 1 is perfect
     by_rank_IL: np.ndarray
-    hottest_IL: np.ndarray
-    unused_IL: np.ndarray
+    hottest_IL: np.ndarray  # rows of the hottest expert over the mean
+    unused_IL: np.ndarray  # part of the experts without rows
+    # total variation from each step to the next, ``[..., L]``, of steps as far apart as most are;
+    # empty where there is one
     moved_L: np.ndarray
 
 

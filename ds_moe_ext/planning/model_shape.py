@@ -19,24 +19,18 @@ from ds_moe_ext.strict import check_object
 class ModelParallel:
     """Sizes of tensor, context and pipeline parallelism.
 
-    Attributes:
-        tensor: ranks that divide dense weights and, by sequence parallelism, the tokens between.
-        context: ranks that divide each sample.
-        pipeline: stages that divide the layers.
-        chunks: of each stage, which interleave where there are more than one.
-        first_layers: of the first stage, where it has another number than those between.
-        last_layers: of the last one, likewise.
-
     Raises:
         ValueError: sizes below 1, or chunks of a single stage.
     """
 
+    # ranks that divide dense weights and, by sequence parallelism, the tokens between
     tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    chunks: int = 1
+    context: int = 1  # ranks that divide each sample
+    pipeline: int = 1  # stages that divide the layers
+    chunks: int = 1  # of each stage, which interleave where there are more than one
+    # of the first stage, where it has another number than those between
     first_layers: int | None = None
-    last_layers: int | None = None
+    last_layers: int | None = None  # of the last one, likewise
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
@@ -119,35 +113,25 @@ MOST_PASSES = 100_000  # of a step
 class Training:
     """One optimizer step of a run.
 
-    Attributes:
-        num_ranks: of the run.
-        length: tokens of a sample.
-        micro_batch: samples in one pass, of a rank or of the ranks that share them.
-        micro_batches: passes of a step.
-        number_type: in which matrices are multiplied: ``fp32``, ``tf32``, ``fp16`` or ``bf16``.
-        zero_stage: as DeepSpeed counts: from 1 ranks divide optimizer states, from 2 gradients,
-            from 3 weights. Megatron's distributed optimizer is 1.
-        offloaded_states: part of the optimizer's states that lies in host memory, 0 to 1.
-        recomputes: layers run again in backward, so that only what passes between them is kept.
-        hides_gradients: dense gradients are reduced beside backward by the host itself.
-        sums_in_float32: gradients are summed in 32 bits, where they are narrower.
-        parallel: tensor, context and pipeline parallelism.
-
     Raises:
         ValueError: no such training.
     """
 
-    num_ranks: int
-    length: int
-    micro_batch: int = 1
-    micro_batches: int = 1
+    num_ranks: int  # of the run
+    length: int  # tokens of a sample
+    micro_batch: int = 1  # samples in one pass, of a rank or of the ranks that share them
+    micro_batches: int = 1  # passes of a step
+    # in which matrices are multiplied: ``fp32``, ``tf32``, ``fp16`` or ``bf16``
     number_type: str = "bf16"
+    # as DeepSpeed counts: from 1 ranks divide optimizer states, from 2 gradients, from 3 weights.
+    # Megatron's distributed optimizer is 1.
     zero_stage: int = 1
-    offloaded_states: float = 0.0
+    offloaded_states: float = 0.0  # part of the optimizer's states that lies in host memory, 0 to 1
+    # layers run again in backward, so that only what passes between them is kept
     recomputes: bool = False
-    hides_gradients: bool = False
-    sums_in_float32: bool = False
-    parallel: ModelParallel = ALONE
+    hides_gradients: bool = False  # dense gradients are reduced beside backward by the host itself
+    sums_in_float32: bool = False  # gradients are summed in 32 bits, where they are narrower
+    parallel: ModelParallel = ALONE  # tensor, context and pipeline parallelism
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "length", "micro_batch", "micro_batches"):
@@ -226,19 +210,12 @@ GATED, PLAIN = 3, 2  # matrix products of an MLP: SwiGLU's, and two layers
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What stands at the ends of a model, or of a part of it.
+    """What stands at the ends of a model, or of a part of it."""
 
-    Attributes:
-        size: of the embedding and of the head.
-        is_tied: the two are one.
-        has_embedding: the embedding is in this part.
-        has_head: so are head and loss.
-    """
-
-    size: int = 0
-    is_tied: bool = False
-    has_embedding: bool = True
-    has_head: bool = True
+    size: int = 0  # of the embedding and of the head
+    is_tied: bool = False  # the two are one
+    has_embedding: bool = True  # the embedding is in this part
+    has_head: bool = True  # so are head and loss
 
     @property
     def tables(self) -> int:
@@ -249,16 +226,12 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True)
 class DividedAttention:
-    """What tensor and context parallelism make of a layer's attention.
+    """What tensor and context parallelism make of a layer's attention."""
 
-    Attributes:
-        replicated_weights: those that tensor parallel ranks all have whole.
-        gathered_widths: what of a token these gather before; none: its hidden state.
-        key_value_width: of all heads' keys and values together; 0 for that of queries and values.
-    """
-
-    replicated_weights: int = 0
+    replicated_weights: int = 0  # those that tensor parallel ranks all have whole
+    # what of a token these gather before; none: its hidden state
     gathered_widths: tuple[int, ...] = ()
+    # of all heads' keys and values together; 0 for that of queries and values
     key_value_width: int = 0
 
 
@@ -266,42 +239,27 @@ class DividedAttention:
 class ModelShape:
     """A decoder whose layers are alike, but for those that have no experts; or a part of one.
 
-    Attributes:
-        name: for a person.
-        num_layers: all.
-        moe_layers: numbers of those with experts, ascending.
-        width: of the hidden states.
-        attention_weights: of one layer's attention.
-        head_width: of all heads' queries together, and that of their values; both for the products
-            of attention itself.
-        dense_width: of the MLP of a layer without experts.
-        products: matrix products of an MLP: ``GATED`` or ``PLAIN``.
-        num_experts: of a layer.
-        top_k: experts of a token.
-        expert_width: hidden width of an expert.
-        shared_width: hidden width of what all tokens pass beside the experts; 0 for none.
-        vocabulary: embedding and head.
-        length: tokens of a sample, where the model says.
-        divided: attention, where ranks divide it.
-
     Raises:
         ValueError: sizes that no model has.
     """
 
-    name: str
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    width: int
-    attention_weights: int
+    name: str  # for a person
+    num_layers: int  # all
+    moe_layers: tuple[int, ...]  # numbers of those with experts, ascending
+    width: int  # of the hidden states
+    attention_weights: int  # of one layer's attention
+    # of all heads' queries together, and that of their values; both for the products of attention
+    # itself
     head_width: tuple[int, int]
-    dense_width: int
-    products: int
-    num_experts: int
-    top_k: int
-    expert_width: int
-    shared_width: int = 0
-    vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    length: int | None = None
+    dense_width: int  # of the MLP of a layer without experts
+    products: int  # matrix products of an MLP: ``GATED`` or ``PLAIN``
+    num_experts: int  # of a layer
+    top_k: int  # experts of a token
+    expert_width: int  # hidden width of an expert
+    shared_width: int = 0  # hidden width of what all tokens pass beside the experts; 0 for none
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)  # embedding and head
+    length: int | None = None  # tokens of a sample, where the model says
+    # attention, where ranks divide it
     divided: DividedAttention = field(default_factory=DividedAttention)
 
     def __post_init__(self) -> None:
@@ -334,12 +292,7 @@ class ModelShape:
         )
 
     def dense_weights(self, layer: int, tensor: int = 1) -> int:
-        """Of one layer, without its experts: its router and shared experts with it.
-
-        Args:
-            layer: its number.
-            tensor: ranks that divide all but the router, norms and what is replicated.
-        """
+        """Of one layer, without its experts: its router and shared experts with it."""
         mlp = self.dense_width
         router = 0
         if layer in self.moe_layers:
@@ -634,12 +587,7 @@ def _of_gpt_moe(keys: Mapping[str, Any], name: str) -> ModelShape:
 
 
 class OnItsWay(NamedTuple):
-    """Bytes that travel.
+    """Bytes that travel."""
 
-    Attributes:
-        row: of one row on one trip.
-        copy: of what one rank has of an expert, the mean of there and, as gradients, back.
-    """
-
-    row: RowBytes
-    copy: float
+    row: RowBytes  # of one row on one trip
+    copy: float  # of what one rank has of an expert, the mean of there and, as gradients, back

@@ -35,16 +35,12 @@ def case_seconds(chunks: Chunks, gradient_s: float) -> tuple[np.ndarray, ...]:
 
 
 class Branch(NamedTuple):
-    """One way to be in a case.
+    """One way to be in a case."""
 
-    Attributes:
-        case: 1 if the slow links are busy to the end, 2 the experts, 3 the slow links but for the
-            gap that all-gather and reduce-scatter leave, 4 the fast links.
-        where: predicates that hold, by number; those that do not are below zero.
-    """
-
+    # 1 if the slow links are busy to the end, 2 the experts, 3 the slow links but for the gap that
+    # all-gather and reduce-scatter leave, 4 the fast links
     case: int
-    where: tuple[int, ...]
+    where: tuple[int, ...]  # predicates that hold, by number; those that do not are below zero
 
 
 BRANCHES = (
@@ -77,12 +73,7 @@ def margins(chunks: Chunks, gradient_s: float) -> tuple[np.ndarray, ...]:
 
 
 def case_of(chunks: Chunks, gradient_s: float) -> int:
-    """The paper's case of one degree: 1 to 4, see ``Branch``.
-
-    Args:
-        chunks: at one degree, ``[]``.
-        gradient_s: seconds of the all-reduce.
-    """
+    """The paper's case of one degree: 1 to 4, see ``Branch``."""
     holds = [bool(margin > 0) for margin in margins(chunks, gradient_s)]
     return next(
         case for case, where in BRANCHES if all(holds[abs(q) - 1] == (q > 0) for q in where)
@@ -91,19 +82,12 @@ def case_of(chunks: Chunks, gradient_s: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PipelinePlan:
-    """The degree of one layer in one direction.
+    """The degree of one layer in one direction."""
 
-    Attributes:
-        degree: number of chunks.
-        case: what bounds the layer at that degree; see ``Branch``.
-        window_s: all-reduce that the layer hides at that degree; see ``windows``.
-        times_R: seconds of the layer at degree 1, 2 and so on.
-    """
-
-    degree: int
-    case: int
-    window_s: float
-    times_R: np.ndarray
+    degree: int  # number of chunks
+    case: int  # what bounds the layer at that degree; see ``Branch``
+    window_s: float  # all-reduce that the layer hides at that degree; see ``windows``
+    times_R: np.ndarray  # seconds of the layer at degree 1, 2 and so on
 
     @property
     def time_s(self) -> float:
@@ -154,10 +138,6 @@ def solved_degree(costs: LayerCosts, gradient_s: float, max_degree: int) -> Pipe
     solutions are compared by the makespan. If all-gather and reduce-scatter take equally long, that
     is the best degree. Else the time of a case is not quite the makespan, and the best degree may
     lie beside no solution. Arguments as of ``best_degree``.
-
-    Raises:
-        ImportError: SciPy is not installed.
-        ValueError: as ``best_degree``.
     """
     _check(gradient_s, max_degree)
     times_R = makespans(costs.cut(_degrees(max_degree)), gradient_s)
@@ -173,11 +153,7 @@ def solved_degree(costs: LayerCosts, gradient_s: float, max_degree: int) -> Pipe
 def _solutions(
     costs: LayerCosts, gradient_s: float, max_degree: int, *, unit_s: float
 ) -> Iterable[float]:
-    """Where each branch is fastest, if the solver finds it.
-
-    Args:
-        unit_s: seconds that count as 1, so that the solver's tolerance suits any unit of time.
-    """
+    """Where each branch is fastest, if the solver finds it."""
     try:
         from scipy.optimize import minimize
     except ImportError as error:
@@ -261,23 +237,18 @@ QUANTA = 256  # steps in which Step 2 moves what is left
 class BackwardLayer:
     """One generalized layer, as the partition sees it.
 
-    Attributes:
-        moe_seconds: from seconds of a reduction placed in its MoE part to seconds of that part at
-            the degree which suits it best, for each of many reductions, both float ``[N]``:
-            ``f_moe``, as ``degree.fastest_seconds``. It does not fall, and rises by no more than
-            the seconds placed.
-        moe_window_s: seconds of reduction that its MoE part hides, ``t_olp,moe``.
-        dense_window_s: seconds of reduction that its dense part hides, ``t_olp,dense``.
-        gradient_elements: elements of gradients that become ready when its backward begins:
-            those of the layer before it in backward, of the head for the first; ``n_grad^(i-1)``.
-
     Raises:
         ValueError: a window or gradients below zero, or a window that is not finite.
     """
 
+    # from seconds of a reduction placed in its MoE part to seconds of that part at the degree which
+    # suits it best, for each of many reductions, both float ``[N]``: ``f_moe``, as
+    # ``degree.fastest_seconds``. It does not fall, and rises by no more than the seconds placed.
     moe_seconds: Callable[[np.ndarray], np.ndarray]
-    moe_window_s: float
-    dense_window_s: float
+    moe_window_s: float  # seconds of reduction that its MoE part hides, ``t_olp,moe``
+    dense_window_s: float  # seconds of reduction that its dense part hides, ``t_olp,dense``
+    # elements of gradients that become ready when its backward begins: those of the layer before it
+    # in backward, of the head for the first; ``n_grad^(i-1)``
     gradient_elements: int
 
     def __post_init__(self) -> None:
@@ -306,16 +277,11 @@ class BackwardLayer:
 
 @dataclass(frozen=True)
 class HiddenSlices:
-    """Step 1: elements by layer, in the order of backward.
+    """Step 1: elements by layer, in the order of backward."""
 
-    Attributes:
-        dense: reduced in the dense window.
-        moe: reduced in the MoE window.
-        left: ready but not reduced when the layer ends. Step 2 may have moved no more by then.
-    """
-
-    dense: tuple[int, ...]
-    moe: tuple[int, ...]
+    dense: tuple[int, ...]  # reduced in the dense window
+    moe: tuple[int, ...]  # reduced in the MoE window
+    # ready but not reduced when the layer ends. Step 2 may have moved no more by then.
     left: tuple[int, ...]
 
 
@@ -339,21 +305,15 @@ def fill_windows(layers: Sequence[BackwardLayer], all_reduce: AllReduce) -> Hidd
 
 @dataclass(frozen=True)
 class GradientPartition:
-    """Elements by layer, in the order of backward.
+    """Elements by layer, in the order of backward."""
 
-    Attributes:
-        dense: reduced beside the dense part.
-        moe: reduced in the window of the MoE part.
-        extra: reduced in the MoE part besides, in one piece with ``moe``; they may lengthen it.
-        tail: elements reduced after the last layer: what no layer took, and its own gradients.
-        time_s: seconds of all MoE parts and of the tail's reduction. Dense parts are not in it:
-            they hide their slices and take the same time under any partition.
-    """
-
-    dense: tuple[int, ...]
-    moe: tuple[int, ...]
+    dense: tuple[int, ...]  # reduced beside the dense part
+    moe: tuple[int, ...]  # reduced in the window of the MoE part
+    # reduced in the MoE part besides, in one piece with ``moe``; they may lengthen it
     extra: tuple[int, ...]
-    tail: int
+    tail: int  # elements reduced after the last layer: what no layer took, and its own gradients
+    # seconds of all MoE parts and of the tail's reduction. Dense parts are not in it: they hide
+    # their slices and take the same time under any partition.
     time_s: float
 
     @property
@@ -471,9 +431,6 @@ def evolved(
 
     A candidate names elements for each layer; what is not ready by then, or hidden by a later
     layer, counts for nothing, and what is left for the tail.
-
-    Raises:
-        ImportError: SciPy is not installed.
     """
     try:
         from scipy.optimize import differential_evolution

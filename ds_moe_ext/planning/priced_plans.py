@@ -33,30 +33,19 @@ ROUNDING = 1e-6  # of a row: what the solver's numbers are off
 
 @dataclass(frozen=True, eq=False)
 class RoutedDivision:
-    """Rows of copied experts over the holders.
+    """Rows of copied experts over the holders."""
 
-    Attributes:
-        kept_N: of its own rows those that each holder keeps.
-        sent_VN: of all other rows those that each node's senders send to each holder.
-    """
-
-    kept_N: np.ndarray
-    sent_VN: np.ndarray
+    kept_N: np.ndarray  # of its own rows those that each holder keeps
+    sent_VN: np.ndarray  # of all other rows those that each node's senders send to each holder
 
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """Rows of one layer, to be divided.
+    """Rows of one layer, to be divided."""
 
-    Attributes:
-        rows_CE: of each sender for each expert, int64.
-        target: who holds what.
-        node_C: node of each cell; any numbers.
-    """
-
-    rows_CE: np.ndarray
-    target: Placement
-    node_C: np.ndarray
+    rows_CE: np.ndarray  # of each sender for each expert, int64
+    target: Placement  # who holds what
+    node_C: np.ndarray  # node of each cell; any numbers
 
     @property
     def holders(self) -> Holders:
@@ -123,19 +112,12 @@ def divide(routed: Routed, prices: RowPrices) -> RoutedDivision:
 
 @dataclass(frozen=True, eq=False)
 class _Rules:
-    """Sums of unknowns.
+    """Sums of unknowns."""
 
-    Attributes:
-        factor: of each term.
-        rule: that it is in.
-        unknown: its.
-        most: what each rule's sum is, or is at most.
-    """
-
-    factor: np.ndarray
-    rule: np.ndarray
-    unknown: np.ndarray
-    most: np.ndarray
+    factor: np.ndarray  # of each term
+    rule: np.ndarray  # that it is in
+    unknown: np.ndarray  # its
+    most: np.ndarray  # what each rule's sum is, or is at most
 
     @classmethod
     def joined(cls, parts: Sequence[_Rules]) -> _Rules:
@@ -234,16 +216,7 @@ class _Programme:
         place_VN: np.ndarray | None = None,
         crosses: bool = False,
     ) -> _Rules:
-        """Of each place: its rows times their price are at most the busiest one's seconds.
-
-        Args:
-            busiest: the unknown.
-            price_P: of a row.
-            fixed_P: rows of experts that have one holder.
-            kept: how rows kept in a cell count there.
-            place_VN: where rows that are sent count; None: nowhere.
-            crosses: of these only those that leave their node.
-        """
+        """Of each place: its rows times their price are at most the busiest one's seconds."""
         factor, rule = [-np.ones(len(price_P))], [np.arange(len(price_P))]
         unknown = [np.full(len(price_P), busiest)]
         if kept:
@@ -374,22 +347,15 @@ def fewest(
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """Adds copies once rows are known, where the forecast failed; docs/priced_share.md.
+    """Adds copies once rows are known, where the forecast failed; docs/priced_share.md."""
 
-    Attributes:
-        home: where the experts live.
-        share: of the copies that stand.
-        levels_of: what divides rows under a target.
-        copy_price: of an expert that the busiest link carries, its weights there and its gradients
-            back, in the whole units of the prices. Nothing hides them.
-        num_slots: further copies that a cell has room for.
-    """
-
-    home: Placement
-    share: LevelShare
-    levels_of: Callable[[Placement], RowLevels]
+    home: Placement  # where the experts live
+    share: LevelShare  # of the copies that stand
+    levels_of: Callable[[Placement], RowLevels]  # what divides rows under a target
+    # of an expert that the busiest link carries, its weights there and its gradients back, in the
+    # whole units of the prices. Nothing hides them.
     copy_price: int
-    num_slots: int
+    num_slots: int  # further copies that a cell has room for
 
     def __call__(self, rows_CE: np.ndarray) -> tuple[Placement, Rule]:
         """Who holds what, and how rows are divided, int64 ``[C, E]``: over the copies that stand,

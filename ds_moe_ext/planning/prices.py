@@ -23,11 +23,7 @@ ROUNDING = 1e-9  # of a window's elements, so that a window as long as a slice t
 
 
 def check_costs(costs: Mapping[str, float]) -> None:
-    """Refuse costs by name that cannot be; bandwidths end in ``_per_s``.
-
-    Raises:
-        ValueError: one is below zero or not finite, or a bandwidth is zero.
-    """
+    """Refuse costs by name that cannot be; bandwidths end in ``_per_s``."""
     for name, value in costs.items():
         if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
             raise ValueError(
@@ -39,20 +35,14 @@ def check_costs(costs: Mapping[str, float]) -> None:
 class LinearCost:
     """One operation on one layer: ``alpha_s + units * beta_s`` seconds for each call.
 
-    Attributes:
-        alpha_s: seconds to start a call.
-        beta_s: seconds of one unit.
-        n: units of the whole layer, which its chunks share equally.
-        least_s: seconds of any call, however few units it has.
-
     Raises:
         ValueError: a number below zero or not finite.
     """
 
-    alpha_s: float
-    beta_s: float
-    n: float
-    least_s: float = 0.0
+    alpha_s: float  # seconds to start a call
+    beta_s: float  # seconds of one unit
+    n: float  # units of the whole layer, which its chunks share equally
+    least_s: float = 0.0  # seconds of any call, however few units it has
 
     def __post_init__(self) -> None:
         check_costs(vars(self))
@@ -75,20 +65,14 @@ class LinearCost:
 class Line:
     """``alpha_s + units * beta_s`` seconds for each call.
 
-    Attributes:
-        alpha_s: seconds to start a call.
-        beta_s: seconds of one unit.
-        r_squared: of the line through what was measured; None where nothing was.
-        least_s: seconds of any call, however few units it has.
-
     Raises:
         ValueError: seconds below zero or not finite.
     """
 
-    alpha_s: float = 0.0
-    beta_s: float = 0.0
-    r_squared: float | None = None
-    least_s: float = 0.0
+    alpha_s: float = 0.0  # seconds to start a call
+    beta_s: float = 0.0  # seconds of one unit
+    r_squared: float | None = None  # of the line through what was measured; None where nothing was
+    least_s: float = 0.0  # seconds of any call, however few units it has
 
     def __post_init__(self) -> None:
         seconds = {"alpha_s": self.alpha_s, "beta_s": self.beta_s, "least_s": self.least_s}
@@ -107,16 +91,12 @@ FREE = Line()
 class AllReduce:
     """What a reduction of dense gradients costs.
 
-    Attributes:
-        alpha_s: seconds of any reduction.
-        beta_s: seconds of one element more.
-
     Raises:
         ValueError: seconds below zero or not finite.
     """
 
-    alpha_s: float
-    beta_s: float
+    alpha_s: float  # seconds of any reduction
+    beta_s: float  # seconds of one element more
 
     def __post_init__(self) -> None:
         check_costs(vars(self))
@@ -153,24 +133,17 @@ PARTS = 2.0**16  # of a row, in which an even split is counted
 class Prices:
     """The cluster's costs, the same on every rank.
 
-    Attributes:
-        row_s: seconds an expert computes on one row, forward and backward.
-        row_bytes: bytes of one row on one trip.
-        copy_s: seconds to send one expert's weights: its bytes over the bandwidth.
-        inter_bytes_per_s: what one node sends to, and receives from, the other nodes.
-        intra_bytes_per_s: what one cell sends to, and receives from, all others.
-        cards: by how much more a node sends to other nodes than one of its cells alone; 1 where its
-            cells share a card. Only rows that are divided by price know it.
-
     Raises:
         ValueError: a cost below zero or not finite, or a bandwidth of zero.
     """
 
-    row_s: float
-    row_bytes: float
-    copy_s: float
-    inter_bytes_per_s: float
-    intra_bytes_per_s: float
+    row_s: float  # seconds an expert computes on one row, forward and backward
+    row_bytes: float  # bytes of one row on one trip
+    copy_s: float  # seconds to send one expert's weights: its bytes over the bandwidth
+    inter_bytes_per_s: float  # what one node sends to, and receives from, the other nodes
+    intra_bytes_per_s: float  # what one cell sends to, and receives from, all others
+    # by how much more a node sends to other nodes than one of its cells alone; 1 where its cells
+    # share a card. Only rows that are divided by price know it.
     cards: float = 1.0
 
     def __post_init__(self) -> None:
@@ -179,40 +152,25 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class RowFlow:
-    """Rows of each layer by where they go, rounded down to ``1 / PARTS`` of a row.
+    """Rows of each layer by where they go, rounded down to ``1 / PARTS`` of a row."""
 
-    Attributes:
-        computed_LC: rows that each cell computes.
-        sent_LC: rows that leave each cell.
-        received_LC: rows that come to each cell from others.
-        out_LN: rows that leave each node.
-        in_LN: rows that come to each node from others.
-    """
-
-    computed_LC: np.ndarray
-    sent_LC: np.ndarray
-    received_LC: np.ndarray
-    out_LN: np.ndarray
-    in_LN: np.ndarray
+    computed_LC: np.ndarray  # rows that each cell computes
+    sent_LC: np.ndarray  # rows that leave each cell
+    received_LC: np.ndarray  # rows that come to each cell from others
+    out_LN: np.ndarray  # rows that leave each node
+    in_LN: np.ndarray  # rows that come to each node from others
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """Rows of some layers, side by side, added up as flows want them: once for several placements.
+    """Rows of some layers, side by side, added up as flows want them: once for several
+    placements."""
 
-    Attributes:
-        rows_CY: that each sender routes to each expert, int64.
-        first_L1: where each layer's experts begin, and where the last one's end.
-        node_C: node of each cell, 0 to N - 1.
-        sent_LC: rows of each sender, int64.
-        of_nodes_NY: rows of each node's senders for each expert, int64.
-    """
-
-    rows_CY: np.ndarray
-    first_L1: np.ndarray
-    node_C: np.ndarray
-    sent_LC: np.ndarray
-    of_nodes_NY: np.ndarray
+    rows_CY: np.ndarray  # that each sender routes to each expert, int64
+    first_L1: np.ndarray  # where each layer's experts begin, and where the last one's end
+    node_C: np.ndarray  # node of each cell, 0 to N - 1
+    sent_LC: np.ndarray  # rows of each sender, int64
+    of_nodes_NY: np.ndarray  # rows of each node's senders for each expert, int64
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray], node_C: np.ndarray) -> RoutedRows:
@@ -318,19 +276,12 @@ def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
 
 
 class _Flow(NamedTuple):
-    """Of some experts; all sums over them, float64.
+    """Of some experts; all sums over them, float64."""
 
-    Attributes:
-        kept_LC: rows that stay in their cell.
-        received_LC: rows that come to each cell from others.
-        near_LN: rows of each node's senders for experts that the node holds.
-        in_LN: rows that come to each node from others.
-    """
-
-    kept_LC: np.ndarray
-    received_LC: np.ndarray
-    near_LN: np.ndarray
-    in_LN: np.ndarray
+    kept_LC: np.ndarray  # rows that stay in their cell
+    received_LC: np.ndarray  # rows that come to each cell from others
+    near_LN: np.ndarray  # rows of each node's senders for experts that the node holds
+    in_LN: np.ndarray  # rows that come to each node from others
 
 
 def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
@@ -444,22 +395,18 @@ def busiest_link(home: Placement, before: Placement, after: Placement, node_C: n
 class RowPrices:
     """Seconds a row; the same on every rank.
 
-    Attributes:
-        row_s_C: that an expert computes on it in each cell, float64.
-        local_row_s: that it takes of a cell's own link, which carries all rows that leave or enter
-            the cell.
-        cross_row_s: that it takes of a node's card, which carries all rows that leave or enter the
-            node; its cells share it.
-        cards: by how much more a row takes of its own cell's part of the node's card; 1 where a
-            cell may use all of it.
-
     Raises:
         ValueError: a price below zero or not finite.
     """
 
-    row_s_C: np.ndarray
+    row_s_C: np.ndarray  # that an expert computes on it in each cell, float64
+    # that it takes of a cell's own link, which carries all rows that leave or enter the cell
     local_row_s: float
+    # that it takes of a node's card, which carries all rows that leave or enter the node; its cells
+    # share it
     cross_row_s: float
+    # by how much more a row takes of its own cell's part of the node's card; 1 where a cell may use
+    # all of it
     cards: float = 1.0
 
     def __post_init__(self) -> None:
@@ -522,15 +469,10 @@ def busiest(leaving: np.ndarray) -> float:
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one row on one trip, the mean of forward and backward, there and back.
+    """Bytes of one row on one trip, the mean of forward and backward, there and back."""
 
-    Attributes:
-        between: from cell to cell.
-        within: of a cell that splits its experts.
-    """
-
-    between: float
-    within: float
+    between: float  # from cell to cell
+    within: float  # of a cell that splits its experts
 
 
 # How many copies can be hidden, and how many fit: HECATE's ``t``, ``m`` and memory. Pure.

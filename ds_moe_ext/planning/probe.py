@@ -42,15 +42,10 @@ NUM_DIGITS = 5  # significant, of what is measured
 
 
 class LeastProduct(NamedTuple):
-    """The least matrix product of a sweep, ``[R, D]`` and ``[D, D]``.
+    """The least matrix product of a sweep, ``[R, D]`` and ``[D, D]``."""
 
-    Attributes:
-        num_rows: R.
-        width: D.
-    """
-
-    num_rows: int
-    width: int
+    num_rows: int  # R
+    width: int  # D
 
 
 LEAST_ON_CPU = LeastProduct(1024, 512)  # 2^19 elements of rows: FSMoE, spec 4
@@ -60,19 +55,12 @@ LEAST_ON_CUDA = LeastProduct(1024, 4096)  # 2^22, as smaller ones do not fill to
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        bytes_per_peer_N: of exchanges and sums; below 128 KiB buffers hide the link.
-        expert_bytes: weights of one expert.
-        num_experts_N: experts that are copied at once.
-        product_N: sizes of matrix products, as multiples of the least.
-    """
-
-    bytes_per_peer_N: tuple[int, ...]
-    expert_bytes: int
-    num_experts_N: tuple[int, ...]
-    product_N: tuple[int, ...] = (1, 2, 3)
+    bytes_per_peer_N: tuple[int, ...]  # of exchanges and sums; below 128 KiB buffers hide the link
+    expert_bytes: int  # weights of one expert
+    num_experts_N: tuple[int, ...]  # experts that are copied at once
+    product_N: tuple[int, ...] = (1, 2, 3)  # sizes of matrix products, as multiples of the least
 
     def __post_init__(self) -> None:
         if self.expert_bytes < 1:
@@ -83,25 +71,15 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Ranks that are measured together: those of a node, or one of each node, or all.
+    """Ranks that are measured together: those of a node, or one of each node, or all."""
 
-    Attributes:
-        name: for a person.
-        group: this rank's; all groups of a level are active at once.
-        here: this rank's place in its group.
-        node_C: node of each member, from 0, int64 ``[C]``.
-        num_sharers: ranks that send over one link.
-        exchange: how rows are exchanged.
-        has_cells: cells lie in it, whose ranks gather rows and scatter sums of them.
-    """
-
-    name: str
-    group: dist.ProcessGroup
-    here: int
-    node_C: np.ndarray
-    num_sharers: int
-    exchange: AllToAll = all_to_all_rows
-    has_cells: bool = False
+    name: str  # for a person
+    group: dist.ProcessGroup  # this rank's; all groups of a level are active at once
+    here: int  # this rank's place in its group
+    node_C: np.ndarray  # node of each member, from 0, int64 ``[C]``
+    num_sharers: int  # ranks that send over one link
+    exchange: AllToAll = all_to_all_rows  # how rows are exchanged
+    has_cells: bool = False  # cells lie in it, whose ranks gather rows and scatter sums of them
 
     @property
     def num_members(self) -> int:
@@ -110,17 +88,11 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """All levels of a cluster.
+    """All levels of a cluster."""
 
-    Attributes:
-        between: ranks of the same place in each node.
-        within: ranks of one node.
-        whole: all ranks.
-    """
-
-    between: Level
-    within: Level
-    whole: Level
+    between: Level  # ranks of the same place in each node
+    within: Level  # ranks of one node
+    whole: Level  # all ranks
 
 
 def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_all_rows) -> Levels:
@@ -358,12 +330,7 @@ def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGro
 
 
 def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
-    """What this rank computes on, while all ranks compute. Collective.
-
-    Args:
-        bench: where is measured.
-        product_N: see ``Sizes``.
-    """
+    """What this rank computes on, while all ranks compute. Collective."""
     is_cuda = bench.device.type == "cuda"
     line = partial(_product, bench, product_N, LEAST_ON_CUDA if is_cuda else LEAST_ON_CPU)
     products = Products(
@@ -465,38 +432,23 @@ STEPS = (1, 2, 4, 8)  # sizes, as multiples of the least
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """This rank's communicators; None where there is one rank, then on every rank.
+    """This rank's communicators; None where there is one rank, then on every rank."""
 
-    Attributes:
-        cells: one rank of each cell.
-        cell: the ranks of one cell.
-        dense: those that reduce the same dense gradients.
-        scatters: each of those keeps a part of the sums, else all.
-    """
-
-    cells: Channel | None
-    cell: Channel | None
-    dense: dist.ProcessGroup | None
-    scatters: bool = False
+    cells: Channel | None  # one rank of each cell
+    cell: Channel | None  # the ranks of one cell
+    dense: dist.ProcessGroup | None  # those that reduce the same dense gradients
+    scatters: bool = False  # each of those keeps a part of the sums, else all
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels at most; the same on every rank.
+    """What travels at most; the same on every rank."""
 
-    Attributes:
-        num_rows: rows that a rank sends in one dispatch; as many arrive if they are even.
-        width: elements of a row.
-        row_dtype: of rows.
-        num_elements: of one reduction of dense gradients.
-        gradient_dtype: of these.
-    """
-
-    num_rows: int
-    width: int
-    row_dtype: torch.dtype
-    num_elements: int
-    gradient_dtype: torch.dtype
+    num_rows: int  # rows that a rank sends in one dispatch; as many arrive if they are even
+    width: int  # elements of a row
+    row_dtype: torch.dtype  # of rows
+    num_elements: int  # of one reduction of dense gradients
+    gradient_dtype: torch.dtype  # of these
 
 
 def quick_bench(device: torch.device, group: dist.ProcessGroup | None = None) -> Bench:

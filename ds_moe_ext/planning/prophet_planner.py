@@ -36,19 +36,12 @@ from ds_moe_ext.planning.prices import TRIPS
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
     """Where the experts of one layer compute in the next step, each part worked out when it is
-    asked for: most plans are looked at for their seconds alone.
+    asked for: most plans are looked at for their seconds alone."""
 
-    Attributes:
-        choices: of which it is one.
-        selected: experts that are copied, in the order of selection.
-        alone: rows by cell without copies.
-        prices: of the block.
-    """
-
-    choices: Choices
-    selected: tuple[int, ...]
-    alone: CellRows
-    prices: BlockPrices
+    choices: Choices  # of which it is one
+    selected: tuple[int, ...]  # experts that are copied, in the order of selection
+    alone: CellRows  # rows by cell without copies
+    prices: BlockPrices  # of the block
 
     @cached_property
     def target(self) -> Placement:
@@ -128,17 +121,11 @@ def place_experts(
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What copying each expert would change, for all experts at once.
+    """What copying each expert would change, for all experts at once."""
 
-    Attributes:
-        home: where each expert lives.
-        rows_CE: rows that each cell routes to each expert, int64.
-        num_excluded: as of ``place_experts``.
-    """
-
-    home: Placement
-    rows_CE: np.ndarray
-    num_excluded: int | None
+    home: Placement  # where each expert lives
+    rows_CE: np.ndarray  # rows that each cell routes to each expert, int64
+    num_excluded: int | None  # as of ``place_experts``
 
     @cached_property
     def holders_EC(self) -> np.ndarray:
@@ -258,13 +245,7 @@ def _fastest(
 
 
 def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:
-    """FasterMoE's model of a block.
-
-    Args:
-        prices: of the block; those of the scheduler and of gradients play no part.
-        most_rows: rows of the hottest expert that is not copied.
-        num_shadows: experts that are.
-    """
+    """FasterMoE's model of a block."""
     computed_s = (FORWARD + BACKWARD) * prices.row_s * most_rows
     exchanged_s = TRIPS * prices.row_bytes / prices.bytes_per_s * most_rows
     return computed_s + exchanged_s + num_shadows * prices.weight_bytes / prices.copy_bytes_per_s
@@ -313,15 +294,11 @@ moves fit into that layer's time (not rounded; infinity where moves take no time
 
 
 class Split(NamedTuple):
-    """Experts that move beside each of two computations.
+    """Experts that move beside each of two computations."""
 
-    Attributes:
-        first: beside the computation that comes first, in the order in which they move.
-        second: beside the one after it.
-    """
-
+    # beside the computation that comes first, in the order in which they move
     first: tuple[int, ...]
-    second: tuple[int, ...]
+    second: tuple[int, ...]  # beside the one after it
 
 
 def fill_static_first(num_experts: int, num_hidden: float) -> int:

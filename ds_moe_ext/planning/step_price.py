@@ -67,13 +67,7 @@ class Turn(NamedTuple):
 
 @lru_cache(maxsize=128)  # all ways and steps have the same
 def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> tuple[Pass, ...]:
-    """The passes of a stage.
-
-    Args:
-        stage: its number.
-        parallel: sizes.
-        micro_batches: of a step; stages that interleave divide them.
-    """
+    """The passes of a stage."""
     stages, chunks = parallel.pipeline, parallel.chunks
     forward = [
         (chunk, number)
@@ -92,12 +86,7 @@ def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> tuple[P
 
 
 def most_kept(order: Iterable[Pass], kept: Sequence[float]) -> float:
-    """The most that a stage keeps at once between forward and backward.
-
-    Args:
-        order: its passes.
-        kept: of one pass through each chunk.
-    """
+    """The most that a stage keeps at once between forward and backward."""
     most = now = 0.0
     for each in order:
         now += -kept[each.chunk] if each.is_back else kept[each.chunk]
@@ -115,12 +104,6 @@ def run_passes(
 
     A stage sends what a pass gives before it goes on; where chunks interleave it goes on meanwhile,
     as Megatron does in both.
-
-    Args:
-        parallel: sizes.
-        micro_batches: of a step.
-        seconds_of: how long a stage takes for a pass, without sending.
-        send_s: from one stage to the next.
     """
     stages = range(parallel.pipeline)
     left = [list(reversed(order_of(stage, parallel, micro_batches))) for stage in stages]
@@ -182,31 +165,20 @@ NO_COSTS = TaskCosts()
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a job does not say of how its steps run.
+    """What a job does not say of how its steps run."""
 
-    Attributes:
-        grid: the ranks.
-        tasks: what tasks cost that the job's prices leave out.
-        host: what the host takes to issue them.
-        head_s: forward of what follows the last layer, its loss with it.
-        head_again_s: more of its backward, where layers behind the last experts run again.
-        head_sent_s: what all that sends, forward and backward.
-        window_sent_s: seconds of the job's windows, both ways, in which ranks send.
-        end_s: of a step, behind the last backward: gradients that nothing hid, the optimizer.
-        micro_batches: of a step.
-        classes: of cells, where there are more.
-    """
-
-    grid: Grid
-    tasks: TaskCosts = NO_COSTS
-    host: HostTimes = NO_HOST
-    head_s: float = 0.0
+    grid: Grid  # the ranks
+    tasks: TaskCosts = NO_COSTS  # what tasks cost that the job's prices leave out
+    host: HostTimes = NO_HOST  # what the host takes to issue them
+    head_s: float = 0.0  # forward of what follows the last layer, its loss with it
+    # more of its backward, where layers behind the last experts run again
     head_again_s: float = 0.0
-    head_sent_s: tuple[float, float] = (0.0, 0.0)
-    window_sent_s: float = 0.0
+    head_sent_s: tuple[float, float] = (0.0, 0.0)  # what all that sends, forward and backward
+    window_sent_s: float = 0.0  # seconds of the job's windows, both ways, in which ranks send
+    # of a step, behind the last backward: gradients that nothing hid, the optimizer
     end_s: float = 0.0
-    micro_batches: int = 1
-    classes: int = CLASSES
+    micro_batches: int = 1  # of a step
+    classes: int = CLASSES  # of cells, where there are more
 
     def behind_s(self, *, is_back: bool) -> float:
         """What follows the last experts, computed and sent."""
@@ -223,37 +195,21 @@ class Conditions:
 @dataclass(frozen=True, eq=False)
 class StepPrice:
     """Seconds of one step, and where they go: the parts are the whole. In a pipeline they are those
-    of the stage whose passes take longest.
+    of the stage whose passes take longest."""
 
-    Attributes:
-        step_s: all.
-        computed_s: what ranks compute if rows are even.
-        imbalance_s: what the busiest cell of each layer computes beyond that.
-        exposed_s: communication that nothing hides.
-        host_s: what devices wait for the host to issue.
-        end_s: behind the last backward.
-        balance: rows of the busiest cell over the mean, mean of the layers.
-        schedule: of one micro-batch; in a pipeline through the chunk that takes longest.
-        timeline: its tasks on each class of cells.
-        bubble_s: that stage waits for others.
-        stage: number of it.
-        turns: what stages do, in a pipeline.
-        layers_before: MoE layers before the first of the schedule.
-    """
-
-    step_s: float
-    computed_s: float
-    imbalance_s: float
-    exposed_s: float
-    host_s: float
-    end_s: float
-    balance: float
-    schedule: Schedule
-    timeline: Timeline
-    bubble_s: float = 0.0
-    stage: int = 0
-    turns: Sequence[Turn] = ()
-    layers_before: int = 0
+    step_s: float  # all
+    computed_s: float  # what ranks compute if rows are even
+    imbalance_s: float  # what the busiest cell of each layer computes beyond that
+    exposed_s: float  # communication that nothing hides
+    host_s: float  # what devices wait for the host to issue
+    end_s: float  # behind the last backward
+    balance: float  # rows of the busiest cell over the mean, mean of the layers
+    schedule: Schedule  # of one micro-batch; in a pipeline through the chunk that takes longest
+    timeline: Timeline  # its tasks on each class of cells
+    bubble_s: float = 0.0  # that stage waits for others
+    stage: int = 0  # number of it
+    turns: Sequence[Turn] = ()  # what stages do, in a pipeline
+    layers_before: int = 0  # MoE layers before the first of the schedule
 
 
 class PassRun(NamedTuple):
@@ -273,15 +229,10 @@ class PassRun(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one micro-batch.
+    """Seconds of one micro-batch."""
 
-    Attributes:
-        seconds: forward and backward.
-        forward_s: forward.
-    """
-
-    seconds: float
-    forward_s: float
+    seconds: float  # forward and backward
+    forward_s: float  # forward
 
     @property
     def backward_s(self) -> float:
@@ -291,27 +242,16 @@ class PassSeconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """All passes of a step through the same layers, which follow each other on the same ranks.
+    """All passes of a step through the same layers, which follow each other on the same ranks."""
 
-    Attributes:
-        first: with the copies that the step moves, there and back.
-        later: without.
-        number: of them.
-        computed_s: as of ``StepPrice``, of all.
-        imbalance_s: likewise.
-        device_s: of all, were the host no matter.
-        balance_L: of each layer, rows of the busiest cell over the mean.
-        run: the first, as it passes; None without experts.
-    """
-
-    first: PassSeconds
-    later: PassSeconds
-    number: int
-    computed_s: float
-    imbalance_s: float
-    device_s: float
-    balance_L: tuple[float, ...] = ()
-    run: PassRun | None = None
+    first: PassSeconds  # with the copies that the step moves, there and back
+    later: PassSeconds  # without
+    number: int  # of them
+    computed_s: float  # as of ``StepPrice``, of all
+    imbalance_s: float  # likewise
+    device_s: float  # of all, were the host no matter
+    balance_L: tuple[float, ...] = ()  # of each layer, rows of the busiest cell over the mean
+    run: PassRun | None = None  # the first, as it passes; None without experts
 
     @classmethod
     def without_experts(cls, conditions: Conditions) -> Passes:
@@ -373,15 +313,7 @@ def price_passes(
     rows: Sequence[np.ndarray],
     conditions: Conditions,
 ) -> Passes:
-    """The passes of a step through some layers that follow each other.
-
-    Args:
-        strategy: whose plans they are.
-        plans: of each layer.
-        job: with what rows, copies and what lies between layers cost.
-        rows: that come in one micro-batch, of each layer, int64 ``[C, E]``.
-        conditions: of the run.
-    """
+    """The passes of a step through some layers that follow each other."""
     pools = {layer: pool for pool in job.pools for layer in pool.layers}
     flows = [
         Flow.of(plan, rows_CE, job.node_C, pools[layer])
@@ -441,17 +373,11 @@ def step_of(
 
 @dataclass(frozen=True, eq=False)
 class _Times:
-    """Seconds of all tasks of a step.
+    """Seconds of all tasks of a step."""
 
-    Attributes:
-        layers: of each layer.
-        job: with what lies between them.
-        conditions: of the run.
-    """
-
-    layers: Sequence[LayerSeconds]
-    job: Job
-    conditions: Conditions
+    layers: Sequence[LayerSeconds]  # of each layer
+    job: Job  # with what lies between them
+    conditions: Conditions  # of the run
 
     def run(self, step: Issued) -> PassRun:
         """As it passes."""
@@ -531,15 +457,10 @@ def _meets(task: Task) -> bool:
 
 
 class ChunkPrice(NamedTuple):
-    """What a stage runs in one piece.
+    """What a stage runs in one piece."""
 
-    Attributes:
-        passes: all of a step.
-        end_s: behind them; as of ``Conditions``.
-    """
-
-    passes: Passes
-    end_s: float
+    passes: Passes  # all of a step
+    end_s: float  # behind them; as of ``Conditions``
 
 
 def pipeline_step(
@@ -552,12 +473,6 @@ def pipeline_step(
 
     The first forward pass of a chunk moves copies there, its last backward pass brings their
     gradients home. A step ends when the last stage has done what is behind its passes.
-
-    Args:
-        stages: ``[stage][chunk]``.
-        parallel: sizes.
-        micro_batches: of a step.
-        send_s: from one stage to the next.
     """
 
     def seconds_of(stage: int, each: Pass) -> float:

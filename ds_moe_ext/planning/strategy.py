@@ -48,35 +48,26 @@ ROWS_ALONE = Prices(
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Layers whose experts are alike, so that they may change places.
+    """Layers whose experts are alike, so that they may change places."""
 
-    Attributes:
-        layers: their numbers.
-        prices: of their rows and copies.
-        row_s_C: seconds that each cell's experts compute on a row, as ``prices.row_s``; none where
-            cells are alike.
-        expert_bytes: weights of one expert; 0 until costs have been measured.
-        state_bytes: what goes with one to a new home: its weights as they are stepped, and two
-            states of each, as Adam has; likewise.
-        copy_latency_s: seconds until the first byte of a copy arrives.
-        copy_bytes: of a copy on its way, the mean of there and, as gradients, back; 0 where it is
-            ``expert_bytes``.
-        cell_row_bytes: of a row within a cell; 0 where it is as between cells.
-        row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
-        copy_bytes_per_s: likewise of copies, in steps that had some.
-        links: what both wait for, by who sends; None until it has been measured.
-    """
-
-    layers: tuple[int, ...]
-    prices: Prices = ROWS_ALONE
+    layers: tuple[int, ...]  # their numbers
+    prices: Prices = ROWS_ALONE  # of their rows and copies
+    # seconds that each cell's experts compute on a row, as ``prices.row_s``; none where cells are
+    # alike
     row_s_C: tuple[float, ...] = ()
-    expert_bytes: int = 0
+    expert_bytes: int = 0  # weights of one expert; 0 until costs have been measured
+    # what goes with one to a new home: its weights as they are stepped, and two states of each, as
+    # Adam has; likewise
     state_bytes: int = 0
-    copy_latency_s: float = 0.0
+    copy_latency_s: float = 0.0  # seconds until the first byte of a copy arrives
+    # of a copy on its way, the mean of there and, as gradients, back; 0 where it is
+    # ``expert_bytes``
     copy_bytes: float = 0.0
-    cell_row_bytes: float = 0.0
+    cell_row_bytes: float = 0.0  # of a row within a cell; 0 where it is as between cells
+    # what a cell receives in an exchange of rows, as measured; 0 until then
     row_bytes_per_s: float = 0.0
-    copy_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0  # likewise of copies, in steps that had some
+    # what both wait for, by who sends; None until it has been measured
     links: LinkPrices | None = None
 
     @property
@@ -117,21 +108,14 @@ class Pool:
 
 
 class Choice(NamedTuple):
-    """Which of several strategies plans.
+    """Which of several strategies plans."""
 
-    Attributes:
-        name: of it.
-        expected_s: seconds of a step by its price, when it was chosen.
-        told: why, for a person.
-        left_out: names of those that a rank has no memory for.
-        among_s: seconds that a step was expected to take under each candidate, by what steps have
-            taken so far; with its name.
-    """
-
-    name: str
-    expected_s: float
-    told: str
-    left_out: tuple[str, ...] = ()
+    name: str  # of it
+    expected_s: float  # seconds of a step by its price, when it was chosen
+    told: str  # why, for a person
+    left_out: tuple[str, ...] = ()  # names of those that a rank has no memory for
+    # seconds that a step was expected to take under each candidate, by what steps have taken so
+    # far; with its name
     among_s: tuple[tuple[str, float], ...] = ()
 
     def is_like(self, other: Choice | None) -> bool:
@@ -141,23 +125,16 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """What is known of the steps that have run, for who chooses between strategies.
+    """What is known of the steps that have run, for who chooses between strategies."""
 
-    Attributes:
-        step: number of the one that is planned.
-        predicted: rows that were predicted for the latest, as ``Job.rows``.
-        came: rows that came in it.
-        choice: by which it was planned; None before the first.
-        ratios: seconds that steps took over those expected, by the name of a choice.
-        taken: bytes that a rank's memory was seen to be fuller by in steps under a choice than
-            before any was copied, by its name; of the rank where that is most.
-    """
-
-    step: int
-    predicted: tuple[np.ndarray, ...]
-    came: tuple[np.ndarray, ...]
-    choice: Choice | None = None
+    step: int  # number of the one that is planned
+    predicted: tuple[np.ndarray, ...]  # rows that were predicted for the latest, as ``Job.rows``
+    came: tuple[np.ndarray, ...]  # rows that came in it
+    choice: Choice | None = None  # by which it was planned; None before the first
+    # seconds that steps took over those expected, by the name of a choice
     ratios: Mapping[str, float] = field(default_factory=dict)
+    # bytes that a rank's memory was seen to be fuller by in steps under a choice than before any
+    # was copied, by its name; of the rank where that is most
     taken: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -295,16 +272,13 @@ class Destination(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """How the block before a layer hides the transfers of its copies.
+    """How the block before a layer hides the transfers of its copies."""
 
-    Attributes:
-        gathers: experts that are copied while the block before computes its experts, and those
-            while it computes what follows them.
-        reductions: experts whose gradients travel home before the backward of the block before
-            comes to its experts, and those during it.
-    """
-
+    # experts that are copied while the block before computes its experts, and those while it
+    # computes what follows them
     gathers: Split
+    # experts whose gradients travel home before the backward of the block before comes to its
+    # experts, and those during it
     reductions: Split
 
 
@@ -406,21 +380,15 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A layer and what it runs by.
+    """A layer and what it runs by."""
 
-    Attributes:
-        plan: the present plan.
-        layout: the ranks' grid and groups.
-        layer: number of the layer.
-        following: the present plan of the next layer; None after the last of a stack.
-        has_host_lane: the host has a thread of its own beside those that issue, as on a CPU; where
-            it has none, plans are made behind the pass.
-    """
-
-    plan: Plan
-    layout: ParallelLayout
-    layer: int
+    plan: Plan  # the present plan
+    layout: ParallelLayout  # the ranks' grid and groups
+    layer: int  # number of the layer
+    # the present plan of the next layer; None after the last of a stack
     following: Plan | None = None
+    # the host has a thread of its own beside those that issue, as on a CPU; where it has none,
+    # plans are made behind the pass
     has_host_lane: bool = True
 
     @property
@@ -437,19 +405,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a strategy expects of one layer in one step, forward and backward, in seconds.
+    """What a strategy expects of one layer in one step, forward and backward, in seconds."""
 
-    Attributes:
-        exchange_s: all exchanges of rows.
-        expert_s: experts, where most is computed.
-        gather_s: copies, as often as they travel in one pass.
-        reduce_s: their gradients.
-    """
-
-    exchange_s: float
-    expert_s: float
-    gather_s: float
-    reduce_s: float
+    exchange_s: float  # all exchanges of rows
+    expert_s: float  # experts, where most is computed
+    gather_s: float  # copies, as often as they travel in one pass
+    reduce_s: float  # their gradients
 
 
 @dataclass(frozen=True)
@@ -485,23 +446,17 @@ class Rhythm:
 
 
 class Keys(NamedTuple):
-    """What a person sets to have a strategy do something otherwise, as errors name it.
+    """What a person sets to have a strategy do something otherwise, as errors name it."""
 
-    Attributes:
-        ways: the way of rows between cells.
-        slices_gradients: whether dense gradients are reduced beside layers.
-        homes: steps between new homes.
-        static_capacity: rows that each rank sends to each expert.
-        sends_once: whether each token's row travels once to a cell.
-        cuda_graphs: whether passes are recorded and replayed.
-    """
-
-    ways: str = "the strategy's ways"
+    ways: str = "the strategy's ways"  # the way of rows between cells
+    # whether dense gradients are reduced beside layers
     slices_gradients: str = "the strategy's slices_gradients"
-    homes: str = "shard_every of the strategy's rhythm"
+    homes: str = "shard_every of the strategy's rhythm"  # steps between new homes
+    # rows that each rank sends to each expert
     static_capacity: str = "the strategy's static_capacity"
+    # whether each token's row travels once to a cell
     sends_once: str = "sends_once of the strategy's plans"
-    cuda_graphs: str = "the strategy's cuda_graphs"
+    cuda_graphs: str = "the strategy's cuda_graphs"  # whether passes are recorded and replayed
 
 
 class Strategy(ABC):

@@ -36,27 +36,16 @@ EXPERT_PRODUCTS = 3  # matrix products of an expert: Mixtral's
 
 @dataclass(frozen=True, kw_only=True)
 class MoeModel:
-    """A stack of equal layers, all of them with experts.
+    """A stack of equal layers, all of them with experts."""
 
-    Attributes:
-        num_layers: their number.
-        num_experts: of a layer.
-        top_k: experts of a token.
-        width: of the model.
-        expert_width: of an expert's hidden layer.
-        length: tokens of a sample.
-        kv_share: key and value heads, as a share of the query heads.
-        element_bytes: of a number that travels.
-    """
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    width: int
-    expert_width: int
-    length: int
-    kv_share: float = 1.0
-    element_bytes: float = 2
+    num_layers: int  # their number
+    num_experts: int  # of a layer
+    top_k: int  # experts of a token
+    width: int  # of the model
+    expert_width: int  # of an expert's hidden layer
+    length: int  # tokens of a sample
+    kv_share: float = 1.0  # key and value heads, as a share of the query heads
+    element_bytes: float = 2  # of a number that travels
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -92,19 +81,13 @@ class MoeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class RankClass:
-    """Ranks with one kind of device, by what a token costs them in forward.
+    """Ranks with one kind of device, by what a token costs them in forward."""
 
-    Attributes:
-        attention_s: seconds of one layer but for its experts.
-        expert_s: seconds of its experts in one layer.
-        head_s: seconds of what follows the last layer; it is not computed again for backward.
-        room: experts, of all layers, that a rank has memory for; None: any number.
-    """
-
-    attention_s: float
-    expert_s: float
+    attention_s: float  # seconds of one layer but for its experts
+    expert_s: float  # seconds of its experts in one layer
+    # seconds of what follows the last layer; it is not computed again for backward
     head_s: float = 0.0
-    room: int | None = None
+    room: int | None = None  # experts, of all layers, that a rank has memory for; None: any number
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -154,21 +137,14 @@ class RankClass:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoClasses:
-    """What a shape of a zebra group, or a rival, is priced on.
+    """What a shape of a zebra group, or a rival, is priced on."""
 
-    Attributes:
-        model: that is trained.
-        new: ranks that attention is fast on.
-        old: the others.
-        link: of one rank's network card, one direction.
-        backward: how many times as long as forward computing takes in backward: 3 where
-            activations are computed again, else 2.
-    """
-
-    model: MoeModel
-    new: RankClass
-    old: RankClass
-    link: Link
+    model: MoeModel  # that is trained
+    new: RankClass  # ranks that attention is fast on
+    old: RankClass  # the others
+    link: Link  # of one rank's network card, one direction
+    # how many times as long as forward computing takes in backward: 3 where activations are
+    # computed again, else 2
     backward: float = 3.0
 
     def __post_init__(self) -> None:
@@ -216,17 +192,11 @@ HEAD_BACKWARD = 2.0  # its activations are there still
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Forward of one layer and one micro-batch, in seconds or any other unit of time.
+    """Forward of one layer and one micro-batch, in seconds or any other unit of time."""
 
-    Attributes:
-        attention_s: of all but the experts, on an attention rank.
-        expert_s: of what one expert rank computes if nothing moves.
-        expert_on_attention_s: of the same rows on an attention rank.
-    """
-
-    attention_s: float
-    expert_s: float
-    expert_on_attention_s: float
+    attention_s: float  # of all but the experts, on an attention rank
+    expert_s: float  # of what one expert rank computes if nothing moves
+    expert_on_attention_s: float  # of the same rows on an attention rank
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -241,17 +211,11 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ZebraShape:
-    """Ranks of a zebra group, and how their tokens are cut.
+    """Ranks of a zebra group, and how their tokens are cut."""
 
-    Attributes:
-        attention_ranks: ``M``.
-        expert_ranks: ``N``.
-        num_stripes: of an attention rank's tokens, ``R``.
-    """
-
-    attention_ranks: int
-    expert_ranks: int
-    num_stripes: int
+    attention_ranks: int  # ``M``
+    expert_ranks: int  # ``N``
+    num_stripes: int  # of an attention rank's tokens, ``R``
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -276,19 +240,12 @@ class ZebraShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrice:
-    """What a step takes.
+    """What a step takes."""
 
-    Attributes:
-        num_tokens: of the step, of all ranks.
-        step_s: seconds.
-        attention_busy_s: that an attention rank computes.
-        expert_busy_s: that an expert rank computes.
-    """
-
-    num_tokens: int
-    step_s: float
-    attention_busy_s: float
-    expert_busy_s: float
+    num_tokens: int  # of the step, of all ranks
+    step_s: float  # seconds
+    attention_busy_s: float  # that an attention rank computes
+    expert_busy_s: float  # that an expert rank computes
 
     @property
     def tokens_per_s(self) -> float:

@@ -38,32 +38,20 @@ TIE = Fraction(1, 10**9)  # of a chunk: what rounding of the measured times may 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The fewest experts that keep the ranks of each role alike when they move.
+    """The fewest experts that keep the ranks of each role alike when they move."""
 
-    Attributes:
-        per_attention_rank: experts that each attention rank gains, the paper's ``n1``.
-        per_expert_rank: experts that each expert rank loses, its ``n2``.
-    """
-
-    per_attention_rank: int
-    per_expert_rank: int
+    per_attention_rank: int  # experts that each attention rank gains, the paper's ``n1``
+    per_expert_rank: int  # experts that each expert rank loses, its ``n2``
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZebraGroup:
-    """Ranks of one group, and the experts that are divided among them.
+    """Ranks of one group, and the experts that are divided among them."""
 
-    Attributes:
-        num_experts: of a layer, ``n``; the expert ranks hold equally many.
-        num_layers: with experts, ``L``.
-        attention_ranks: their number ``M``; it divides ``N`` or is a multiple (rule 28).
-        expert_ranks: their number ``N``.
-    """
-
-    num_experts: int
-    num_layers: int
-    attention_ranks: int
-    expert_ranks: int
+    num_experts: int  # of a layer, ``n``; the expert ranks hold equally many
+    num_layers: int  # with experts, ``L``
+    attention_ranks: int  # their number ``M``; it divides ``N`` or is a multiple (rule 28)
+    expert_ranks: int  # their number ``N``
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -127,18 +115,13 @@ VARIANTS: Mapping[str, Squeeze] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AsymmetricAssignment:
-    """Chunks of experts that live on attention ranks, layer by layer.
+    """Chunks of experts that live on attention ranks, layer by layer."""
 
-    Attributes:
-        chunk: how many experts of a rank one chunk is.
-        rate: chunks that a layer's bubble pays for, in the mean, within the bounds; times
-            ``T_squeeze`` it is the paper's ``alpha beta T_gather``.
-        chunks_L: chunks that each layer moves.
-    """
-
-    chunk: Chunk
+    chunk: Chunk  # how many experts of a rank one chunk is
+    # chunks that a layer's bubble pays for, in the mean, within the bounds; times ``T_squeeze`` it
+    # is the paper's ``alpha beta T_gather``
     rate: Fraction
-    chunks_L: tuple[int, ...]
+    chunks_L: tuple[int, ...]  # chunks that each layer moves
 
     @property
     def moved_L(self) -> tuple[int, ...]:
@@ -229,19 +212,12 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBytes:
-    """Bytes of a trained weight, as the host optimizes it.
+    """Bytes of a trained weight, as the host optimizes it."""
 
-    Attributes:
-        weight: itself, and so every rank has it.
-        gradient: of its gradient.
-        optimizer: of the optimizer's state, with weights in float32 beside those of 16 bits.
-        zero_stage: DeepSpeed's: from 1 replicas divide the state, at 2 gradients too.
-    """
-
-    weight: int
-    gradient: int
-    optimizer: int
-    zero_stage: int
+    weight: int  # itself, and so every rank has it
+    gradient: int  # of its gradient
+    optimizer: int  # of the optimizer's state, with weights in float32 beside those of 16 bits
+    zero_stage: int  # DeepSpeed's: from 1 replicas divide the state, at 2 gradients too
 
     def of(self, num_trained: int, num_frozen: int, num_replicas: int) -> float:
         """Bytes of a rank's weights, of which other ranks have replicas."""
@@ -252,35 +228,23 @@ class WeightBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank.
+    """Bytes of one rank."""
 
-    Attributes:
-        expert_bytes: weights, gradients and optimizer state of one expert.
-        rows_bytes: kept for backward of the rows that one expert rank computes in one layer of one
-            stripe, however many experts they are of (rule 38).
-        dense_bytes: all that an attention rank needs in a step but for experts.
-        expert_free_bytes: of the expert rank that has least.
-        attention_free_bytes: of the attention rank that has least.
-    """
-
-    expert_bytes: float
+    expert_bytes: float  # weights, gradients and optimizer state of one expert
+    # kept for backward of the rows that one expert rank computes in one layer of one stripe,
+    # however many experts they are of (rule 38)
     rows_bytes: int
-    dense_bytes: float
-    expert_free_bytes: int
-    attention_free_bytes: int
+    dense_bytes: float  # all that an attention rank needs in a step but for experts
+    expert_free_bytes: int  # of the expert rank that has least
+    attention_free_bytes: int  # of the attention rank that has least
 
 
 @dataclass(frozen=True)
 class MovedBounds:
-    """How many experts, of all layers, may move.
+    """How many experts, of all layers, may move."""
 
-    Attributes:
-        least: for which the expert ranks together have no memory, the paper's ``n_min``.
-        most: for which each attention rank has, its ``n_max``.
-    """
-
-    least: int
-    most: int
+    least: int  # for which the expert ranks together have no memory, the paper's ``n_min``
+    most: int  # for which each attention rank has, its ``n_max``
 
 
 def moved_bounds(group: ZebraGroup, memory: Memory, num_stripes: int) -> MovedBounds:
@@ -288,11 +252,6 @@ def moved_bounds(group: ZebraGroup, memory: Memory, num_stripes: int) -> MovedBo
 
     An expert rank keeps the rows of all layers and stripes until backward. An expert that an
     attention rank gains brings its rows with it, ``N/n`` of an expert rank's.
-
-    Args:
-        group: ranks and experts.
-        memory: of the ranks.
-        num_stripes: of an attention rank, ``R``.
     """
     rows_bytes = group.num_layers * num_stripes * memory.rows_bytes
     held = _that_fit(memory.expert_free_bytes, rows_bytes, memory.expert_bytes)
@@ -314,42 +273,26 @@ def _that_fit(free_bytes: int, taken_bytes: float, one_bytes: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Stripes:
-    """What a step is cut into.
+    """What a step is cut into."""
 
-    Attributes:
-        num_stripes: of an attention rank, ``R``.
-        num_tokens: of a stripe, on one attention rank.
-        head_s: of what is not in layers: embeddings, head and loss, of one stripe.
-        top_k: rows of a token.
-        row_bytes: of each on its way.
-        link: of a rank's network card; None: rows take no time.
-    """
-
-    num_stripes: int
-    num_tokens: int
-    head_s: float
-    top_k: int
-    row_bytes: float
-    link: Link | None = None
+    num_stripes: int  # of an attention rank, ``R``
+    num_tokens: int  # of a stripe, on one attention rank
+    head_s: float  # of what is not in layers: embeddings, head and loss, of one stripe
+    top_k: int  # rows of a token
+    row_bytes: float  # of each on its way
+    link: Link | None = None  # of a rank's network card; None: rows take no time
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Experts that move, and what that is good for by the simulator.
+    """Experts that move, and what that is good for by the simulator."""
 
-    Attributes:
-        moved_L: experts that each expert rank leaves, layer by layer.
-        proposed_L: by Algorithm 1; others than those that move where these make no step faster.
-        bounds: of memory.
-        before_s: seconds of a step if no expert moved.
-        after_s: seconds by the proposal.
-    """
-
-    moved_L: tuple[int, ...]
+    moved_L: tuple[int, ...]  # experts that each expert rank leaves, layer by layer
+    # by Algorithm 1; others than those that move where these make no step faster
     proposed_L: tuple[int, ...]
-    bounds: MovedBounds
-    before_s: float
-    after_s: float
+    bounds: MovedBounds  # of memory
+    before_s: float  # seconds of a step if no expert moved
+    after_s: float  # seconds by the proposal
 
 
 def choose_moved(
@@ -387,14 +330,7 @@ def choose_moved(
 def step_seconds(
     group: ZebraGroup, times: LayerTimes, stripes: Stripes, moved_L: Sequence[int]
 ) -> float:
-    """A step by the simulator, which takes embeddings for a part of the head.
-
-    Args:
-        group: ranks and experts.
-        times: of one layer and stripe, forward and backward.
-        stripes: of a step.
-        moved_L: experts that each expert rank has lost.
-    """
+    """A step by the simulator, which takes embeddings for a part of the head."""
     attention, expert = group.attention_ranks, group.expert_ranks
     share = 1 / (1 + BACKWARD) / stripes.num_tokens  # of forward, and of one token
     arriving = attention / expert
@@ -429,43 +365,27 @@ def step_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class PricedShape:
-    """A shape that fits, with the experts that serve it best.
+    """A shape that fits, with the experts that serve it best."""
 
-    Attributes:
-        shape: of the group.
-        moved_L: experts that each expert rank loses to attention ranks, by layer.
-        price: of its step.
-    """
-
-    shape: ZebraShape
-    moved_L: tuple[int, ...]
-    price: StepPrice
+    shape: ZebraShape  # of the group
+    moved_L: tuple[int, ...]  # experts that each expert rank loses to attention ranks, by layer
+    price: StepPrice  # of its step
 
 
 @dataclass(frozen=True)
 class RefusedShape:
-    """A shape that cannot be.
+    """A shape that cannot be."""
 
-    Attributes:
-        shape: of the group.
-        why: the rule and the remedy.
-    """
-
-    shape: ZebraShape
-    why: str
+    shape: ZebraShape  # of the group
+    why: str  # the rule and the remedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stock:
-    """Ranks that a cluster has.
+    """Ranks that a cluster has."""
 
-    Attributes:
-        new_ranks: of the class that attention is fast on.
-        old_ranks: of the other.
-    """
-
-    new_ranks: int
-    old_ranks: int
+    new_ranks: int  # of the class that attention is fast on
+    old_ranks: int  # of the other
 
     def num_groups(self, shape: ZebraShape) -> int:
         """Groups of a shape that there are ranks for."""
@@ -478,17 +398,6 @@ def price_shape(
     """A shape with its experts as Algorithm 1 moves them, or all at home if that is faster.
 
     Algorithm 1 supposes many stripes, and with few what it moves may not pay (spec G8).
-
-    Args:
-        ranks: both classes.
-        shape: of the group.
-        samples_per_rank: of a step, on each attention rank; the group's by their number.
-        moves: experts may move to attention ranks; where neither number of ranks divides the other
-            they cannot anyway (spec rule 28).
-
-    Raises:
-        ValueError: samples are too few, expert ranks cannot hold equally many experts, or the
-            experts do not fit.
     """
     num_samples = samples_per_rank * shape.attention_ranks
     times = stripe_times(ranks, shape, num_samples)

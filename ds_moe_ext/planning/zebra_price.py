@@ -92,19 +92,12 @@ def _least(values: Iterable[T | None], key: Callable[[T], float]) -> T | None:
 
 @dataclass(frozen=True)
 class ZebraPrice:
-    """What a step takes.
+    """What a step takes."""
 
-    Attributes:
-        shape: of a group.
-        num_groups: of them.
-        moved_L: experts that each expert rank leaves to attention ranks.
-        step_s: seconds.
-    """
-
-    shape: ZebraShape
-    num_groups: int
-    moved_L: tuple[int, ...]
-    step_s: float
+    shape: ZebraShape  # of a group
+    num_groups: int  # of them
+    moved_L: tuple[int, ...]  # experts that each expert rank leaves to attention ranks
+    step_s: float  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,17 +47,11 @@ class OnDevice(ABC):
 
 
 class Lanes(Protocol):
-    """In-order queues that can wait for each other.
+    """In-order queues that can wait for each other."""
 
-    Attributes:
-        has_threads: what the host works out in one lane does not keep it from issuing another's.
-        issues: a device runs what a task has issued.
-        is_late: in a lane of its own, so that what it reads may have been freed by then.
-    """
-
-    has_threads: bool
-    issues: bool
-    is_late: bool
+    has_threads: bool  # what the host works out in one lane does not keep it from issuing another's
+    issues: bool  # a device runs what a task has issued
+    is_late: bool  # in a lane of its own, so that what it reads may have been freed by then
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         """Do every task, by its position, and make the caller's next work see the results.
@@ -127,21 +121,14 @@ class InlineLanes:
 @dataclass(frozen=True)
 class Carried:
     """State of a thread that another thread takes over: whether autograd records, autocast, the
-    stream on CUDA, and what stands between calls and torch, as a default device does.
+    stream on CUDA, and what stands between calls and torch, as a default device does."""
 
-    Attributes:
-        records: whether autograd does.
-        infers: inference mode is on.
-        autocasts: device, dtype and whether it is on, of each kind of device.
-        stream: the current one; None without CUDA.
-        modes: torch function modes, the outermost first.
-    """
-
-    records: bool
-    infers: bool
+    records: bool  # whether autograd does
+    infers: bool  # inference mode is on
+    # device, dtype and whether it is on, of each kind of device
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
-    stream: torch.cuda.Stream | None
-    modes: tuple[overrides.TorchFunctionMode, ...]
+    stream: torch.cuda.Stream | None  # the current one; None without CUDA
+    modes: tuple[overrides.TorchFunctionMode, ...]  # torch function modes, the outermost first
 
     @classmethod
     def of_caller(cls) -> Carried:
@@ -182,20 +169,15 @@ class Carried:
 
 @dataclass(eq=False)
 class _Errand:
-    """A schedule that several threads do, each its lane.
+    """A schedule that several threads do, each its lane."""
 
-    Attributes:
-        schedule: which.
-        do: a task, by its position.
-        ends: of the tasks that another lane waits for: locked until they have ended.
-        errors: by position, of the tasks that failed.
-        lost: tasks that failed, or have not run, for one that they need did not end well.
-    """
-
-    schedule: Schedule
-    do: Callable[[int], None]
+    schedule: Schedule  # which
+    do: Callable[[int], None]  # a task, by its position
+    # of the tasks that another lane waits for: locked until they have ended
     ends: dict[int, threading.Lock] = field(init=False)
+    # by position, of the tasks that failed
     errors: dict[int, BaseException] = field(default_factory=dict)
+    # tasks that failed, or have not run, for one that they need did not end well
     lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -408,18 +390,13 @@ class CudaStreams:
 
 
 class _Issued(NamedTuple):
-    """Tasks of a schedule, by position, as streams need to know them.
+    """Tasks of a schedule, by position, as streams need to know them."""
 
-    Attributes:
-        by_caller: all but those of lane HOST.
-        last: of each lane but the caller's. These, and not the streams, are what a run waits for:
-            tasks may have begun more behind them.
-        awaited: those whose ends somebody waits for.
-    """
-
-    by_caller: tuple[int, ...]
+    by_caller: tuple[int, ...]  # all but those of lane HOST
+    # of each lane but the caller's. These, and not the streams, are what a run waits for: tasks may
+    # have begun more behind them.
     last: tuple[int, ...]
-    awaited: frozenset[int]
+    awaited: frozenset[int]  # those whose ends somebody waits for
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Issued:
@@ -430,25 +407,15 @@ class _Issued(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A schedule on streams.
+    """A schedule on streams."""
 
-    Attributes:
-        schedule: which.
-        do: a task, by its position.
-        make: of the streams.
-        caller: the stream of who calls.
-        streams: of each lane.
-        awaited: see ``_Issued``.
-        ends: of those, by position.
-    """
-
-    schedule: Schedule
-    do: Callable[[int], None]
-    make: Streams
-    caller: Any
-    streams: Mapping[Lane, Any]
-    awaited: frozenset[int]
-    ends: dict[int, Any]
+    schedule: Schedule  # which
+    do: Callable[[int], None]  # a task, by its position
+    make: Streams  # of the streams
+    caller: Any  # the stream of who calls
+    streams: Mapping[Lane, Any]  # of each lane
+    awaited: frozenset[int]  # see ``_Issued``
+    ends: dict[int, Any]  # of those, by position
 
     def issue(self, positions: Iterable[int]) -> None:
         """Tasks in order; to be called where the caller's stream is the current one."""
@@ -472,12 +439,7 @@ class _Run(NamedTuple):
 class CudaLanes:
     """Computation in the caller's stream, a stream for any other lane. Work is issued by the
     caller's thread and runs on the device; what the host itself works out (lane HOST) by a worker
-    thread, so that the caller's goes on issuing.
-
-    Args:
-        device: where the layers compute.
-        streams: where its streams come from; None for CUDA's own.
-    """
+    thread, so that the caller's goes on issuing."""
 
     has_threads = False
     issues = is_late = True

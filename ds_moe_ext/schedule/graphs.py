@@ -112,13 +112,9 @@ class CudaGraph:
 
 @dataclass(frozen=True)
 class CudaRecorder:
-    """Records CUDA graphs.
+    """Records CUDA graphs."""
 
-    Attributes:
-        device: of the work.
-    """
-
-    device: torch.device
+    device: torch.device  # of the work
 
     def is_recording(self) -> bool:
         return is_captured()
@@ -184,17 +180,11 @@ class Hearer(Protocol):
 
 @dataclass(eq=False)
 class GraphUse:
-    """A layer's training passes with gradients, for a person.
+    """A layer's training passes with gradients, for a person."""
 
-    Attributes:
-        num_passes: in forward.
-        num_replayed: of these.
-        why_not: why the latest could not be that could not.
-    """
-
-    num_passes: int = 0
-    num_replayed: int = 0
-    why_not: str = ""
+    num_passes: int = 0  # in forward
+    num_replayed: int = 0  # of these
+    why_not: str = ""  # why the latest could not be that could not
 
     @classmethod
     def of_all(cls, uses: Sequence[GraphUse]) -> GraphUse:
@@ -218,19 +208,12 @@ class GraphUse:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """What is replayed, and by what.
+    """What is replayed, and by what."""
 
-    Attributes:
-        program: whose tensors have the same shapes in every pass.
-        recorder: of its device.
-        hearer: who is told on the host what a pass does.
-        key: what a person sets to have graphs, for errors.
-    """
-
-    program: Program
-    recorder: Recorder
-    hearer: Hearer
-    key: str
+    program: Program  # whose tensors have the same shapes in every pass
+    recorder: Recorder  # of its device
+    hearer: Hearer  # who is told on the host what a pass does
+    key: str  # what a person sets to have graphs, for errors
 
     def record(self, work: Callable[[], Tensors], after: Recorded | None = None) -> Recorded:
         """See ``Recorder.record``; an error says what to do.
@@ -265,15 +248,10 @@ class Replayed:
 
 @dataclass(frozen=True, eq=False)
 class Graphs:
-    """A program whose passes with gradients are replayed. Called as the program is.
+    """A program whose passes with gradients are replayed. Called as the program is."""
 
-    Attributes:
-        replayed: the program, and what replays it.
-        use: how often passes are replayed.
-    """
-
-    replayed: Replayed
-    use: GraphUse
+    replayed: Replayed  # the program, and what replays it
+    use: GraphUse  # how often passes are replayed
     _kinds: dict[_Kind, _Tapes] = field(default_factory=dict)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -342,17 +320,12 @@ class Graphs:
 
 
 class _Kind(NamedTuple):
-    """What a tape is for.
+    """What a tape is for."""
 
-    Attributes:
-        arity: of the inputs.
-        like: shape and type of each tensor, and whether it wants a gradient.
-        cast: autocast's type; None where it is off.
-    """
-
-    arity: Arity
+    arity: Arity  # of the inputs
+    # shape and type of each tensor, and whether it wants a gradient
     like: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    cast: torch.dtype | None
+    cast: torch.dtype | None  # autocast's type; None where it is off
 
     @classmethod
     def of(cls, flat: Sequence[Tensor], arity: Arity) -> _Kind:
@@ -364,23 +337,14 @@ class _Kind(NamedTuple):
 
 @dataclass(eq=False)
 class _Tapes:
-    """Those of a kind.
+    """Those of a kind."""
 
-    Attributes:
-        is_input: which tensors are others in each pass; the rest are weights.
-        num_backwards: that began, of passes that warmed up.
-        why_not: why there can be none, for a person; empty if there can.
-        places: of the weights, where tapes read them.
-        num_moves: passes in a row whose weights had moved.
-        free: those that nobody uses.
-    """
-
-    is_input: Sequence[bool]
-    num_backwards: int = 0
-    why_not: str = ""
-    places: tuple[int, ...] | None = None
-    num_moves: int = 0
-    free: list[_Tape] = field(default_factory=list)
+    is_input: Sequence[bool]  # which tensors are others in each pass; the rest are weights
+    num_backwards: int = 0  # that began, of passes that warmed up
+    why_not: str = ""  # why there can be none, for a person; empty if there can
+    places: tuple[int, ...] | None = None  # of the weights, where tapes read them
+    num_moves: int = 0  # passes in a row whose weights had moved
+    free: list[_Tape] = field(default_factory=list)  # those that nobody uses
 
     @property
     def are_warm(self) -> bool:
@@ -407,14 +371,7 @@ class _Tapes:
 
 
 class _Tape:
-    """A forward and its backward, once they are recorded.
-
-    Args:
-        replayed: what is recorded, and by what.
-        flat: inputs of the first pass.
-        arity: of these.
-        is_input: which of them are others in each pass; the rest are weights.
-    """
+    """A forward and its backward, once they are recorded."""
 
     def __init__(
         self, replayed: Replayed, flat: Sequence[Tensor], arity: Arity, is_input: Sequence[bool]
@@ -458,12 +415,7 @@ class _Tape:
         return tuple(t.clone() for t in self._forward.outputs if t is not None)
 
     def play_back(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of its inputs.
-
-        Raises:
-            ValueError: weights lie elsewhere than in forward.
-            RuntimeError: they have changed since, as autograd would say.
-        """
+        """Gradients of its inputs."""
         if _places(self._weights) != self._places:
             raise self._replayed.moved()
         if _versions(self._weights) != self._versions:

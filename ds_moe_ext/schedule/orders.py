@@ -45,10 +45,6 @@ def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
 
     The order of PipeMoE and FSMoE: a collective of the next chunk is in its lane before the
     experts of this chunk have finished, so that the lanes overlap.
-
-    Args:
-        tasks: tasks of one layer.
-        ops: issue rank of each op; a task whose op is missing here is an error.
     """
     rank = {op: position for position, op in enumerate(ops)}
     return sorted(tasks, key=lambda task: (rank[task.op], task.span))
@@ -74,17 +70,12 @@ RETURNS = (CELL_SCATTER, COMBINE, RESTORE)  # and behind them
 
 
 class Slices(NamedTuple):
-    """How many reductions of dense gradients stand where, in the backward pass of one layer.
+    """How many reductions of dense gradients stand where, in the backward pass of one layer."""
 
-    Attributes:
-        within_moe: behind the last exchange that brings chunks to the experts.
-        dense: behind the layer's last exchange, beside the dense part that follows in backward.
-        tail: behind all else of the layer, exposed.
-    """
-
-    within_moe: int = 0
+    within_moe: int = 0  # behind the last exchange that brings chunks to the experts
+    # behind the layer's last exchange, beside the dense part that follows in backward
     dense: int = 0
-    tail: int = 0
+    tail: int = 0  # behind all else of the layer, exposed
 
 
 NO_SLICES = Slices()
@@ -92,22 +83,16 @@ NO_SLICES = Slices()
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How the tasks of a layer are issued, and where dense gradients may be reduced.
+    """How the tasks of a layer are issued, and where dense gradients may be reduced."""
 
-    Attributes:
-        is_cut: tokens travel in chunks, else all at once.
-        has_one_queue: all collectives run in one lane, those of a cell by the ops of ``QUEUED``;
-            else those between cells in another lane than those within.
-        slices_moe: reductions may stand within the MoE part.
-        slices_dense: and beside the dense part. What stands nowhere is the tail.
-        piece_bytes: gradients are reduced in pieces of this size; null: in as many as there are
-            places, as large as a plan says.
-    """
-
-    is_cut: bool = True
+    is_cut: bool = True  # tokens travel in chunks, else all at once
+    # all collectives run in one lane, those of a cell by the ops of ``QUEUED``; else those between
+    # cells in another lane than those within
     has_one_queue: bool = True
-    slices_moe: bool = False
-    slices_dense: bool = False
+    slices_moe: bool = False  # reductions may stand within the MoE part
+    slices_dense: bool = False  # and beside the dense part. What stands nowhere is the tail.
+    # gradients are reduced in pieces of this size; null: in as many as there are places, as large
+    # as a plan says
     piece_bytes: int | None = None
 
     def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
@@ -185,9 +170,6 @@ def in_halves(tasks: Iterable[Task]) -> list[Task]:
     Copies of experts are joined just before the experts.
 
     Tasks of other ops stay before or behind all these, as they stood to the first of them.
-
-    Raises:
-        ValueError: no task computes.
     """
     tasks = list(tasks)
     is_backward = any(task.op == EXPERT and task.adjoint_of for task in tasks)
@@ -401,58 +383,36 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
 
 
 class Beside(NamedTuple):
-    """What goes on beside the rows of a layer.
+    """What goes on beside the rows of a layer."""
 
-    Attributes:
-        copied: experts may compute elsewhere than at home.
-        carried: the block before launches the copies; else the layer's own, as it begins.
-        carries: this layer's block launches those of the next.
-        plans: the next step is planned while rows travel.
-        freed: the copies are freed after forward and gathered again for backward.
-    """
-
-    copied: bool = False
+    copied: bool = False  # experts may compute elsewhere than at home
+    # the block before launches the copies; else the layer's own, as it begins
     carried: bool = False
-    carries: bool = False
-    plans: bool = False
-    freed: bool = False
+    carries: bool = False  # this layer's block launches those of the next
+    plans: bool = False  # the next step is planned while rows travel
+    freed: bool = False  # the copies are freed after forward and gathered again for backward
 
 
 class Cutting(NamedTuple):
-    """How the rows of a layer travel.
+    """How the rows of a layer travel."""
 
-    Attributes:
-        pipeline: in which order and lanes.
-        forward_degree: spans that the tokens of a forward pass are cut into.
-        backward_degree: and of a backward pass.
-        sharded: as in ``routed_tasks``.
-        slices: reductions of dense gradients that the layer begins in backward.
-        once: as in ``routed_tasks``.
-    """
-
-    pipeline: Pipeline = PIPELINES["default"]
-    forward_degree: int = 1
-    backward_degree: int = 1
-    sharded: bool = False
-    slices: Slices = NO_SLICES
-    once: bool = False
+    pipeline: Pipeline = PIPELINES["default"]  # in which order and lanes
+    forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
+    backward_degree: int = 1  # and of a backward pass
+    sharded: bool = False  # as in ``routed_tasks``
+    slices: Slices = NO_SLICES  # reductions of dense gradients that the layer begins in backward
+    once: bool = False  # as in ``routed_tasks``
 
 
 ALONE, WHOLE = Beside(), Cutting()
 
 
 class LayerTasks(NamedTuple):
-    """All that runs of a layer.
+    """All that runs of a layer."""
 
-    Attributes:
-        beside: what goes on beside its rows.
-        forward: its program.
-        backward: likewise.
-    """
-
-    beside: Beside
-    forward: Schedule
-    backward: Schedule
+    beside: Beside  # what goes on beside its rows
+    forward: Schedule  # its program
+    backward: Schedule  # likewise
 
     @property
     def layer(self) -> int:

@@ -31,22 +31,15 @@ Arity = tuple[int | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Schedules, a crew and lanes: everything that one pass of a layer needs.
+    """Schedules, a crew and lanes: everything that one pass of a layer needs."""
 
-    Attributes:
-        forward: tasks of the forward pass.
-        backward: ``forward.reversed()`` or ``forward.backward_cut_as(...)``, and whatever the
-            strategy put between.
-        crew: who does them.
-        lanes: where the tasks run.
-        num_chunks: finest chunks that the tokens are cut into.
-    """
-
-    forward: Schedule
+    forward: Schedule  # tasks of the forward pass
+    # ``forward.reversed()`` or ``forward.backward_cut_as(...)``, and whatever the strategy put
+    # between
     backward: Schedule
-    crew: Crew
-    lanes: Lanes
-    num_chunks: int = 1
+    crew: Crew  # who does them
+    lanes: Lanes  # where the tasks run
+    num_chunks: int = 1  # finest chunks that the tokens are cut into
 
     def __post_init__(self) -> None:
         for task in (*self.forward.tasks, *self.backward.tasks):

@@ -83,15 +83,11 @@ def simulate(
 
 
 class _UnderWay(NamedTuple):
-    """A task that has begun, on one rank.
-
-    Attributes:
-        link: that it occupies.
-    """
+    """A task that has begun, on one rank."""
 
     rank: int
     position: int
-    link: str | None
+    link: str | None  # that it occupies
 
 
 class _Simulation:
@@ -237,44 +233,27 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Box:
-    """One task on the timeline.
+    """One task on the timeline."""
 
-    Attributes:
-        name: as profilers show it: ``Task.label``.
-        rank: row group.
-        lane: row.
-        start_s: seconds from the origin.
-        end_s: likewise.
-        category: kind of task, for colours.
-        bound_by: of the boxes of its rank, the position of the one that it waited for last.
-        told: more, by name.
-    """
-
-    name: str
-    rank: int
-    lane: str
-    start_s: float
-    end_s: float
-    category: str
+    name: str  # as profilers show it: ``Task.label``
+    rank: int  # row group
+    lane: str  # row
+    start_s: float  # seconds from the origin
+    end_s: float  # likewise
+    category: str  # kind of task, for colours
+    # of the boxes of its rank, the position of the one that it waited for last
     bound_by: int | None = None
-    told: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)  # more, by name
 
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers that hold from a moment on, until the next of this name.
+    """Numbers that hold from a moment on, until the next of this name."""
 
-    Attributes:
-        name: what is counted.
-        rank: where.
-        at_s: seconds from the origin.
-        numbers: by what they are of.
-    """
-
-    name: str
-    rank: int
-    at_s: float
-    numbers: Mapping[str, int]
+    name: str  # what is counted
+    rank: int  # where
+    at_s: float  # seconds from the origin
+    numbers: Mapping[str, int]  # by what they are of
 
 
 def in_order(lanes: Iterable[str]) -> list[str]:

@@ -68,32 +68,20 @@ class SavesAlike:
 
 @dataclass(frozen=True, eq=False)
 class Crew:
-    """Who does the tasks of a layer, and who sees them.
+    """Who does the tasks of a layer, and who sees them."""
 
-    Attributes:
-        stages: the work of each op.
-        observers: told of each task.
-        name: of the layer, for a person who is told where a rank waits or has failed.
-    """
-
-    stages: Mapping[Op, Stage]
-    observers: tuple[Observer, ...] = ()
-    name: str = ""
+    stages: Mapping[Op, Stage]  # the work of each op
+    observers: tuple[Observer, ...] = ()  # told of each task
+    name: str = ""  # of the layer, for a person who is told where a rank waits or has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a thread does, as a person is told of it.
+    """What a thread does, as a person is told of it."""
 
-    Attributes:
-        name: of the layer.
-        task: of its program.
-        is_evaluation: its pass has no gradients.
-    """
-
-    name: str
-    task: Task
-    is_evaluation: bool = False
+    name: str  # of the layer
+    task: Task  # of its program
+    is_evaluation: bool = False  # its pass has no gradients
 
     def __call__(self) -> str:
         way = "backward" if self.task.adjoint_of else "forward"
@@ -106,50 +94,32 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """A value that is put together from several pieces, or from a part of one.
+    """A value that is put together from several pieces, or from a part of one."""
 
-    Attributes:
-        span: that is wanted; None: of a value that is not cut.
-        pieces: place of each in the table, and the span that it covers; in the order of writers.
-        in_row: places of the pieces in the order of tokens, where they are the span and no more.
-        foreign: places of those that another lane has written.
-    """
-
-    span: Span | None
+    span: Span | None  # that is wanted; None: of a value that is not cut
+    # place of each in the table, and the span that it covers; in the order of writers
     pieces: tuple[tuple[int, Span | None], ...]
+    # places of the pieces in the order of tokens, where they are the span and no more
     in_row: tuple[int, ...] | None
-    foreign: tuple[int, ...]
+    foreign: tuple[int, ...]  # places of those that another lane has written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A task with what its runs need.
+    """A task with what its runs need."""
 
-    Attributes:
-        task: which.
-        is_seen: observers are told of it; not of what only begins work elsewhere.
-        reads: places in the table, or how to put together what it reads.
-        plain_reads: the same where all is read as it is; else None.
-        foreign_reads: those of the reads that are read as they are and another lane has written.
-        graded_reads: those of the reads that may have a gradient.
-        writes: places in the table.
-        graded_writes: those of the writes that may have a gradient.
-        frees: pieces that nobody else reads.
-        releases: pieces that others read, too.
-        forgets: positions whose savings nobody needs after it.
-    """
-
-    task: Task
-    is_seen: bool
-    reads: tuple[int | Reading, ...]
-    plain_reads: tuple[int, ...] | None
+    task: Task  # which
+    is_seen: bool  # observers are told of it; not of what only begins work elsewhere
+    reads: tuple[int | Reading, ...]  # places in the table, or how to put together what it reads
+    plain_reads: tuple[int, ...] | None  # the same where all is read as it is; else None
+    # those of the reads that are read as they are and another lane has written
     foreign_reads: tuple[int, ...]
-    graded_reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    graded_writes: tuple[int, ...]
-    frees: tuple[int, ...]
-    releases: tuple[int, ...]
-    forgets: tuple[int, ...]
+    graded_reads: tuple[int, ...]  # those of the reads that may have a gradient
+    writes: tuple[int, ...]  # places in the table
+    graded_writes: tuple[int, ...]  # those of the writes that may have a gradient
+    frees: tuple[int, ...]  # pieces that nobody else reads
+    releases: tuple[int, ...]  # pieces that others read, too
+    forgets: tuple[int, ...]  # positions whose savings nobody needs after it
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,17 +128,12 @@ class Table:
 
     A piece is what one task wrote of a value; each has its place in the table of a pass, in the
     order of writers, so that sums do not depend on timing.
-
-    Attributes:
-        steps: the tasks.
-        inputs: places of what is given.
-        outputs: of what is wanted; or how to put it together.
-        num_readers: of each piece, where there are several; who reads an output comes after all.
     """
 
-    steps: tuple[Step, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | Reading, ...]
+    steps: tuple[Step, ...]  # the tasks
+    inputs: tuple[int, ...]  # places of what is given
+    outputs: tuple[int | Reading, ...]  # of what is wanted; or how to put it together
+    # of each piece, where there are several; who reads an output comes after all
     num_readers: tuple[int, ...]
 
     @classmethod
@@ -207,28 +172,18 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """A schedule and who does it: what passes of one plan share.
+    """A schedule and who does it: what passes of one plan share."""
 
-    Attributes:
-        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
-            own.
-        table: where its pieces lie.
-        stages: the work of each task.
-        crews: who does them.
-        crew_numbers: of each task.
-        adjoint_of: the tasks that the adjoints are of.
-        uncut: of each task the one that it is the adjoint of, if it is of that alone, on its span.
-        is_backward: these are another schedule's.
-    """
-
+    # of forward, of backward, or of both in one: then its adjoints are of tasks of its own
     schedule: Schedule
-    table: Table
-    stages: tuple[Stage, ...]
-    crews: tuple[Crew, ...]
-    crew_numbers: tuple[int, ...]
-    adjoint_of: tuple[Task, ...]
+    table: Table  # where its pieces lie
+    stages: tuple[Stage, ...]  # the work of each task
+    crews: tuple[Crew, ...]  # who does them
+    crew_numbers: tuple[int, ...]  # of each task
+    adjoint_of: tuple[Task, ...]  # the tasks that the adjoints are of
+    # of each task the one that it is the adjoint of, if it is of that alone, on its span
     uncut: tuple[int | None, ...]
-    is_backward: bool
+    is_backward: bool  # these are another schedule's
 
     @classmethod
     def of(

@@ -78,12 +78,7 @@ def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule
 
 
 def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
-    """The same tasks in the same order, some in other lanes: all that is sent in one queue, say.
-
-    Args:
-        schedule: tasks in issue order.
-        lanes: for a lane, the one that its tasks move to; the others stay. Ops keep their names.
-    """
+    """The same tasks in the same order, some in other lanes: all that is sent in one queue, say."""
     tasks = []
     for task in schedule.tasks:
         lane = lanes.get(task.lane, task.lane)
@@ -92,26 +87,15 @@ def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
 
 
 class _Ran(NamedTuple):
-    """Where the tasks of a layer stand that ran in forward.
+    """Where the tasks of a layer stand that ran in forward."""
 
-    Attributes:
-        block: what its block did.
-        program: its own.
-        host: what the host computed behind it.
-    """
-
-    block: list[int]
-    program: list[int]
-    host: int
+    block: list[int]  # what its block did
+    program: list[int]  # its own
+    host: int  # what the host computed behind it
 
 
 class _Step:
-    """The tasks of a step, as they are added.
-
-    Args:
-        layers: with primed backward.
-        leads: as of ``whole_step``.
-    """
+    """The tasks of a step, as they are added."""
 
     def __init__(self, layers: Sequence[LayerTasks], leads: bool) -> None:
         self.tasks: list[Task] = []

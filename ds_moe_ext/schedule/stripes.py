@@ -171,14 +171,7 @@ def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
 
 
 class _Step:
-    """The tasks of a step, as they are issued.
-
-    Args:
-        micro_batches: the span of each.
-        offloaded: as ``striped_step`` takes them.
-        copied: likewise.
-        revised: likewise.
-    """
+    """The tasks of a step, as they are issued."""
 
     def __init__(
         self,
@@ -354,17 +347,11 @@ def _grads(values: Iterable[Value]) -> tuple[Value, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples ``start`` to ``stop`` of one rank's batch, which run together.
+    """Samples ``start`` to ``stop`` of one rank's batch, which run together."""
 
-    Attributes:
-        sender: place in the ZP group of the rank whose batch it is.
-        start: its first sample there.
-        stop: the one after its last.
-    """
-
-    sender: int
-    start: int
-    stop: int
+    sender: int  # place in the ZP group of the rank whose batch it is
+    start: int  # its first sample there
+    stop: int  # the one after its last
 
     @property
     def num_samples(self) -> int:

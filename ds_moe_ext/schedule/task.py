@@ -23,14 +23,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator.
+    """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator."""
 
-    Attributes:
-        name: which.
-        sends: it moves data between ranks, which others wait for: on a device it goes first.
-    """
-
-    name: str
+    name: str  # which
+    # it moves data between ranks, which others wait for: on a device it goes first
     sends: bool = field(default=False, compare=False)
 
     def __hash__(self) -> int:  # they are keys of what every pass looks up
@@ -45,33 +41,21 @@ HOST = Lane("host")  # what the CPU works out while a device or the links are bu
 
 
 class Begun(NamedTuple):
-    """Work that a task of another op begins.
+    """Work that a task of another op begins."""
 
-    Attributes:
-        op: its kind.
-        is_adjoint: it is what ``op`` is in backward.
-    """
-
-    op: Op
-    is_adjoint: bool = False
+    op: Op  # its kind
+    is_adjoint: bool = False  # it is what ``op`` is in backward
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A kind of task and the lane it runs in. An open set: a strategy may define its own.
+    """A kind of task and the lane it runs in. An open set: a strategy may define its own."""
 
-    Attributes:
-        name: shown in errors and traces.
-        lane: where it runs.
-        back: lane of the adjoint, where it is another one.
-        is_wait: it only waits for what was begun elsewhere.
-        begins: the work in another lane that it only begins; whoever needs that waits for it.
-    """
-
-    name: str
-    lane: Lane
-    back: Lane | None = None
-    is_wait: bool = False
+    name: str  # shown in errors and traces
+    lane: Lane  # where it runs
+    back: Lane | None = None  # lane of the adjoint, where it is another one
+    is_wait: bool = False  # it only waits for what was begun elsewhere
+    # the work in another lane that it only begins; whoever needs that waits for it
     begins: Begun | None = None
 
     def __hash__(self) -> int:
@@ -174,17 +158,12 @@ def refined(num_chunks: int, *degrees: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value, and how it can be handed on.
+    """A kind of value, and how it can be handed on."""
 
-    Attributes:
-        name: shown in errors and traces.
-        by_token: its first dim is the tokens of its span, so that it may be sliced and joined.
-        has_gradient: it has an adjoint; integers have none.
-    """
-
-    name: str
+    name: str  # shown in errors and traces
+    # its first dim is the tokens of its span, so that it may be sliced and joined
     by_token: bool = False
-    has_gradient: bool = True
+    has_gradient: bool = True  # it has an adjoint; integers have none
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -211,18 +190,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work of one layer on one span.
-
-    Attributes:
-        adjoint_of: in a backward schedule, the positions of the forward tasks whose adjoint this
-            is: one, or several when backward is cut otherwise than forward.
-    """
+    """One piece of work of one layer on one span."""
 
     op: Op
     layer: int
     span: Span
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
+    # in a backward schedule, the positions of the forward tasks whose adjoint this is: one, or
+    # several when backward is cut otherwise than forward
     adjoint_of: tuple[int, ...] = ()
 
     @property
@@ -245,19 +221,12 @@ class Task:
 @dataclass(frozen=True)
 class Schedule:
     """Tasks in issue order. A task starts when the task before it in its lane and every task that
-    writes what it reads have finished. The executor obeys this rule; the simulator prices it.
+    writes what it reads have finished. The executor obeys this rule; the simulator prices it."""
 
-    Attributes:
-        tasks: in issue order.
-        inputs: what is given.
-        outputs: what is wanted.
-        is_round_trip: forward and backward in one: adjoints are of tasks of this schedule, and
-            wait for them, too.
-    """
-
-    tasks: tuple[Task, ...]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    tasks: tuple[Task, ...]  # in issue order
+    inputs: tuple[Value, ...]  # what is given
+    outputs: tuple[Value, ...]  # what is wanted
+    # forward and backward in one: adjoints are of tasks of this schedule, and wait for them, too
     is_round_trip: bool = False
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -407,11 +376,7 @@ class Schedule:
         return Schedule(tasks, tuple(given), _graded(self.inputs))
 
     def backward_cut_as(self, template: Schedule) -> Schedule:
-        """The backward pass of this schedule, cut as ``template.reversed()`` is.
-
-        Args:
-            template: the forward tasks of the same layers, cut by the backward degree.
-        """
+        """The backward pass of this schedule, cut as ``template.reversed()`` is."""
         tasks = []
         for task in template.reversed().tasks:
             ours = tuple(

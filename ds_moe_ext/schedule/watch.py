@@ -72,20 +72,13 @@ WHERE = "ds_moe_ext.waits"
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long waits for other ranks may last before something is said or done.
+    """How long waits for other ranks may last before something is said or done."""
 
-    Attributes:
-        told_after_s: when a wait for a rank that has not failed is told.
-        told_every_s: when it is told again, at least.
-        silent_after_s: when a rank that is not heard of is taken to have ended, where an exchange
-            with it has failed.
-        ends_after_s: when waits for others are ended, where a rank is not heard of all that time.
-            None: never.
-    """
-
-    told_after_s: int = 10
-    told_every_s: int = 60
+    told_after_s: int = 10  # when a wait for a rank that has not failed is told
+    told_every_s: int = 60  # when it is told again, at least
+    # when a rank that is not heard of is taken to have ended, where an exchange with it has failed
     silent_after_s: int = 6
+    # when waits for others are ended, where a rank is not heard of all that time. None: never.
     ends_after_s: int | None = None
 
     def __post_init__(self) -> None:
@@ -101,28 +94,19 @@ class BrokenOff(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Wires:
-    """The launch, as a watch sees it.
+    """The launch, as a watch sees it."""
 
-    Attributes:
-        store: a client of its own.
-        met: the store by which the world met, whose client it is; None once that has ended.
-        rank: of this process.
-        world_size: ranks of the launch.
-        process: its id.
-        ranks_of: the ranks of a communicator.
-        break_off: makes all that wait in a communicator on this rank raise RuntimeError. It cannot
-            be used any more then, here or elsewhere.
-        break_off_all: the same, of the host's communicators too.
-    """
-
-    store: Store
+    store: Store  # a client of its own
+    # the store by which the world met, whose client it is; None once that has ended
     met: Callable[[], object | None]
-    rank: int
-    world_size: int
-    process: int
-    ranks_of: Callable[[Any], Sequence[int]]
+    rank: int  # of this process
+    world_size: int  # ranks of the launch
+    process: int  # its id
+    ranks_of: Callable[[Any], Sequence[int]]  # the ranks of a communicator
+    # makes all that wait in a communicator on this rank raise RuntimeError. It cannot be used any
+    # more then, here or elsewhere.
     break_off: Callable[[Any], None]
-    break_off_all: Callable[[], None]
+    break_off_all: Callable[[], None]  # the same, of the host's communicators too
 
 
 class Heard(NamedTuple):
@@ -152,23 +136,15 @@ class Silence:
 
 @dataclass(eq=False, slots=True)
 class Hearing:
-    """How ranks hear of each other.
+    """How ranks hear of each other."""
 
-    Attributes:
-        lock: of the store, which has one user at a time.
-        asked_s: since when it owes an answer.
-        unanswered: looks at that.
-        told_s: when this rank has counted.
-        heard: while nothing of ours began.
-        silence: of others.
-    """
-
+    # of the store, which has one user at a time
     lock: threading.Lock = field(default_factory=threading.Lock)
-    asked_s: float | None = None
-    unanswered: int = 0
-    told_s: float = 0.0
-    heard: Heard | None = None
-    silence: Silence = field(default_factory=Silence)
+    asked_s: float | None = None  # since when it owes an answer
+    unanswered: int = 0  # looks at that
+    told_s: float = 0.0  # when this rank has counted
+    heard: Heard | None = None  # while nothing of ours began
+    silence: Silence = field(default_factory=Silence)  # of others
 
 
 def _nowhere() -> str:
@@ -177,19 +153,12 @@ def _nowhere() -> str:
 
 @dataclass(eq=False)
 class Watch:
-    """Of this process.
+    """Of this process."""
 
-    Attributes:
-        patience: of the run that was attached last.
-        remedy: likewise, of ranks that call the model unequally.
-        has_failed: since a pass went through last.
-        waits: by thread.
-    """
-
-    patience: Patience = field(default_factory=Patience)
-    remedy: str = JOINED
-    has_failed: bool = False
-    waits: dict[int, Waiting] = field(default_factory=dict)
+    patience: Patience = field(default_factory=Patience)  # of the run that was attached last
+    remedy: str = JOINED  # likewise, of ranks that call the model unequally
+    has_failed: bool = False  # since a pass went through last
+    waits: dict[int, Waiting] = field(default_factory=dict)  # by thread
     _places: dict[int, Callable[[], str]] = field(default_factory=dict)
     _latest: Callable[[], str] | None = None
     _wires: Wires | None = None
@@ -327,11 +296,7 @@ class Watch:
 
     def _listen_for_ends(self, group: Any = None) -> bool:
         """Whether there is a reason: another rank has told one, or some are heard of no more, which
-        others are told then.
-
-        Args:
-            group: of the exchange that failed; None where that was not ours.
-        """
+        others are told then."""
         wires = self._wires
         if wires is None:
             return False

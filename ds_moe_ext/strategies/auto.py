@@ -55,12 +55,7 @@ CLASSES = 4  # of cells
 
 
 def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
-    """A candidate by its name; a pipeline leaves dense gradients to the host.
-
-    Args:
-        name: of ``NAMES``.
-        blocks: strategies with the keys of their blocks, by their own names.
-    """
+    """A candidate by its name; a pipeline leaves dense gradients to the host."""
     whole, comma, share = name.partition(", ")
     laid, _, over = whole.partition(OVER)
     strategy = blocks.get(over or (BASE if laid == PIPELINE else laid)) or _DEFAULTS[over or laid]()
@@ -76,20 +71,16 @@ def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
 @register("auto")
 @dataclass(frozen=True, kw_only=True)
 class Auto(Choosing):
-    """Chooses between strategies while a run goes on; the loss is the same under all of them.
+    """Chooses between strategies while a run goes on; the loss is the same under all of them."""
 
-    Attributes:
-        candidates: names of those to choose from, some of ``NAMES``; null: ``USUAL``, whose keys
-            are those of their own blocks. Others have the paper's share, or the priced one.
-        interval: steps between choices.
-        margin: part of a step by which another strategy must be faster, to be taken in place of the
-            present one.
-        blocks: strategies with the keys of their own blocks, by name.
-    """
-
+    # names of those to choose from, some of ``NAMES``; null: ``USUAL``, whose keys are those of
+    # their own blocks. Others have the paper's share, or the priced one.
     candidates: list[str] | None = None
-    interval: int = 50
+    interval: int = 50  # steps between choices
+    # part of a step by which another strategy must be faster, to be taken in place of the present
+    # one
     margin: float = 0.02
+    # strategies with the keys of their own blocks, by name
     blocks: Mapping[str, Strategy] = field(default_factory=dict, hash=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
@@ -216,13 +207,7 @@ class Auto(Choosing):
         self, job: Job, expected: Mapping[str, float], present: str | None
     ) -> tuple[str, tuple[Plan, ...], Mapping[str, str]]:
         """The cheapest that a rank has memory for, its plans, and why cheaper ones are left out; of
-        equals, nearly, the present one. What copies nothing fits in any case.
-
-        Args:
-            job: of all layers.
-            expected: seconds of the candidates.
-            present: that runs, if one does.
-        """
+        equals, nearly, the present one. What copies nothing fits in any case."""
         remaining, left_out = dict(expected), dict[str, str]()
         while remaining:
             best = min(remaining, key=lambda name: remaining[name])

@@ -17,24 +17,19 @@ INDEX, ONE_HOT = "index", "one_hot"  # orders, by their JSON names
 @register("ep")
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(Strategy):
-    """Nothing is planned.
+    """Nothing is planned."""
 
-    Attributes:
-        static_capacity: rows that each rank sends to each expert in every pass: fewer are padded
-            with zeros, more are dropped. No counts travel then, and the host waits for nothing.
-            Null sends the rows that there are.
-        send_once: each token's row travels once to each rank that has some of its experts, where
-            the outputs are weighed and added up before one row comes back; else a row travels for
-            each choice.
-        order: "index", or "one_hot": padded rows are put in place by products with a mask.
-        cuda_graphs: a layer's forward and backward are recorded as CUDA graphs and replayed, so
-            that the host issues each by one call. Only where each rank has all experts
-            (``expert_parallel_size`` 1).
-    """
-
+    # rows that each rank sends to each expert in every pass: fewer are padded with zeros, more are
+    # dropped. No counts travel then, and the host waits for nothing. Null sends the rows that there
+    # are.
     static_capacity: int | None = None
+    # each token's row travels once to each rank that has some of its experts, where the outputs are
+    # weighed and added up before one row comes back; else a row travels for each choice
     send_once: bool = False
+    # "index", or "one_hot": padded rows are put in place by products with a mask
     order: str = INDEX
+    # a layer's forward and backward are recorded as CUDA graphs and replayed, so that the host
+    # issues each by one call. Only where each rank has all experts (``expert_parallel_size`` 1).
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:

@@ -51,15 +51,10 @@ KEY = "ds_moe_ext.esp"
 
 @dataclass(frozen=True, kw_only=True)
 class TwoDegrees:
-    """Chunks that a layer's tokens are cut into; null: as many as is fastest, layer by layer.
+    """Chunks that a layer's tokens are cut into; null: as many as is fastest, layer by layer."""
 
-    Attributes:
-        forward: in forward.
-        backward: in backward.
-    """
-
-    forward: int | None = None
-    backward: int | None = None
+    forward: int | None = None  # in forward
+    backward: int | None = None  # in backward
 
     def __post_init__(self) -> None:
         for direction, degree in vars(self).items():
@@ -69,28 +64,22 @@ class TwoDegrees:
 @register("esp")
 @dataclass(frozen=True, kw_only=True)
 class ExpertSharding(Overlay):
-    """FSMoE's scheduler (sections 4 and 5 of the paper), laid over where experts compute.
+    """FSMoE's scheduler (sections 4 and 5 of the paper), laid over where experts compute."""
 
-    Attributes:
-        degree: chunks that a layer's tokens are cut into, one number for both directions or one
-            each; null: as many as is fastest by what was measured, layer by layer.
-        max_degree: the most that are tried.
-        schedule: which of the compared schedules: "fsmoe", or one of the others.
-        solver: "exact", or "paper" for SLSQP and differential evolution, which need SciPy.
-        slice_gradients: reduce dense gradients in slices beside MoE layers, where the schedule has
-            places for them; false leaves them to the host; null: true where the host can.
-        all_to_all: the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the
-            direct one, and once costs have been measured the fastest of the first three, layer by
-            layer.
-        placing: where experts compute.
-    """
-
+    # chunks that a layer's tokens are cut into, one number for both directions or one each; null:
+    # as many as is fastest by what was measured, layer by layer
     degree: int | TwoDegrees | None = None
-    max_degree: int = 8
-    schedule: str = "fsmoe"
+    max_degree: int = 8  # the most that are tried
+    schedule: str = "fsmoe"  # which of the compared schedules: "fsmoe", or one of the others
+    # "exact", or "paper" for SLSQP and differential evolution, which need SciPy
     solver: str = "exact"
+    # reduce dense gradients in slices beside MoE layers, where the schedule has places for them;
+    # false leaves them to the host; null: true where the host can
     slice_gradients: bool | None = None
+    # the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the direct one, and
+    # once costs have been measured the fastest of the first three, layer by layer
     all_to_all: str | None = None
+    # where experts compute
     placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:

@@ -70,14 +70,7 @@ DRAWS = 64  # of all cells: on more cells fewer, where chance evens out
 
 
 class Gathers:
-    """Of the copies of a layer's hot experts.
-
-    Args:
-        pool: of the layer.
-        num_experts: that it has.
-        copies_per_cell: that a cell has memory for, ``m``; with none, as if it had for one.
-        node_C: node of each cell.
-    """
+    """Of the copies of a layer's hot experts."""
 
     def __init__(
         self, pool: Pool, num_experts: int, copies_per_cell: int, node_C: np.ndarray
@@ -138,49 +131,43 @@ GAIN = "gain"  # a way to choose new homes, by its JSON name
 @register("fssdp")
 @dataclass(frozen=True, kw_only=True)
 class FullySharded(Strategy):
-    """HECATE's two planners and its calibration (sections 4 and 5 of the paper).
+    """HECATE's two planners and its calibration (sections 4 and 5 of the paper)."""
 
-    Attributes:
-        overlap_degree: experts of a layer that are copied at most (t); null: as many as can be sent
-            while attention computes, measured.
-        copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
-        window: steps whose mean load predicts the next step's; null: the last one or the mean of
-            the last five, whichever would have predicted the latest step better.
-        plan_interval: steps between plans; null: one as soon as loads have moved since the last, by
-            more than they differ between two steps, and every 10.
-        calibrate: add copies when the rows are known, if they pay at once, as many as a rank has
-            room for; by Algorithm 1 under the paper's share, as ``repair`` does under others.
-        rematerialize: free the copies after forward and gather them again for backward.
-        reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
-            home in the world, else never.
-        resharding: which experts get new homes: "gain", those whose move gains more until the next
-            than it costs, by what rows are predicted to cost; or "paper", by Algorithm 2.
-        heterogeneous_sharding: homes may change. False keeps the first, even ones.
-        copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
-            the rank's own experts and their gradients take, one of each layer at least.
-        sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
-            they travel and come home as they are.
-        share: how copies divide rows: "priced", so that the layer takes least time, by the rows as
-            they are, and copies are chosen by that, too (docs/priced_share.md); "planned", in the
-            parts that are best for the rows that are predicted; "paper", or "nearest", HECATE's
-            rule: the nearest copies, in even parts.
-        repair: copies of a layer that a rank gets at most once the rows of a pass are known, beside
-            those of the forecast, where these are not enough and that pays; null: 1 where rows are
-            priced.
-    """
-
+    # experts of a layer that are copied at most (t); null: as many as can be sent while attention
+    # computes, measured
     overlap_degree: int | None = None
+    # copies of a layer that a rank holds at most (m); null: as many as fit
     copies_per_rank: int | None = None
+    # steps whose mean load predicts the next step's; null: the last one or the mean of the last
+    # five, whichever would have predicted the latest step better
     window: int | None = None
+    # steps between plans; null: one as soon as loads have moved since the last, by more than they
+    # differ between two steps, and every 10
     plan_interval: int | None = None
+    # add copies when the rows are known, if they pay at once, as many as a rank has room for; by
+    # Algorithm 1 under the paper's share, as ``repair`` does under others
     calibrate: bool = False
-    rematerialize: bool = False
+    rematerialize: bool = False  # free the copies after forward and gather them again for backward
+    # steps between new homes; 0 is never; null: 100 where every expert has one home in the world,
+    # else never
     reshard_interval: int | None = None
+    # which experts get new homes: "gain", those whose move gains more until the next than it costs,
+    # by what rows are predicted to cost; or "paper", by Algorithm 2
     resharding: str = GAIN
-    heterogeneous_sharding: bool = True
+    heterogeneous_sharding: bool = True  # homes may change. False keeps the first, even ones.
+    # memory of a rank for copies; null: most of what is free, and on a CPU as much as the rank's
+    # own experts and their gradients take, one of each layer at least
     copy_bytes: int | None = None
+    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
+    # as they are
     sum_copies_in_float32: bool = False
+    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are,
+    # and copies are chosen by that, too (docs/priced_share.md); "planned", in the parts that are
+    # best for the rows that are predicted; "paper", or "nearest", HECATE's rule: the nearest
+    # copies, in even parts
     share: str = PRICED
+    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
+    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
     repair: int | None = None
 
     def __post_init__(self) -> None:

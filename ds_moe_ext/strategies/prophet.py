@@ -96,48 +96,43 @@ PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
 @register("prophet")
 @dataclass(frozen=True, kw_only=True)
 class ProProphet(Strategy):
-    """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper).
+    """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper)."""
 
-    Attributes:
-        frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 10
-            without the scheduler; with it, which hides the planning, until another is found, which
-            under the paper's share is faster by the model, looked for as soon as loads have moved
-            since the last search, by more than they differ between two steps, and every 10.
-        num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
-            it; null: those without any.
-        balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
-            (alpha); planning ends there. With 0 none ever are balanced: all that may be copied is
-            tried, and what is fastest by the model is kept.
-        scheduler: hide copies and gradients behind the block before; false sends them as the
-            layer's own block begins, and plans as if nothing hid them.
-        split: under which computation a copy travels: "fnec_first" fills the time between two
-            layers first, "half" halves.
-        planner: "prophet", or "shadow" for FasterMoE's.
-        rematerialize: free the copies after forward and gather them again for backward: copies of
-            two layers take memory at a time. False keeps those of all layers until backward; null
-            does so where a rank has room for twice as many as are wanted.
-        sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
-            they travel and come home as they are.
-        prices: by which plans are made and steps foretold: "links", by who sends what over which
-            link, with what starts cost; "paper", equations (1), (4) and (5) to the letter.
-        share: how copies divide rows: "priced", so that the layer takes least time, by the rows as
-            they are (docs/priced_share.md); "planned", in the parts that are best for the rows that
-            are predicted; "paper", or "local", the paper's rule: local copy, else home.
-        repair: copies of a layer that a rank gets at most once the rows of a pass are known, beside
-            those of the forecast, where these are not enough and that pays; null: 1 where rows are
-            priced.
-    """
-
+    # steps that a plan is kept, unless cells become unbalanced under it; null: 10 without the
+    # scheduler; with it, which hides the planning, until another is found, which under the paper's
+    # share is faster by the model, looked for as soon as loads have moved since the last search, by
+    # more than they differ between two steps, and every 10
     frequency: int | None = None
+    # cells that get no copy of a copied expert (n), those with the fewest rows for it; null: those
+    # without any
     num_excluded: int | None = 0
+    # rows by which the busiest cell may exceed the idlest, in mean rows of an expert (alpha);
+    # planning ends there. With 0 none ever are balanced: all that may be copied is tried, and what
+    # is fastest by the model is kept.
     balance: float = 1.0
+    # hide copies and gradients behind the block before; false sends them as the layer's own block
+    # begins, and plans as if nothing hid them
     scheduler: bool = True
+    # under which computation a copy travels: "fnec_first" fills the time between two layers first,
+    # "half" halves
     split: str = "fnec_first"
-    planner: str = "prophet"
+    planner: str = "prophet"  # "prophet", or "shadow" for FasterMoE's
+    # free the copies after forward and gather them again for backward: copies of two layers take
+    # memory at a time. False keeps those of all layers until backward; null does so where a rank
+    # has room for twice as many as are wanted.
     rematerialize: bool | None = None
+    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
+    # as they are
     sum_copies_in_float32: bool = False
+    # by which plans are made and steps foretold: "links", by who sends what over which link, with
+    # what starts cost; "paper", equations (1), (4) and (5) to the letter
     prices: str = LINKS
+    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are
+    # (docs/priced_share.md); "planned", in the parts that are best for the rows that are predicted;
+    # "paper", or "local", the paper's rule: local copy, else home
     share: str = PRICED
+    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
+    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
     repair: int | None = None
 
     def __post_init__(self) -> None:
@@ -306,27 +301,16 @@ class ProProphet(Strategy):
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Plans for one layer, from the rows of a step.
+    """Plans for one layer, from the rows of a step."""
 
-    Attributes:
-        strategy: its keys.
-        home: where the experts live.
-        follows: whether there is a block before its own, which can carry its copies.
-        prices: of its block.
-        node_C: node of each cell.
-        pool: with what its rows cost.
-        fits: copies that a cell has memory for.
-        repair: of them those that are added once rows are known, at most.
-    """
-
-    strategy: ProProphet
-    home: Placement
-    follows: bool
-    prices: BlockPrices
-    node_C: np.ndarray
-    pool: Pool
-    fits: int
-    repair: int
+    strategy: ProProphet  # its keys
+    home: Placement  # where the experts live
+    follows: bool  # whether there is a block before its own, which can carry its copies
+    prices: BlockPrices  # of its block
+    node_C: np.ndarray  # node of each cell
+    pool: Pool  # with what its rows cost
+    fits: int  # copies that a cell has memory for
+    repair: int  # of them those that are added once rows are known, at most
 
     def __call__(
         self,
@@ -334,13 +318,7 @@ class _Search:
         before_CE: np.ndarray | None = None,
         present: Plan | None = None,
     ) -> Plan:
-        """The plan by the chosen planner; the present one, where that is as fast.
-
-        Args:
-            rows_CE: of the step before, int64.
-            before_CE: and of the one before that, if they are known.
-            present: by which that step ran.
-        """
+        """The plan by the chosen planner; the present one, where that is as fast."""
         strategy, home = self.strategy, self.home
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
         kept = 0 if is_steady else min(self.repair, self.fits // 2)  # where forecasts may fail
@@ -395,13 +373,7 @@ class _Search:
         self, found: BlockPlan, rows_CE: np.ndarray, *, narrows: bool
     ) -> tuple[BlockPlan, LevelShare]:
         """A plan whose copies divide rows by time, and how they do: as it was found, or without any
-        where they save next to nothing.
-
-        Args:
-            found: by the paper's rule.
-            rows_CE: of the step before.
-            narrows: with no more copies than it takes.
-        """
+        where they save next to nothing."""
         plans = [found]
         while narrows and plans[-1].selected:
             plans.append(found.first(len(plans[-1].selected) // 2))
@@ -444,15 +416,7 @@ class _Search:
         found_E: np.ndarray | None = None,
         share: LevelShare | None = None,
     ) -> Plan:
-        """The plan, how it is followed, and how copies divide rows.
-
-        Args:
-            plan: of a search.
-            rows_CE: of the step before.
-            age: steps since that search.
-            found_E: rows of each expert that it went by; None: those.
-            share: of the plan's target for these rows, where it was found.
-        """
+        """The plan, how it is followed, and how copies divide rows."""
         found_E = rows_CE.sum(axis=0) if found_E is None else found_E
         successor = partial(self._next, plan, found_E, rows_CE, age)
         followed = replace(plan, successor=successor, predicted_CE=rows_CE)

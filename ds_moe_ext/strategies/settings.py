@@ -43,23 +43,16 @@ own code has 0.7."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """What the run leaves behind.
+    """What the run leaves behind."""
 
-    Attributes:
-        enabled: print a table at the start and a summary at the end.
-        path: folder for report.json and report.html; null writes no files.
-        trace_step: optimizer step whose tasks are drawn as a timeline; null for none.
-        max_steps: steps kept for the heatmap; a longer run is thinned evenly.
-        write_every_s: seconds between two writings of the files while the run goes on, at least;
-            null writes them at its end only.
-        monitor: let the host's own monitor (TensorBoard, W&B, ...) have scalars, where it is on.
-    """
-
-    enabled: bool = True
-    path: str | None = None
-    trace_step: int | None = 5
-    max_steps: int = 400
+    enabled: bool = True  # print a table at the start and a summary at the end
+    path: str | None = None  # folder for report.json and report.html; null writes no files
+    trace_step: int | None = 5  # optimizer step whose tasks are drawn as a timeline; null for none
+    max_steps: int = 400  # steps kept for the heatmap; a longer run is thinned evenly
+    # seconds between two writings of the files while the run goes on, at least; null writes them at
+    # its end only
     write_every_s: int | None = 300
+    # let the host's own monitor (TensorBoard, W&B, ...) have scalars, where it is on
     monitor: bool = True
 
     def __post_init__(self) -> None:
@@ -75,17 +68,11 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """A Chrome/Perfetto trace of steps.
+    """A Chrome/Perfetto trace of steps."""
 
-    Attributes:
-        path: file to write; null traces nothing.
-        first_step: first optimizer step in it.
-        num_steps: steps in it.
-    """
-
-    path: str | None = None
-    first_step: int = 5
-    num_steps: int = 1
+    path: str | None = None  # file to write; null traces nothing
+    first_step: int = 5  # first optimizer step in it
+    num_steps: int = 1  # steps in it
 
     def __post_init__(self) -> None:
         at_least(f"{BLOCK}.trace.first_step", self.first_step, 0)
@@ -94,69 +81,52 @@ class TraceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How checkpoints are kept.
+    """How checkpoints are kept."""
 
-    Attributes:
-        checksums: write the CRC-32 of each file beside its length; loading compares what is there.
-    """
-
+    # write the CRC-32 of each file beside its length; loading compares what is there
     checksums: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What is told, kept and checked of a run, whatever its strategy.
+    """What is told, kept and checked of a run, whatever its strategy."""
 
-    Attributes:
-        report: what the run leaves behind.
-        trace: a trace of steps.
-        waits: how long waits for other ranks may last before something is said.
-        checkpoint: how checkpoints are kept.
-        debug: check on every new plan that all ranks agree.
-    """
-
-    report: ReportSettings = field(default_factory=ReportSettings)
-    trace: TraceSettings = field(default_factory=TraceSettings)
+    report: ReportSettings = field(default_factory=ReportSettings)  # what the run leaves behind
+    trace: TraceSettings = field(default_factory=TraceSettings)  # a trace of steps
+    # how long waits for other ranks may last before something is said
     waits: Patience = field(default_factory=Patience)
+    # how checkpoints are kept
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    debug: bool = False
+    debug: bool = False  # check on every new plan that all ranks agree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """The block.
+    """The block."""
 
-    Attributes:
-        enabled: replace the MoE layers of the model.
-        strategy: registered name, or ``"package.module:Class"`` of the user's own.
-        balance: strategy that decides where experts compute, where ``strategy`` is one that lays a
-            pipeline over it (esp); null leaves them at home.
-        expert_parallel_size: cells that the experts of a layer are spread over; null chooses.
-        expert_sharding_size: ranks of a cell that split each expert; null chooses.
-        sequence_parallel: under tensor parallelism, each rank's hidden states at the MoE layers are
-            a part of the sequence; false: all ranks have the same, and share the work.
-        capacity_factor: rows that an expert takes from one rank, over the mean; null drops none.
-        gate: which experts a token goes to; null leaves that to the host's router.
-        hooks: what is done to the layers' rows, who is told of them, and what they travel as; null
-            for nothing, nobody, as is.
-        moe_layer_pattern: regular expression on module names: replace only what it finds.
-        hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
-            measures in the first steps what the strategy needs to know.
-        options: keys of a strategy of the user's own.
-    """
-
-    enabled: bool = False
-    strategy: str = "ep"
+    enabled: bool = False  # replace the MoE layers of the model
+    strategy: str = "ep"  # registered name, or ``"package.module:Class"`` of the user's own
+    # strategy that decides where experts compute, where ``strategy`` is one that lays a pipeline
+    # over it (esp); null leaves them at home
     balance: str | None = None
+    # cells that the experts of a layer are spread over; null chooses
     expert_parallel_size: int | None = None
-    expert_sharding_size: int | None = None
+    expert_sharding_size: int | None = None  # ranks of a cell that split each expert; null chooses
+    # under tensor parallelism, each rank's hidden states at the MoE layers are a part of the
+    # sequence; false: all ranks have the same, and share the work
     sequence_parallel: bool = False
+    # rows that an expert takes from one rank, over the mean; null drops none
     capacity_factor: float | None = None
-    gate: Gate | None = None
+    gate: Gate | None = None  # which experts a token goes to; null leaves that to the host's router
+    # what is done to the layers' rows, who is told of them, and what they travel as; null for
+    # nothing, nobody, as is
     hooks: Hooked = NO_HOOKS
+    # regular expression on module names: replace only what it finds
     moe_layer_pattern: str | None = None
+    # file that describes the cluster, as ``ds-moe-ext profile`` writes it; null measures in the
+    # first steps what the strategy needs to know
     hardware: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # keys of a strategy of the user's own
 
     def __post_init__(self) -> None:
         at_least(f"{BLOCK}.expert_parallel_size", self.expert_parallel_size, 1)

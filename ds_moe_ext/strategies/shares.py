@@ -38,13 +38,7 @@ WORTH_S = 1e-4
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know.
-
-    Args:
-        key: as a person writes it.
-        value: what is there.
-        papers: the paper's rule by a name of its own, beside ``PAPER``.
-    """
+    """Raises ValueError for a share that a strategy does not know."""
     one_of(key, value, (*SWEEPS_OF, PAPER, papers))
 
 
@@ -101,16 +95,7 @@ def shared_by_time(
     most_s: float = math.inf,
 ) -> LevelShare:
     """The share under which a layer takes least time, and which target it is of: the one with
-    fewest copies that is hardly slower than the widest.
-
-    Args:
-        targets: the widest first.
-        rows_CE: that are predicted, int64 ``[C, E]``.
-        node_C: node of each cell.
-        pool: with what rows cost.
-        name: "planned" or "priced".
-        most_s: seconds that a target with fewer copies may take at most.
-    """
+    fewest copies that is hardly slower than the widest."""
     levels_of = levels_by(pool, node_C)
     return fewest(targets, levels_of, rows_CE, sweeps=SWEEPS_OF[name], most_s=most_s)
 

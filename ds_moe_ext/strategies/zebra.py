@@ -26,18 +26,14 @@ MOST = 2**20  # ranks, and stripes
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What is measured at the start of a run, to choose the experts that move (rules 34 to 38).
+    """What is measured at the start of a run, to choose the experts that move (rules 34 to 38)."""
 
-    Attributes:
-        sequence_length: tokens of a sample.
-        samples: of a stripe; null: those of train_micro_batch_size_per_gpu, as stripes cut them.
-        num_repeats: measurements, of which the median is taken; 20 or more for a run that matters.
-        variant: "corrected", or "printed" for the paper's listing of Algorithm 1 as it stands.
-    """
-
-    sequence_length: int
+    sequence_length: int  # tokens of a sample
+    # of a stripe; null: those of train_micro_batch_size_per_gpu, as stripes cut them
     samples: int | None = None
+    # measurements, of which the median is taken; 20 or more for a run that matters
     num_repeats: int = 20
+    # "corrected", or "printed" for the paper's listing of Algorithm 1 as it stands
     variant: Literal["corrected", "printed"] = "corrected"
 
     def __post_init__(self) -> None:
@@ -48,32 +44,25 @@ class Profile:
 @register("zebra")
 @dataclass(frozen=True, kw_only=True)
 class Zebra(Strategy):
-    """Roles for the ranks of each ZP group.
+    """Roles for the ranks of each ZP group."""
 
-    Attributes:
-        attention_size: ranks of a group that have attention, ``M``; null counts devices.
-        expert_size: ranks that have experts only, ``N``; likewise.
-        attention_device: part of the device name of attention ranks, as "A40"; null: the first
-            ranks of a group are attention ranks.
-        num_micro_batches: stripes that the samples of an attention rank are cut into, ``R``; null
-            takes the fewest that overlap and are each of one rank's batch, or as many as there are
-            samples for.
-        moved: experts that each expert rank leaves to the attention ranks, layer by layer
-            (Asym-EA); null leaves none, or as many as the profile says.
-        profile: choose the experts that move by what is measured as the run starts; null measures
-            nothing.
-        recompute_experts: expert ranks keep the rows that came in, and compute the rest again in
-            backward.
-        attention_cells: places of the attention ranks in a group; null: as said above.
-    """
-
+    # ranks of a group that have attention, ``M``; null counts devices
     attention_size: int | None = None
-    expert_size: int | None = None
+    expert_size: int | None = None  # ranks that have experts only, ``N``; likewise
+    # part of the device name of attention ranks, as "A40"; null: the first ranks of a group are
+    # attention ranks
     attention_device: str | None = None
+    # stripes that the samples of an attention rank are cut into, ``R``; null takes the fewest that
+    # overlap and are each of one rank's batch, or as many as there are samples for
     num_micro_batches: int | None = None
+    # experts that each expert rank leaves to the attention ranks, layer by layer (Asym-EA); null
+    # leaves none, or as many as the profile says
     moved: list[int] | None = None
+    # choose the experts that move by what is measured as the run starts; null measures nothing
     profile: Profile | None = None
+    # expert ranks keep the rows that came in, and compute the rest again in backward
     recompute_experts: bool = False
+    # places of the attention ranks in a group; null: as said above
     attention_cells: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -215,16 +204,7 @@ class Zebra(Strategy):
 
 
 def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
-    """The roles that follow from the devices.
-
-    Args:
-        devices: name of each rank's.
-        attention_device: part of the names of those that have attention.
-        size: ranks of a ZP group; None takes all ranks for one.
-
-    Raises:
-        ValueError: no device is named so, or all are, or the groups are not whole or not alike.
-    """
+    """The roles that follow from the devices."""
     size = len(devices) if size is None else size
     if len(devices) % size:
         raise ValueError(
@@ -260,14 +240,6 @@ def asymmetric_home(num_experts: int, roles: Roles, moved: int) -> Placement:
 
     The expert ranks hold equally many, in the order of their places. Of each the last ones move;
     these, in the same order, are cut into equal blocks for the attention ranks.
-
-    Args:
-        num_experts: of the layer, ``E``.
-        roles: of the ranks of a group.
-        moved: experts that each expert rank gives up.
-
-    Raises:
-        ValueError: they do not divide.
     """
     attention, expert = np.array(roles.attention_cells), np.array(roles.expert_cells)
     if num_experts % expert.size:

@@ -37,15 +37,11 @@ TYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 @dataclass(frozen=True)
 class CellsPrice:
-    """What a number of cells comes to.
+    """What a number of cells comes to."""
 
-    Attributes:
-        num_cells: which.
-        layer_s: seconds of a layer in a step of one pass, gradients summed over homes with it, but
-            not the host; to three digits, so that ranks of unlike processors agree.
-    """
-
-    num_cells: int
+    num_cells: int  # which
+    # seconds of a layer in a step of one pass, gradients summed over homes with it, but not the
+    # host; to three digits, so that ranks of unlike processors agree
     layer_s: float
 
 
@@ -58,19 +54,7 @@ def prices_of_cells(
     *,
     hooks: Hooked = NO_HOOKS,
 ) -> list[CellsPrice]:
-    """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure.
-
-    Args:
-        strategy: that runs.
-        found: layers; the first stands for all.
-        hardware: the cluster.
-        sizes: numbers of cells.
-        grid: with all ranks and the ranks of a cell.
-        hooks: by which rows and copies travel.
-
-    Raises:
-        ValueError: what the hardware file does not say.
-    """
+    """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure."""
     reached = Reached()
     nodes = -(-grid.world_size // hardware.ranks_per_node)  # of the run, whatever the file has
     hardware = reached.of(replace(hardware, num_nodes=nodes))
@@ -147,35 +131,27 @@ def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
 
 
 class Sized(NamedTuple):
-    """Attributes:
-    grid: the ranks.
-    why: what was chosen where the settings leave it open, for a person; else empty.
-    """
+    """grid: the ranks.
+    why: what was chosen where the settings leave it open, for a person; else empty."""
 
     grid: Grid
     why: str = ""
 
 
 class Needs(NamedTuple):
-    """What a host needs of sizes that the settings leave open.
+    """What a host needs of sizes that the settings leave open."""
 
-    Attributes:
-        even: why all cells must have equally many experts of a layer, for a person; else empty.
-        whole: why no rank may have a part of an expert, likewise.
-    """
-
+    # why all cells must have equally many experts of a layer, for a person; else empty
     even: str = ""
-    whole: str = ""
+    whole: str = ""  # why no rank may have a part of an expert, likewise
 
 
 NOTHING = Needs()
 
 
 class _Market(NamedTuple):
-    """Attributes:
-    hardware: the cluster.
-    prices: of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once.
-    """
+    """hardware: the cluster.
+    prices: of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once."""
 
     hardware: Hardware
     prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]
@@ -298,15 +274,7 @@ def _num_cells(
 ) -> tuple[int, str, bool]:
     """The best for the model, why, and whether prices may choose: what it was built with, if it
     was; else what costs least on the cluster that is described; else as many as leave no rank
-    without experts, in a node if there are several.
-
-    Args:
-        strategy: that runs.
-        found: its layers.
-        grid: with all ranks and those of a cell.
-        market: of the cluster, if it is described.
-        needs: of the host.
-    """
+    without experts, in a node if there are several."""
     max_cells = grid.world_size // grid.cell_size
     built = {layer.num_cells for layer in found} - {1}
     if built:
@@ -383,19 +351,7 @@ def _split(
     needs: Needs,
 ) -> tuple[int, str]:
     """Whether the ranks of a node split experts, by what a layer costs on the cluster that is
-    described; and why, for a person.
-
-    Args:
-        settings: which may say the number of cells.
-        strategy: that runs.
-        found: its layers.
-        grid: with all ranks and those that would split an expert.
-        market: of the cluster.
-        needs: of the host.
-
-    Returns:
-        Ranks of a cell, and why; nothing where the file does not say enough.
-    """
+    described; and why, for a person."""
     given, best_s = settings.expert_parallel_size, []
     for size in (1, grid.cell_size):
         each = replace(grid, cell_size=size)

@@ -58,14 +58,7 @@ def stated(*things: object) -> Facts:
 
 
 def facts_of(host: Facts, gate: Gate | None, settings: Settings, strategy: Strategy) -> Facts:
-    """How a layer routes.
-
-    Args:
-        host: what the host's router says.
-        gate: that takes its place; None where it stays.
-        settings: the block.
-        strategy: that runs the layer.
-    """
+    """How a layer routes."""
     own = {
         f"{BLOCK}.gate": None if gate is None else type(gate).__qualname__,
         f"{BLOCK}.capacity_factor": settings.capacity_factor,
@@ -200,15 +193,10 @@ class InOne(Stored):
 @dataclass(frozen=True)
 class InTurns(Stored):
     """In the columns of one matrix, in turns: column ``q * E + e`` of ``[F, Q * E]`` is column
-    ``q`` of expert ``e``.
+    ``q`` of expert ``e``."""
 
-    Attributes:
-        name: as of ``InOne``.
-        num_experts: ``E``.
-    """
-
-    name: str
-    num_experts: int
+    name: str  # as of ``InOne``
+    num_experts: int  # ``E``
 
     def first(self, module: nn.Module) -> Tensor:
         return self.whole(module)[0]
@@ -274,19 +262,13 @@ RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one expert's weights lie on their home rank; which expert's they are may change.
+    """Where one expert's weights lie on their home rank; which expert's they are may change."""
 
-    Attributes:
-        parameters: in the order of the weights' names.
-        module: that has them, where an expert is a module.
-        stacks: the model's parameters that ``parameters`` are views into, see ``Hosted``.
-        number: of the slot in these.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    module: nn.Module | None = None
+    parameters: tuple[nn.Parameter, ...]  # in the order of the weights' names
+    module: nn.Module | None = None  # that has them, where an expert is a module
+    # the model's parameters that ``parameters`` are views into, see ``Hosted``
     stacks: tuple[nn.Parameter, ...] = ()
-    number: int = 0
+    number: int = 0  # of the slot in these
 
 
 def weights_of(slots: Iterable[Slot]) -> tuple[Tensor, ...]:
@@ -325,56 +307,40 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Adopted:
-    """One replaced layer.
+    """One replaced layer."""
 
-    Attributes:
-        hosted: what has taken its place.
-        sources: each new parameter, and those of the model that it was made from.
-        discarded: parameters that have left the model.
-    """
-
-    hosted: Hosted
+    hosted: Hosted  # what has taken its place
+    # each new parameter, and those of the model that it was made from
     sources: Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
-    discarded: tuple[nn.Parameter, ...]
+    discarded: tuple[nn.Parameter, ...]  # parameters that have left the model
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """One MoE layer of a model that can be replaced.
+    """One MoE layer of a model that can be replaced."""
 
-    Attributes:
-        name: dotted name of the module.
-        kind: for the table a person reads.
-        num_experts: experts ``E`` of the layer.
-        expert: names, shapes and types of one expert's weights; where they are equal, experts of
-            two layers could change places.
-        num_cells: cells over which the model was built already; 1 if every rank has all experts.
-        may_drop: its gate marks dropped choices with -1.
-        split: how each weight of an expert is split into a number of parts; raises ValueError
-            where that cannot be.
-        adopt: replace it: called with the experts that this rank is home to, int64 ``[S]``, the
-            part of them that it has, and a function that makes the layer's program from its expert
-            function.
-        stack: layers of one number run one after the other in a pass, those of two at different
-            times.
-        stored: how the host keeps each weight of all experts, where these are one module of its.
-        num_factors: of an expert's weights, the last ones, those that experts do not compute with,
-            but that change others before, as adapters do.
-        routing: what the host's router says of itself.
-    """
-
-    name: str
-    kind: str
-    num_experts: int
+    name: str  # dotted name of the module
+    kind: str  # for the table a person reads
+    num_experts: int  # experts ``E`` of the layer
+    # names, shapes and types of one expert's weights; where they are equal, experts of two layers
+    # could change places
     expert: ExpertShape
-    num_cells: int
-    may_drop: bool
+    num_cells: int  # cells over which the model was built already; 1 if every rank has all experts
+    may_drop: bool  # its gate marks dropped choices with -1
+    # how each weight of an expert is split into a number of parts; raises ValueError where that
+    # cannot be
     split: Callable[[int], tuple[Along, ...]]
+    # replace it: called with the experts that this rank is home to, int64 ``[S]``, the part of them
+    # that it has, and a function that makes the layer's program from its expert function
     adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
+    # layers of one number run one after the other in a pass, those of two at different times
     stack: int = 0
+    # how the host keeps each weight of all experts, where these are one module of its
     stored: tuple[Stored, ...] = ()
+    # of an expert's weights, the last ones, those that experts do not compute with, but that change
+    # others before, as adapters do
     num_factors: int = 0
-    routing: Facts = field(default_factory=dict)
+    routing: Facts = field(default_factory=dict)  # what the host's router says of itself
 
     @property
     def computed(self) -> ExpertShape:

@@ -89,11 +89,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def no_duplicate(name: str) -> TypeError:
-    """What a user is told who copies a model, as for averaged weights, or pickles it.
-
-    Args:
-        name: of the layer.
-    """
+    """What a user is told who copies a model, as for averaged weights, or pickles it."""
     return TypeError(
         f"{name} is run by ds_moe_ext, on experts that lie on all ranks, and can be neither copied "
         "(copy.deepcopy, AveragedModel) nor pickled (torch.save of a model); for averaged weights "
@@ -106,13 +102,7 @@ def no_duplicate(name: str) -> TypeError:
 
 
 def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
-    """Tell, on rank 0, of hooks that go with a module and its weights.
-
-    Args:
-        name: of the layer.
-        module: what is there.
-        inside: where in it what is replaced begins, dotted.
-    """
+    """Tell, on rank 0, of hooks that go with a module and its weights."""
     hooked = list(_hooked(module.get_submodule(inside), f"{name}.{inside}" if inside else name))
     if hooked and dist.get_rank() == 0:
         names = ", ".join(hooked[:3]) + (", ..." if len(hooked) > 3 else "")

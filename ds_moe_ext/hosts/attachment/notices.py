@@ -29,20 +29,13 @@ ENABLED = f"{BLOCK} is enabled"
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that does not work.
+    """One thing that does not work."""
 
-    Attributes:
-        what: as a user writes it: a key with its value, a flag, an argument.
-        asked: from what was given to how an error says that this was asked for; empty, if it was
-            not.
-        reason: why not.
-        remedy: what to do.
-    """
-
-    what: str
+    what: str  # as a user writes it: a key with its value, a flag, an argument
+    # from what was given to how an error says that this was asked for; empty, if it was not
     asked: Callable[[Any], str]
-    reason: str
-    remedy: str
+    reason: str  # why not
+    remedy: str  # what to do
 
 
 def refuse(
@@ -76,23 +69,15 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Default:
-    """Something that a strategy does where its host can, unless a key says otherwise.
+    """Something that a strategy does where its host can, unless a key says otherwise."""
 
-    Attributes:
-        key: which one, of a strategy's.
-        is_on: whether a strategy does it.
-        without: the strategy without it; the same where the key asks for it.
-        value: that the key has, where it asks for it.
-        left_out: how a line says that it is not done.
-        off: what a person sets the key to, to have it left out.
-    """
-
-    key: Callable[[Keys], str]
-    is_on: Callable[[Strategy], bool]
+    key: Callable[[Keys], str]  # which one, of a strategy's
+    is_on: Callable[[Strategy], bool]  # whether a strategy does it
+    # the strategy without it; the same where the key asks for it
     without: Callable[[Strategy], Strategy]
-    value: Callable[[Strategy], str]
-    left_out: str
-    off: str
+    value: Callable[[Strategy], str]  # that the key has, where it asks for it
+    left_out: str  # how a line says that it is not done
+    off: str  # what a person sets the key to, to have it left out
 
 
 HOMES = Default(
@@ -151,15 +136,7 @@ LIMIT_S = 20.0
 
 
 def check_outputs(settings: Settings, *, writes: bool) -> None:
-    """Try the paths of the settings. Collective, over the world.
-
-    Args:
-        settings: of the run.
-        writes: whether this rank will write there.
-
-    Raises:
-        ValueError: on all ranks, where one that writes cannot.
-    """
+    """Try the paths of the settings. Collective, over the world."""
     told = gather_objects(_why_not(settings) if writes else "", None)
     if wrong := next(filter(None, told), ""):
         raise ValueError(wrong)

@@ -47,17 +47,11 @@ def key_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in its memory, in elements.
+    """Where a tensor lies in its memory, in elements."""
 
-    Attributes:
-        shape: of the tensor.
-        stride: of each dim.
-        offset: of its first element.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # of the tensor
+    stride: tuple[int, ...]  # of each dim
+    offset: int  # of its first element
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
@@ -103,19 +97,12 @@ def _is_dense(place: Place) -> bool:
 
 
 class Operation(NamedTuple):
-    """An operation in place.
+    """An operation in place."""
 
-    Attributes:
-        name: of it.
-        function: of torch.
-        args: behind the tensor that it writes to.
-        kwargs: by name.
-    """
-
-    name: str
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    name: str  # of it
+    function: Any  # of torch
+    args: tuple[Any, ...]  # behind the tensor that it writes to
+    kwargs: Mapping[str, Any]  # by name
 
     def check(self) -> None:
         """Raises Unknown where elements depend on others, or on values that nobody has."""
@@ -152,18 +139,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 @dataclass(eq=False)
 class Writes(TorchDispatchMode):
-    """A block in which writes in place into some tensors are recorded, and into others left out.
+    """A block in which writes in place into some tensors are recorded, and into others left out."""
 
-    Attributes:
-        empty: memory of weights without elements: recorded.
-        kept: memory of what is there already and stays as it is.
-        by_memory: what was written, in order.
-        counts: how often each other memory was written to.
-    """
-
-    empty: set[int]
-    kept: set[int]
-    by_memory: dict[int, list[Write]] = field(default_factory=dict)
+    empty: set[int]  # memory of weights without elements: recorded
+    kept: set[int]  # memory of what is there already and stays as it is
+    by_memory: dict[int, list[Write]] = field(default_factory=dict)  # what was written, in order
+    # how often each other memory was written to
     counts: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -264,17 +245,11 @@ class Writes(TorchDispatchMode):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How one expert's weight is initialised.
+    """How one expert's weight is initialised."""
 
-    Attributes:
-        place: of it.
-        dtype: of it.
-        steps: what is written, and where in the expert's own memory.
-    """
-
-    place: Place
-    dtype: torch.dtype
-    steps: Sequence[Write]
+    place: Place  # of it
+    dtype: torch.dtype  # of it
+    steps: Sequence[Write]  # what is written, and where in the expert's own memory
 
     def made(self, device: torch.device) -> Tensor:
         """The weight ``[F, ...]``, by the present state of torch's random numbers."""

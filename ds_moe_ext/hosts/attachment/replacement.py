@@ -59,27 +59,17 @@ Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
 
 @dataclass(frozen=True, eq=False)
 class AttachedLayer:
-    """One replaced layer.
+    """One replaced layer."""
 
-    Attributes:
-        name: dotted module name.
-        kind: what was there.
-        hosted: what has taken its place.
-        bytes_before: bytes of expert weights that the rank held before.
-        stack: see ``Found``.
-        expert_bytes: of expert weights that it holds now; a host that shards them later leaves less
-            to look at.
-        num_factors: see ``Found``.
-        routing: how it routes; without the number of choices where no attribute says it.
-    """
-
-    name: str
-    kind: str
-    hosted: Hosted
-    bytes_before: int
-    stack: int
+    name: str  # dotted module name
+    kind: str  # what was there
+    hosted: Hosted  # what has taken its place
+    bytes_before: int  # bytes of expert weights that the rank held before
+    stack: int  # see ``Found``
+    # of expert weights that it holds now; a host that shards them later leaves less to look at
     expert_bytes: int
-    num_factors: int = 0
+    num_factors: int = 0  # see ``Found``
+    # how it routes; without the number of choices where no attribute says it
     routing: Facts = field(default_factory=dict)
 
     @property
@@ -137,28 +127,18 @@ def bytes_of(weights: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """What will be replaced, by what, on which grid. Made before any process group.
+    """What will be replaced, by what, on which grid. Made before any process group."""
 
-    Attributes:
-        settings: the block.
-        strategy: the chosen strategy.
-        grid: the ranks.
-        found: the layers, in model order.
-        hardware: the cluster, if the settings name a file.
-        routers: of the layers, where the settings have a gate; else none.
-        why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
-        why_together: why all ranks must call the model together, for a person; else empty.
-        made: of a model on the meta device how its weights were made, for a person; else empty.
-    """
-
-    settings: Settings
-    strategy: Strategy
-    grid: Grid
-    found: tuple[Found, ...]
-    hardware: Hardware | None
-    routers: tuple[Router, ...] = ()
+    settings: Settings  # the block
+    strategy: Strategy  # the chosen strategy
+    grid: Grid  # the ranks
+    found: tuple[Found, ...]  # the layers, in model order
+    hardware: Hardware | None  # the cluster, if the settings name a file
+    routers: tuple[Router, ...] = ()  # of the layers, where the settings have a gate; else none
+    # what was chosen where the settings leave sizes open, for a person; else empty
     why_grid: str = ""
-    why_together: str = ""
+    why_together: str = ""  # why all ranks must call the model together, for a person; else empty
+    # of a model on the meta device how its weights were made, for a person; else empty
     made: str = ""
 
     @property

@@ -29,21 +29,13 @@ Answer = Callable[[Tensor, Choice], tuple[Any, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """A host's router that a gate of ours can take over.
+    """A host's router that a gate of ours can take over."""
 
-    Attributes:
-        gate: that it will have, with its ``top_k``.
-        module: that the block calls with hidden states.
-        holder: that has the weight ``[E, D]``.
-        block: that is called with whole sequences, ``[B, L, D]``.
-        answer: what the block gets.
-    """
-
-    gate: Gate
-    module: nn.Module
-    holder: nn.Module
-    block: nn.Module
-    answer: Answer
+    gate: Gate  # that it will have, with its ``top_k``
+    module: nn.Module  # that the block calls with hidden states
+    holder: nn.Module  # that has the weight ``[E, D]``
+    block: nn.Module  # that is called with whole sequences, ``[B, L, D]``
+    answer: Answer  # what the block gets
 
     @property
     def weight(self) -> nn.Parameter:
@@ -114,11 +106,7 @@ def _of_hugging_face(model: nn.Module, layer: Found, gate: Gate) -> Router:
 
 
 def _check_contract(router: nn.Module, num_experts: int) -> int:
-    """Refuse a router that is called otherwise, or that has more than one weight.
-
-    Returns:
-        How many experts it gives a token.
-    """
+    """Refuse a router that is called otherwise, or that has more than one weight."""
     kind = type(router).__name__
     names = [name for name, _ in router.named_parameters()]
     weight = router._parameters.get(WEIGHT)
@@ -213,22 +201,13 @@ def _put(holder: nn.Module, wanted: GateWeight, old: nn.Parameter) -> nn.Paramet
 
 @dataclass(frozen=True, eq=False)
 class HostedGate:
-    """What a router computes from now on.
+    """What a router computes from now on."""
 
-    Attributes:
-        router: whose gate, weights and mode it has.
-        names: of its weights, in the gate's order.
-    """
-
-    router: Router
-    names: tuple[str, ...]
+    router: Router  # whose gate, weights and mode it has
+    names: tuple[str, ...]  # of its weights, in the gate's order
 
     def __call__(self, hidden: Tensor, used_token: Tensor | None = None, *_: Any) -> Any:
-        """``[..., D]`` to the host's answer; noise in training only.
-
-        Raises:
-            ValueError: only some tokens shall be routed.
-        """
+        """``[..., D]`` to the host's answer; noise in training only."""
         if used_token is not None:
             raise ValueError(
                 f"used_token was passed to deepspeed.moe, which {BLOCK}.gate does not support; "

@@ -34,17 +34,11 @@ from ds_moe_ext.strict import read_record
 
 @dataclass(frozen=True)
 class Launched:
-    """This process among those that were started together.
+    """This process among those that were started together."""
 
-    Attributes:
-        rank: among all.
-        world_size: all.
-        local_rank: among those of this node.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+    rank: int = 0  # among all
+    world_size: int = 1  # all
+    local_rank: int = 0  # among those of this node
 
     @classmethod
     def from_environment(cls) -> Launched:
@@ -111,21 +105,13 @@ class Disagreement(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Of a block that all ranks are in.
+    """Of a block that all ranks are in."""
 
-    Attributes:
-        rank: of whom this is; none where all did well.
-        off: how the rank says that it does not run by us; else empty.
-        is_refusal: it found something wrong; else it failed.
-        is_common: the text is the same from whichever rank.
-        text: of the error.
-    """
-
-    rank: int | None = None
-    off: str = ""
-    is_refusal: bool = False
-    is_common: bool = False
-    text: str = ""
+    rank: int | None = None  # of whom this is; none where all did well
+    off: str = ""  # how the rank says that it does not run by us; else empty
+    is_refusal: bool = False  # it found something wrong; else it failed
+    is_common: bool = False  # the text is the same from whichever rank
+    text: str = ""  # of the error
 
 
 _GOOD = _Outcome()
@@ -133,16 +119,12 @@ _GOOD = _Outcome()
 
 @dataclass(eq=False)
 class Start:
-    """One start: of the engine that a ``deepspeed.initialize`` makes, or of a model of Megatron's.
+    """One start: of the engine that a ``deepspeed.initialize`` makes, or of a model of
+    Megatron's."""
 
-    Attributes:
-        of: what the host calls it, for a person.
-        is_wanted: this rank runs by us.
-        settled: what was left out of defaults, a line each, for a person.
-    """
-
-    of: str
-    is_wanted: bool = False
+    of: str  # what the host calls it, for a person
+    is_wanted: bool = False  # this rank runs by us
+    # what was left out of defaults, a line each, for a person
     settled: list[str] = field(default_factory=list, init=False)
     _agreed: set[str] = field(default_factory=set, init=False)  # what ranks have compared
     _step: int = field(default=0, init=False)
@@ -244,15 +226,7 @@ class Start:
         self._agreed.update(new)
 
     def each_different(self, what: str, text: str) -> tuple[str, ...]:
-        """What ranks say, which may differ. Collective.
-
-        Args:
-            what: it is about.
-            text: of this rank.
-
-        Returns:
-            The same on all ranks: the one text, or the first two of several.
-        """
+        """What ranks say, which may differ. Collective."""
         board = self.board
         if board is None:
             return (text,)
@@ -509,10 +483,8 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """Attributes:
-    hardware: None where none is known.
-    told: how it came to be that, or why there is none, for a person; empty where one is named.
-    """
+    """hardware: None where none is known.
+    told: how it came to be that, or why there is none, for a person; empty where one is named."""
 
     hardware: Hardware | None = None
     told: str = ""

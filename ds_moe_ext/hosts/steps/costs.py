@@ -58,17 +58,13 @@ from ds_moe_ext.schedule.task import (
 @dataclass(eq=False)
 class MemoryTaken:
     """By how much fuller the device was at its fullest moment. That is known of a choice under
-    which it became fuller than it had ever been; nobody's peaks are reset.
+    which it became fuller than it had ever been; nobody's peaks are reset."""
 
-    Attributes:
-        spare: bytes that this rank had left at the fullest moment so far; None where nothing tells.
-        most: of all ranks' numbers. Collective.
-        taken: bytes more than before anything was copied, by the name of a choice, of the rank
-            where that is most; the same on all ranks.
-    """
-
+    # bytes that this rank had left at the fullest moment so far; None where nothing tells
     spare: Callable[[], int | None]
-    most: Callable[[int], int]
+    most: Callable[[int], int]  # of all ranks' numbers. Collective.
+    # bytes more than before anything was copied, by the name of a choice, of the rank where that is
+    # most; the same on all ranks
     taken: Mapping[str, int] = field(default_factory=dict, init=False)
     _free: int = field(default=0, init=False)  # where nothing is copied
     _latest: int | None = field(default=None, init=False)  # spare behind the step before
@@ -111,21 +107,14 @@ NO_CHOICE = Choice("", 1.0, "")
 @dataclass(eq=False)
 class StepTimes:
     """Median seconds of some steps, agreed upon by all ranks: of the slowest. Between some of them
-    a run evaluates, or saves.
+    a run evaluates, or saves."""
 
-    Attributes:
-        every: steps between two looks; 0 for none.
-        slowest: of all ranks' seconds. Collective.
-        clock: seconds now.
-        ratios: seconds that steps took over those expected, by the name of a choice; the same on
-            all ranks.
-        has_drifted: they are others, by the latest step, than when its choice was last looked at.
-    """
-
-    every: int
-    slowest: Callable[[float], float]
-    clock: Callable[[], float] = time.perf_counter
+    every: int  # steps between two looks; 0 for none
+    slowest: Callable[[float], float]  # of all ranks' seconds. Collective.
+    clock: Callable[[], float] = time.perf_counter  # seconds now
+    # seconds that steps took over those expected, by the name of a choice; the same on all ranks
     ratios: Mapping[str, float] = field(default_factory=dict, init=False)
+    # they are others, by the latest step, than when its choice was last looked at
     has_drifted: bool = field(default=False, init=False)
     _choice: Choice = field(default=NO_CHOICE, init=False)
     _ends_s: list[float] = field(default_factory=list, init=False)
@@ -207,21 +196,13 @@ class Measured(TypedDict):
 
 @dataclass(frozen=True)
 class Links:
-    """What rows and copies travel over.
+    """What rows and copies travel over."""
 
-    Attributes:
-        copy: what copies of weights wait for, in bytes that the busiest receiver takes in.
-        inter: what one node sends to the others.
-        intra: what one cell sends to the others of its node.
-        alone: what one cell sends to other nodes while no other of its node does.
-        start_s: seconds of an exchange of next to nothing.
-    """
-
-    copy: Link
-    inter: Link
-    intra: Link
-    alone: Link
-    start_s: float
+    copy: Link  # what copies of weights wait for, in bytes that the busiest receiver takes in
+    inter: Link  # what one node sends to the others
+    intra: Link  # what one cell sends to the others of its node
+    alone: Link  # what one cell sends to other nodes while no other of its node does
+    start_s: float  # seconds of an exchange of next to nothing
 
     @property
     def cards(self) -> float:
@@ -303,37 +284,22 @@ def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of one layer, summed over passes.
+    """What one rank saw of one layer, summed over passes."""
 
-    Attributes:
-        window_s: what the host computed before the layer in forward.
-        num_windows: how often.
-        back_window_s: and behind it in backward.
-        num_back_windows: how often.
-        expert_s: experts, forward and backward.
-        rows: that they computed.
-        dispatch_s: exchanges of rows on their way to the experts, the wait for others with them.
-        combine_s: and back.
-        combine_back_s: of gradients to the experts.
-        dispatch_back_s: and back.
-        most_received: rows that the cell which received most received, in one of them.
-        gather_s: copies on their way.
-        reduce_s: their gradients.
-    """
-
-    window_s: float = 0.0
-    num_windows: float = 0.0
-    back_window_s: float = 0.0
-    num_back_windows: float = 0.0
-    expert_s: float = 0.0
-    rows: float = 0.0
+    window_s: float = 0.0  # what the host computed before the layer in forward
+    num_windows: float = 0.0  # how often
+    back_window_s: float = 0.0  # and behind it in backward
+    num_back_windows: float = 0.0  # how often
+    expert_s: float = 0.0  # experts, forward and backward
+    rows: float = 0.0  # that they computed
+    # exchanges of rows on their way to the experts, the wait for others with them
     dispatch_s: float = 0.0
-    combine_s: float = 0.0
-    combine_back_s: float = 0.0
-    dispatch_back_s: float = 0.0
-    most_received: float = 0.0
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
+    combine_s: float = 0.0  # and back
+    combine_back_s: float = 0.0  # of gradients to the experts
+    dispatch_back_s: float = 0.0  # and back
+    most_received: float = 0.0  # rows that the cell which received most received, in one of them
+    gather_s: float = 0.0  # copies on their way
+    reduce_s: float = 0.0  # their gradients
 
     def __add__(self, other: Seen) -> Seen:
         pairs = zip(vars(self).values(), vars(other).values())
@@ -423,16 +389,11 @@ def of_all_ranks(
 
 
 class Correction(NamedTuple):
-    """What layers made of what links were measured to carry.
+    """What layers made of what links were measured to carry."""
 
-    Attributes:
-        copy_speed: of copies, as a multiple of what they were thought to have; None where there
-            were none.
-        trip: of exchanges.
-    """
-
+    # of copies, as a multiple of what they were thought to have; None where there were none
     copy_speed: float | None
-    trip: Trip
+    trip: Trip  # of exchanges
 
 
 def _corrected(pool: Pool, found: Correction) -> Pool:
@@ -458,12 +419,7 @@ class Costs:
     hardware: the cluster, if it was described; else its links are looked at.
     rhythm: of the strategy.
     pipelines: measures these too, where a strategy plans by it.
-    accumulates: several micro-batches make a step.
-
-    Attributes:
-        are_new: they have been measured in the latest step.
-        seen: what this rank saw in the latest step, of each layer, if it was to be checked.
-    """
+    accumulates: several micro-batches make a step."""
 
     layers: Sequence[AttachedLayer]
     pools: tuple[Pool, ...]
@@ -471,7 +427,8 @@ class Costs:
     rhythm: Rhythm
     pipelines: Pipelines | None = None
     accumulates: bool = False
-    are_new: bool = field(default=False, init=False)
+    are_new: bool = field(default=False, init=False)  # they have been measured in the latest step
+    # what this rank saw in the latest step, of each layer, if it was to be checked
     seen: Sequence[Seen] = field(default=(), init=False)
 
     def __post_init__(self) -> None:

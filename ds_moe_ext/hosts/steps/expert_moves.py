@@ -30,20 +30,15 @@ Scalar = float | Tensor  # a 0-dim tensor where the optimizer keeps one
 
 @dataclass(frozen=True, eq=False)
 class ParameterStates:
-    """What an optimizer keeps of one parameter on this rank.
+    """What an optimizer keeps of one parameter on this rank."""
 
-    Attributes:
-        start: first element of the flattened parameter that this rank keeps.
-        stop: one past its last; ``start`` where this rank keeps none.
-        tensors: what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and
-            ``exp_avg`` and the like once there have been steps.
-        scalars: what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half
-            precision optimizer keep it once for a whole parameter group.
-    """
-
-    start: int
-    stop: int
+    start: int  # first element of the flattened parameter that this rank keeps
+    stop: int  # one past its last; ``start`` where this rank keeps none
+    # what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and ``exp_avg`` and
+    # the like once there have been steps
     tensors: Mapping[str, Tensor]
+    # what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half precision
+    # optimizer keep it once for a whole parameter group.
     scalars: Mapping[str, Scalar]
 
     def clone(self) -> ParameterStates:
@@ -106,23 +101,14 @@ class Group(NamedTuple):
 
 class Shard(NamedTuple):
     """What a rank has of one parameter that is sharded by itself, with what it has of others in one
-    tensor that an optimizer steps.
+    tensor that an optimizer steps."""
 
-    Attributes:
-        held: that tensor.
-        offset: where the shard begins in it.
-        parameter: of which it is.
-        numel: elements of the whole parameter.
-        begin: the first of them that is in the shard.
-        weight: what the model computes with, ``[N]``; it may be longer than what is left.
-    """
-
-    held: Tensor
-    offset: int
-    parameter: nn.Parameter
-    numel: int
-    begin: int
-    weight: Tensor
+    held: Tensor  # that tensor
+    offset: int  # where the shard begins in it
+    parameter: nn.Parameter  # of which it is
+    numel: int  # elements of the whole parameter
+    begin: int  # the first of them that is in the shard
+    weight: Tensor  # what the model computes with, ``[N]``; it may be longer than what is left
 
     def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
         """See ``Group.places``."""
@@ -364,17 +350,12 @@ Kept = Mapping[nn.Parameter, Mapping[str, Tensor]]
 
 
 class _Trips(NamedTuple):
-    """What moves of this rank's slots.
+    """What moves of this rank's slots."""
 
-    Attributes:
-        given: slots whose contents leave, and the cells that they go to.
-        got: slots that contents come to, and the cells that they come from.
-        within: pairs of slots, from and to.
-    """
-
-    given: Sequence[tuple[Slot, int]]
+    given: Sequence[tuple[Slot, int]]  # slots whose contents leave, and the cells that they go to
+    # slots that contents come to, and the cells that they come from
     got: Sequence[tuple[Slot, int]]
-    within: Sequence[tuple[Slot, Slot]]
+    within: Sequence[tuple[Slot, Slot]]  # pairs of slots, from and to
 
     @property
     def taken(self) -> list[Slot]:
@@ -384,17 +365,11 @@ class _Trips(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExpertMover:
-    """Moves experts between the ranks of a run.
+    """Moves experts between the ranks of a run."""
 
-    Attributes:
-        states: finds the states of the host's optimizer, as it is when asked.
-        layers: in model order.
-        pools: layers that may exchange experts.
-    """
-
-    states: Callable[[], States]
-    layers: Sequence[AttachedLayer]
-    pools: Sequence[Pool]
+    states: Callable[[], States]  # finds the states of the host's optimizer, as it is when asked
+    layers: Sequence[AttachedLayer]  # in model order
+    pools: Sequence[Pool]  # layers that may exchange experts
 
     @property
     def _cell(self) -> int:
@@ -405,11 +380,7 @@ class ExpertMover:
         return self.layers[0].routed.site.layout.group("ep", PARAM)
 
     def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
-        """An expert that stays keeps its slot. Between a step and the next. Collective.
-
-        Raises:
-            ValueError: the optimizer's states cannot be moved; then nothing has been changed.
-        """
+        """An expert that stays keeps its slot. Between a step and the next. Collective."""
         slots = self.slots(old)
         leaving = [e for e in slots if new[e.layer].owner_E[e.number] != self._cell]
         arriving = [

@@ -45,18 +45,12 @@ from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 @dataclass(eq=False)
 class Schedules:
-    """What the host's schedule is about to do; one for all layers.
+    """What the host's schedule is about to do; one for all layers."""
 
-    Attributes:
-        num_micro_batches: of the present step; None where no schedule runs.
-        latest: number of them in the latest step; it changes while batches grow.
-        steps: schedules with a backward so far.
-        losses: of the micro-batches of the present step, where this rank has any.
-    """
-
-    num_micro_batches: int | None = None
-    latest: int = 1
-    steps: int = 0
+    num_micro_batches: int | None = None  # of the present step; None where no schedule runs
+    latest: int = 1  # number of them in the latest step; it changes while batches grow
+    steps: int = 0  # schedules with a backward so far
+    # of the micro-batches of the present step, where this rank has any
     losses: list[Tensor] = field(default_factory=list)
 
     def begin(self, num_micro_batches: int, *, forward_only: bool) -> None:
@@ -72,13 +66,9 @@ class Schedules:
 
 @dataclass(eq=False)
 class Passes:
-    """Counts the passes of one layer.
+    """Counts the passes of one layer."""
 
-    Attributes:
-        schedules: of the model.
-    """
-
-    schedules: Schedules
+    schedules: Schedules  # of the model
     _step: int = 0
     _forward: int = field(default=0)
     _backward: int = field(default=0)
@@ -304,19 +294,13 @@ Built = Sequence[tuple[AttachedLayer, Adopted]]
 
 
 class Seats(NamedTuple):
-    """Which ranks run the same layers.
+    """Which ranks run the same layers."""
 
-    Attributes:
-        own: this rank's grid.
-        beside: those of all ranks, where they do not all run the same layers; else none.
-        alike: what the ranks of a grid must have in common, as texts that they compare.
-        why: what was chosen where the settings leave sizes open, for a person; else empty.
-    """
-
-    own: Grid
+    own: Grid  # this rank's grid
+    # those of all ranks, where they do not all run the same layers; else none
     beside: tuple[Grid, ...]
-    alike: Description
-    why: str = ""
+    alike: Description  # what the ranks of a grid must have in common, as texts that they compare
+    why: str = ""  # what was chosen where the settings leave sizes open, for a person; else empty
 
 
 class Host(Protocol):
@@ -552,11 +536,7 @@ def _planning(
 def _pipelines(
     host: Host, blueprint: Blueprint, layers: Sequence[AttachedLayer], gradients: DenseGradients
 ) -> Pipelines | None:
-    """What measures them, where the strategy plans by it.
-
-    Raises:
-        ValueError: a hardware file lacks what the strategy plans by.
-    """
+    """What measures them, where the strategy plans by it."""
     if not blueprint.strategy.rhythm().measures:
         return None
     pools, hardware = blueprint.pools, blueprint.hardware

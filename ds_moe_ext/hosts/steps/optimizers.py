@@ -55,23 +55,14 @@ WHOLE_UNDER_ZERO = {("deepspeed.runtime.zero.muon.muon_optimizer", "MuonWithAuxA
 
 @dataclass(frozen=True, eq=False)
 class Stepping:
-    """An optimizer, and what becomes of the weights that it steps.
+    """An optimizer, and what becomes of the weights that it steps."""
 
-    Attributes:
-        optimizer: that steps them.
-        sharding: how ZeRO cuts them, for a person; empty where it does not.
-        splitting: how a cell's ranks split experts, likewise.
-        by_elements: who needs states to have a part for each element, likewise.
-        in_turns: who steps the weights of a group part by part, likewise.
-        has_masters: the optimizer itself keeps weights in 32 bits.
-    """
-
-    optimizer: Optimizer
-    sharding: str = ""
-    splitting: str = ""
-    by_elements: str = ""
-    in_turns: str = ""
-    has_masters: bool = False
+    optimizer: Optimizer  # that steps them
+    sharding: str = ""  # how ZeRO cuts them, for a person; empty where it does not
+    splitting: str = ""  # how a cell's ranks split experts, likewise
+    by_elements: str = ""  # who needs states to have a part for each element, likewise
+    in_turns: str = ""  # who steps the weights of a group part by part, likewise
+    has_masters: bool = False  # the optimizer itself keeps weights in 32 bits
 
     @property
     def kind(self) -> str:
@@ -222,19 +213,12 @@ def check_kind(stepping: Stepping) -> None:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Elements of dense gradients by where they were reduced.
+    """Elements of dense gradients by where they were reduced."""
 
-    Attributes:
-        within_moe: in the window of an MoE part.
-        beside_dense: beside what the host computes between two MoE layers.
-        tail: at the end of backward.
-        num_slices: pieces in which those that are not the tail travelled.
-    """
-
-    within_moe: int = 0
-    beside_dense: int = 0
-    tail: int = 0
-    num_slices: int = 0
+    within_moe: int = 0  # in the window of an MoE part
+    beside_dense: int = 0  # beside what the host computes between two MoE layers
+    tail: int = 0  # at the end of backward
+    num_slices: int = 0  # pieces in which those that are not the tail travelled
 
     def __add__(self, other: Reduced) -> Reduced:
         return Reduced(

@@ -44,21 +44,14 @@ from ds_moe_ext.schedule.task import INTER, INTRA
 
 @dataclass(frozen=True, eq=False)
 class DenseGradients:
-    """What the host reduces beside the MoE layers.
+    """What the host reduces beside the MoE layers."""
 
-    Attributes:
-        elements_L: that become ready in each layer's backward, behind its MoE part.
-        head_elements: that are ready when the last layer's backward begins.
-        dtype: of a gradient as it travels.
-        group: the ranks that reduce slices of it; None where it is not sliced.
-        scatters: slices are reduce-scattered over these, else all-reduced.
-    """
-
-    elements_L: tuple[int, ...]
-    head_elements: int
-    dtype: torch.dtype
+    elements_L: tuple[int, ...]  # that become ready in each layer's backward, behind its MoE part
+    head_elements: int  # that are ready when the last layer's backward begins
+    dtype: torch.dtype  # of a gradient as it travels
+    # the ranks that reduce slices of it; None where it is not sliced
     group: dist.ProcessGroup | None = None
-    scatters: bool = False
+    scatters: bool = False  # slices are reduce-scattered over these, else all-reduced
 
     @classmethod
     def of(
@@ -107,23 +100,14 @@ class DenseGradients:
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Measures what pipelines are planned by.
+    """Measures what pipelines are planned by."""
 
-    Attributes:
-        layers: in model order.
-        pools: layers whose experts are alike.
-        hardware: the cluster, if it was described.
-        gradients: dense ones.
-        micro_batches: of a step.
-        device: of this rank.
-    """
-
-    layers: Sequence[AttachedLayer]
-    pools: tuple[Pool, ...]
-    hardware: Hardware | None
-    gradients: DenseGradients
-    micro_batches: int
-    device: torch.device
+    layers: Sequence[AttachedLayer]  # in model order
+    pools: tuple[Pool, ...]  # layers whose experts are alike
+    hardware: Hardware | None  # the cluster, if it was described
+    gradients: DenseGradients  # dense ones
+    micro_batches: int  # of a step
+    device: torch.device  # of this rank
 
     def check(self, dtype: torch.dtype) -> None:
         """Refuse a hardware file that lacks what pipelines are planned by.

@@ -53,12 +53,7 @@ Made = TypeVar("Made")
 
 
 class BesideStep(Generic[Made]):
-    """Begins to make something when as many tables of rows were sent as in the step before.
-
-    Args:
-        layers: whose rows it is made of; of them all together, whatever their order.
-        make: called in the thread, while no rows are counted. It only reads.
-    """
+    """Begins to make something when as many tables of rows were sent as in the step before."""
 
     def __init__(self, layers: Sequence[RowsSeen], make: Callable[[], Made]) -> None:
         self._make = make
@@ -93,21 +88,13 @@ class BesideStep(Generic[Made]):
 
 @dataclass
 class LoadForecasts:
-    """Of all steps so far.
+    """Of all steps so far."""
 
-    Attributes:
-        num_steps: that something was predicted for.
-        num_by_last: of these, those for which it was the step before alone.
-        most: steps whose mean a forecast was, at most.
-        astray: rows that went to other experts than was predicted, of all these steps.
-        rows: all of theirs.
-    """
-
-    num_steps: int = 0
-    num_by_last: int = 0
-    most: int = 0
-    astray: int = 0
-    rows: int = 0
+    num_steps: int = 0  # that something was predicted for
+    num_by_last: int = 0  # of these, those for which it was the step before alone
+    most: int = 0  # steps whose mean a forecast was, at most
+    astray: int = 0  # rows that went to other experts than was predicted, of all these steps
+    rows: int = 0  # all of theirs
 
     def add(self, outcome: Outcome | None) -> None:
         """Of one step more; None where nothing was known before it."""
@@ -137,17 +124,11 @@ class LoadForecasts:
 
 @dataclass(frozen=True, eq=False)
 class SincePlan:
-    """Where a run stands between two plans. A function of rows alone: ranks need not agree.
+    """Where a run stands between two plans. A function of rows alone: ranks need not agree."""
 
-    Attributes:
-        step: number of the step that goes on, if steps go on as they do.
-        age: of the present plans, in steps.
-        planned_Y: rows of each expert in the newest step that was known when they were made; None:
-            in none.
-    """
-
-    step: int = 0
-    age: int = 0
+    step: int = 0  # number of the step that goes on, if steps go on as they do
+    age: int = 0  # of the present plans, in steps
+    # rows of each expert in the newest step that was known when they were made; None: in none
     planned_Y: np.ndarray | None = None
 
     def is_due(self, rhythm: Rhythm, step: int, window: LoadWindow) -> bool:
@@ -175,15 +156,10 @@ def is_due(every: int, step: int) -> bool:
 
 
 class Term(NamedTuple):
-    """One term of a model; its key is its name in ``Forecast``.
+    """One term of a model; its key is its name in ``Forecast``."""
 
-    Attributes:
-        name: for a person.
-        found_s: seconds of a layer and step, by what each rank saw.
-    """
-
-    name: str
-    found_s: Callable[[Sequence[Seen]], float]
+    name: str  # for a person
+    found_s: Callable[[Sequence[Seen]], float]  # seconds of a layer and step, by what each rank saw
 
 
 TERMS = {
@@ -205,17 +181,14 @@ class Times(NamedTuple):
 class Checks:
     """Args:
     strategy: whose model it is.
-    layers: in model order.
-
-    Attributes:
-        correction: what layers make of links, just after the last of the steps in which the model
-            is tried; else None.
-        terms: what came out, once all steps to be checked have ended.
-    """
+    layers: in model order."""
 
     strategy: Strategy
     layers: Sequence[AttachedLayer]
+    # what layers make of links, just after the last of the steps in which the model is tried; else
+    # None
     correction: Correction | None = field(default=None, init=False)
+    # what came out, once all steps to be checked have ended
     terms: tuple[TermRecord, ...] = field(default=(), init=False)
     _is_tried: bool = field(default=False, init=False)
     _steps: list[int] = field(default_factory=list, init=False)
@@ -325,20 +298,13 @@ class Mover(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """What was made of a step's rows before the step ended.
+    """What was made of a step's rows before the step ended."""
 
-    Attributes:
-        step: its number, if steps went on as they did.
-        job: what was known before it.
-        rows: what each layer routed in it.
-        window: with them.
-        plans: of the next step, by what was known before; None where none were made.
-    """
-
-    step: int
-    job: Job
-    rows: list[Rows]
-    window: LoadWindow
+    step: int  # its number, if steps went on as they did
+    job: Job  # what was known before it
+    rows: list[Rows]  # what each layer routed in it
+    window: LoadWindow  # with them
+    # of the next step, by what was known before; None where none were made
     plans: tuple[Plan, ...] | None
 
 
@@ -348,29 +314,18 @@ class Planning:
 
     Where loads are predicted, that and what follows from it alone are done beside the step, as soon
     as its rows are known; nothing but when it is done depends on that.
-
-    Attributes:
-        strategy: what decides.
-        layers: in model order.
-        job: what is known; the homes in it are where experts live now.
-        costs: measures what the job lacks.
-        checks: compares what the strategy expects with what happens.
-        mover: moves experts.
-        debug: check that all ranks made the same plans.
-        rank: this rank.
-        tell: shows a line to a person.
-        forecasts: how those of loads came out; none where nothing is planned by them.
     """
 
-    strategy: Strategy
-    layers: Sequence[AttachedLayer]
-    job: Job
-    costs: Costs
-    checks: Checks
-    mover: Mover
-    debug: bool
-    rank: int
-    tell: Callable[[str], None]
+    strategy: Strategy  # what decides
+    layers: Sequence[AttachedLayer]  # in model order
+    job: Job  # what is known; the homes in it are where experts live now
+    costs: Costs  # measures what the job lacks
+    checks: Checks  # compares what the strategy expects with what happens
+    mover: Mover  # moves experts
+    debug: bool  # check that all ranks made the same plans
+    rank: int  # this rank
+    tell: Callable[[str], None]  # shows a line to a person
+    # how those of loads came out; none where nothing is planned by them
     forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
     _window: LoadWindow = field(init=False)  # another one after each step; none is changed
     _since_plan: SincePlan = field(default=SincePlan(), init=False)

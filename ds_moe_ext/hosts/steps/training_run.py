@@ -52,10 +52,6 @@ class SavedRouting:
 
     Where no attribute of the host says how many choices a token has, the first pass shows it: then
     it is compared behind the first step.
-
-    Args:
-        layers: of the run.
-        is_first: whether this rank warns.
     """
 
     def __init__(self, layers: Sequence[AttachedLayer], *, is_first: bool) -> None:
@@ -120,13 +116,9 @@ MONITORED = 10
 
 @dataclass(eq=False)
 class Monitor:
-    """What a run shows while it goes on.
+    """What a run shows while it goes on."""
 
-    Attributes:
-        is_on: the settings want it.
-    """
-
-    is_on: bool
+    is_on: bool  # the settings want it
     _shown: Point | None = field(default=None, init=False)
     _has_failed: bool = field(default=False, init=False)
 
@@ -295,13 +287,9 @@ RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
 
 @dataclass(eq=False)
 class Record:
-    """What is known of a host's engine or optimizer; a host may know more.
+    """What is known of a host's engine or optimizer; a host may know more."""
 
-    Attributes:
-        run: that it carries; None before it has begun.
-    """
-
-    run: Run | None = None
+    run: Run | None = None  # that it carries; None before it has begun
 
 
 def run_of(carrier: Any) -> Run | None:
@@ -319,31 +307,18 @@ def recorder_of(carrier: Any) -> Recorder | None:
 
 @dataclass(eq=False)
 class Run:
-    """One engine's replaced layers.
+    """One engine's replaced layers."""
 
-    Attributes:
-        blueprint: what was asked for, but for defaults that were left out.
-        layers: what was replaced, in model order.
-        planning: plans the steps.
-        mover: moves experts between the ranks.
-        recorder: what has happened.
-        rank: this rank's place among those that run the same layers.
-        monitor: what the host's own shows meanwhile.
-        files: written meanwhile; None on a rank that writes none.
-        block_hooks: by which copies are launched as blocks begin.
-        routing: held against that of checkpoints.
-    """
-
-    blueprint: Blueprint
-    layers: tuple[AttachedLayer, ...]
-    planning: Planning
-    mover: ExpertMover
-    recorder: Recorder
-    rank: int
-    monitor: Monitor
-    files: ReportFiles | None
-    block_hooks: tuple[RemovableHandle, ...]
-    routing: SavedRouting
+    blueprint: Blueprint  # what was asked for, but for defaults that were left out
+    layers: tuple[AttachedLayer, ...]  # what was replaced, in model order
+    planning: Planning  # plans the steps
+    mover: ExpertMover  # moves experts between the ranks
+    recorder: Recorder  # what has happened
+    rank: int  # this rank's place among those that run the same layers
+    monitor: Monitor  # what the host's own shows meanwhile
+    files: ReportFiles | None  # written meanwhile; None on a rank that writes none
+    block_hooks: tuple[RemovableHandle, ...]  # by which copies are launched as blocks begin
+    routing: SavedRouting  # held against that of checkpoints
 
     @classmethod
     def start(
@@ -461,14 +436,7 @@ def leave_report(
     lives_with: object,
     remarks: Callable[[], Sequence[str]],
 ) -> None:
-    """Let a report be there behind a run, also where SIGTERM ends it.
-
-    Args:
-        recorder: of the run.
-        path: folder; None writes no files.
-        lives_with: as ``Run.start`` takes it.
-        remarks: what else is to be told at the end; some may be empty.
-    """
+    """Let a report be there behind a run, also where SIGTERM ends it."""
 
     def write() -> None:
         record = recorder.record()
