@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels, launched without what Triton works out anew in each call.
-
-To call a jitted function, Triton binds its arguments, asks each for its type, alignment and value,
-finds by all of these what it has compiled, and reads its settings from the environment: several
-times what a launch takes. Here a kernel is known by the few things that tell its calls apart, and
-what was compiled is launched itself, as Triton does it for kernels compiled beforehand.
-"""
+"""Triton kernels for rows on a GPU, and their launch without Triton's own dispatcher."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks have attention and which have experts: the roles of zebra parallelism. Pure.
-
-HeterMoE, section 3 (spec 2.1). A *ZP group* is M + N neighbouring ranks; it takes the place of an
-expert-parallel grid, and each of its ranks is a cell. Data are parallel across the groups.
-"""
+"""Which rank is what: roles, the grid of EP ranks and the ranks that split experts, and their
+process groups."""
 
 from __future__ import annotations
 

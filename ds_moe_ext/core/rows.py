@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that lie side by side in memory, and so are one without a copy.
-
-Shape letters: S slots, or tensors of one.
-"""
+"""Rows in memory: tensors that lie side by side, sums and copies of rows by index, and the tables
+and splits that say where rows go."""
 
 from __future__ import annotations
 

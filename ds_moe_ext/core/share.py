@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies divide rows so that a layer takes least time, by the rows of all senders as they are.
-
-Ours; docs/priced_share.md has the idea, ``row_levels.py`` the division. Pure. Shape letters: E
-experts, C cells, F chunks, S experts of one cell, N (copied expert, holder) pairs, P pairs of all
-experts.
-"""
+"""How the rows of an expert are divided over its replicas: the rules of the papers, and the
+division by price."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer block does about copies as it begins.
-
-It does the tasks of the layer's ``block`` (``schedule/orders.py``): starts the pass of its own
-copies and launches them, and starts that of the next layer's where this block carries them. Their
-adjoints end the block's backward, so that gradients can travel while it computes.
-"""
+"""Hooks on a host's blocks: replicas are launched as a block begins, frozen experts left alone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How experts that a model was built with can be split over the ranks of a cell.
-
-A host does not say which dim of which weight is the experts' hidden width, or whether gate and up
-lie behind each other or in turns. So it is tried: the outputs of the parts must add up to that of
-the whole. Shape letters: R rows, D model width.
-"""
+"""Experts of a host as ours: descriptions that can be registered, and the split of an expert over
+the ranks of an EP rank."""
 
 from __future__ import annotations
 

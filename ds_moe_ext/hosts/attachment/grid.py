@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over how many cells experts are spread where nobody says, by what a described cluster costs.
-
-As a run starts its batches are not known, nor its dense layers: both are taken to be usual.
-"""
+"""Sizes of the grid of ranks: given, or chosen by the predicted step time."""
 
 from __future__ import annotations
 
@@ -131,11 +128,10 @@ def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
 
 
 class Sized(NamedTuple):
-    """grid: the ranks.
-    why: what was chosen where the settings leave it open, for a person; else empty."""
+    """The ranks, and what was chosen where the settings leave it open."""
 
     grid: Grid
-    why: str = ""
+    why: str = ""  # for a person; else empty
 
 
 class Needs(NamedTuple):
@@ -150,10 +146,10 @@ NOTHING = Needs()
 
 
 class _Market(NamedTuple):
-    """hardware: the cluster.
-    prices: of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once."""
+    """A cluster, and prices on it."""
 
     hardware: Hardware
+    # of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once
     prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer routes its tokens, in values of JSON: a checkpoint keeps them beside the weights, for
-these go on as another model's where they are routed otherwise.
-"""
+"""What a host's MoE layer is: the record ``Found``, with its routing facts and how its weights are
+stored."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.compile`` and replaced layers: Dynamo breaks its graph there, and names stay plain.
-
-What is between the layers is compiled as the user asked; rows travel between ranks by schedules
-that no graph can hold.
-"""
+"""Checks of a host's modules: compiled ones, duplicates, hooks that would be lost, tied weights,
+and layers with experts that nobody describes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host can do and ds_moe_ext cannot go along with: a row each.
-
-docs/known_limits.md is made of these rows, by docs/known_limits.py.
-"""
+"""What a person is told at the start and at the end: refusals, defaults that are left out, and the
+files that a run leaves behind."""
 
 from __future__ import annotations
 

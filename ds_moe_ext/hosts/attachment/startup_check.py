@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher (torchrun, deepspeed, MPI, srun) tells a process, in the environment."""
+"""The start of a run on all ranks together: what the launcher says, what ranks must have in common,
+and the cluster that sizes are priced for.
+
+Ranks meet at a key-value store (``Board``), so that no collective hangs where one of them cannot
+start: it leaves its error there, and all raise it.
+"""
 
 from __future__ import annotations
 
@@ -483,10 +488,10 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """hardware: None where none is known.
-    told: how it came to be that, or why there is none, for a person; empty where one is named."""
+    """The cluster that sizes are priced for."""
 
-    hardware: Hardware | None = None
+    hardware: Hardware | None = None  # None where none is known
+    # how it came to be that, or why there is none, for a person; empty where one is named
     told: str = ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps under a choice take of a rank's memory: for who chooses by prices."""
+"""What planners must know of a run's costs: measured in its first steps, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that an optimizer keeps of one parameter, read and written in place: the same for every host,
-which says where it lies.
-
-Shape letters: F elements of the fragment of one parameter that this rank keeps.
-"""
+"""Experts that move to new owners between two steps, with their optimizer state."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pass through a layer is the last before the optimizer's step, by the host's schedules.
-
-They say how many micro-batches a step has. With a pipeline, passes of several micro-batches are
-under way at once, so that forward and backward passes are counted by themselves.
-"""
+"""What every host does: start a run (``run_on``), and agree on passes, unequal ones too."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.core.layout import GRID, Grid, group_among
 from ds_moe_ext.hosts.attachment import block_hooks, replacement
-from ds_moe_ext.hosts.attachment import block_hooks as frozen_experts
 from ds_moe_ext.hosts.attachment.block_hooks import Launch, launches
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found
 from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal
@@ -467,7 +462,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
             WATCH.remedy = ALIKE
     built = replacement.build(blueprint, host.device, around, seats.beside)
     layers = [layer for layer, _ in built]
-    blueprint = frozen_experts.settled(blueprint, layers, tell)
+    blueprint = block_hooks.settled(blueprint, layers, tell)
     host.mark(blueprint, built)
     if not layers:
         with start.together():  # where the others are about to plan

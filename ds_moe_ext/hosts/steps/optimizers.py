@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer looks at: each number alone, whole weights, or all that a rank has.
-
-A rank has experts that others do not, and may have parts of them. To an optimizer that takes each
-number alone this is nothing. One that takes norms of whole weights, as LAMB, is exact where each
-expert's weights are parameters of their own and whole; one that takes a norm over all weights of a
-rank, or sends weights to other ranks, would do to each rank something else.
-"""
+"""Optimizers by kind: which can step part by part, and how many gradients a parameter has had."""
 
 from __future__ import annotations
 

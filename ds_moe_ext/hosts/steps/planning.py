@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of a step's rows while the step goes on, in a thread of its own.
-
-Rows are known when the last forward pass of a step has ordered them. The thread begins when they
-have come to their experts: before, it would take Python's lock and the processor from what sends
-them. Experts, backward and the optimizer's step hide it. What is made is a pure function of rows:
-where it could not be begun early it is made when it is asked for, the same, so that ranks need not
-agree on when.
-"""
+"""The plans of the next step: by forecasts of loads, beside the step or after it, checked against
+what steps took."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run routes tokens, beside how that one did from whose checkpoint it goes on."""
+"""One training run, whatever the host: what its layers saw, its report, its trace, and its end."""
 
 from __future__ import annotations
 
