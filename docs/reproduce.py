@@ -6,11 +6,14 @@ python docs/reproduce.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ds_moe_ext.commands.reproduce import PAPERS
-from ds_moe_ext.papers.figure import Figure, Paper, Row, met_of
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+from papers.figure import Figure, Paper, Row, met_of
+from papers.shown import PAPERS
 
 PAGE = Path(__file__).parents[1] / "docs/reproduce.md"
 FEW = 6  # values of a figure that are all named
@@ -38,7 +41,8 @@ where beyond the tolerance; of many, those beyond it. All others, and curves, ar
 command prints and draws.
 
 The models of the papers are in [configs/models](../configs/models/README.md), their clusters in
-`configs/hardware` ([known clusters](hardware.md#known-clusters)); the code is the room `papers`.
+`configs/hardware` ([known clusters](hardware.md#known-clusters)); the code is `launch/papers`,
+so that the command runs where the repository is cloned.
 HeterMoE's misses at length: [the simulator of zebra
 groups](zebra_simulator.md#what-is-met-and-what-is-missed). This page is made by `python
 docs/reproduce.py`, and a slow test compares the two.

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch/gpu_day"))
 
-from day_page import HEADINGS, SHARED, cells
+from gpu_day import HEADINGS, SHARED, cells
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/results", ROOT / "docs/results.md"

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pre-training scripts show and tell a person, whatever the host: a bar or lines while they
-train, a table at the end, and what was wrong with the command line in one line.
+"""What pre-training scripts read and show, whatever the host.
+
+They read real text as bytes, and draw windows of it that any number of ranks find without talking;
+without a path the text is the running interpreter's standard library: some 30 MB of sources and
+documentation that every machine already has. They show a bar or lines while they train, a table at
+the end, and what was wrong with the command line in one line. Shape letters: B windows in a
+micro-batch, T positions of a window, W windows of the text.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
 import sys
+import sysconfig
 import time
 import traceback
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from summary import Summary
+from torch import Tensor
 
 from ds_moe_ext import read_settings
 from ds_moe_ext.files.documents import bytes_of, parsed
@@ -54,15 +64,10 @@ def read_json(path: Path | None, argument: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Named:
-    """What a run is called, and where its results go.
+    """What a run is called, and where its results go."""
 
-    Attributes:
-        strategy: of ds_moe_ext; "plain" without an enabled block.
-        output: folder for results.
-    """
-
-    strategy: str
-    output: Path
+    strategy: str  # of ds_moe_ext; "plain" without an enabled block
+    output: Path  # folder for results
 
 
 def named(document: dict[str, Any], output: Path | None, root: Path) -> Named:
@@ -177,6 +182,37 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What a run leaves behind for people and for `ds-moe-ext compare`: `summary.json`."""
+
+    strategy: str
+    model: str
+    text: str  # what was read
+    seed: int
+    dtype: str  # of weights in forward
+    device: str  # "cpu", or the name of a GPU
+    cores: int  # of this machine's CPU
+    world_size: int
+    tokens_per_step: int  # all ranks
+    first_step: int  # steps that a resumed checkpoint had behind it
+    losses: list[float]  # one a step, nats per byte
+    held_out_losses: dict[int, float]  # by step
+    tokens_per_s: float  # all ranks, without the first step
+    seconds_per_step_s: float
+    seconds_s: list[float]  # one a step
+    peak_bytes: int  # of the fullest rank: allocated on its GPU, or resident on a CPU
+    balance_by_layer: dict[str, float]
+    versions: dict[str, str]
+
+    def write(self, folder: Path) -> Path:
+        """Write it into `folder`, and tell where."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "summary.json"
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        return path
+
+
 class Trained(Protocol):
     """A trainer of either host, when it has trained."""
 
@@ -256,3 +292,144 @@ def summary_table(summary: Summary, files: Sequence[Path]) -> Table:
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in summary.versions.items()))
     table.add_row("files", "\n".join(map(str, files)))
     return table
+
+
+# Text.
+
+VOCABULARY_SIZE = 256
+SUFFIXES = (".py", ".txt", ".rst", ".md")
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages"})
+HELD_OUT_FRACTION = 1 / 20
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Bytes to train on and bytes to evaluate on, both uint8."""
+
+    training: np.ndarray
+    held_out: np.ndarray
+    source: str  # what errors and summaries call it
+
+
+class Batch(NamedTuple):
+    """Windows and, for each position, the byte that follows it: both int64 ``[B, T]``."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+def read_text(path: Path | None) -> Text:
+    """Read a file (memory-mapped), a folder (its text files, joined), or the standard library.
+
+    The last twentieth is held out.
+
+    Args:
+        path: None means the standard library's `*.py`, `*.txt` and `*.rst` files.
+
+    Raises:
+        ValueError: nothing is there, or it holds no text.
+    """
+    if path is None:
+        return _split(_read_folder(Path(sysconfig.get_path("stdlib"))), "the standard library")
+    if path.is_file() and path.stat().st_size > 0:
+        return _split(np.memmap(path, dtype=np.uint8, mode="r"), str(path))
+    if path.is_file():
+        raise ValueError(f"--data {path} is an empty file; name one that holds text")
+    if path.is_dir():
+        return _split(_read_folder(path), str(path))
+    raise ValueError(
+        f"--data {path} does not exist; name a file or a folder of text, "
+        "or leave --data out to train on the standard library"
+    )
+
+
+def _split(text: np.ndarray, source: str) -> Text:
+    num_training = len(text) - int(len(text) * HELD_OUT_FRACTION)
+    return Text(text[:num_training], text[num_training:], source)
+
+
+def _read_folder(folder: Path) -> np.ndarray:
+    parts = [np.fromfile(file, dtype=np.uint8) for file in _text_files(folder)]
+    if sum(len(part) for part in parts) == 0:
+        raise ValueError(
+            f"--data {folder} holds no text: no file in it ends in {' '.join(SUFFIXES)}, "
+            "or all are empty; name a file, or a folder with such files"
+        )
+    return np.concatenate(parts)
+
+
+def _text_files(folder: Path) -> Sequence[Path]:
+    names = [
+        path.relative_to(folder)
+        for suffix in SUFFIXES
+        for path in folder.rglob(f"*{suffix}")
+        if path.is_file() and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(folder).parts)
+    ]
+    # By checksum of the name, the same on every machine: the held-out end is a fair sample.
+    names.sort(key=lambda name: (zlib.crc32(name.as_posix().encode()), name.as_posix()))
+    return [folder / name for name in names]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowSampler:
+    """Which windows each rank sees at each micro-step.
+
+    The text is cut into W windows of T bytes; every epoch visits them in another random order.
+    Ranks and micro-steps of a step take neighbours in that order, so within an epoch no window is
+    seen twice, whatever the number of ranks, and a resumed run sees what it would have seen.
+    """
+
+    text: np.ndarray  # uint8
+    source: str
+    sequence_length: int
+    micro_batch_size: int
+    num_micro_steps: int
+    num_ranks: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self._num_windows < self._windows_per_step:
+            raise ValueError(
+                f"{self.source} holds {self._num_windows} windows of {self.sequence_length} bytes "
+                f"({len(self.text)} bytes), and one step takes {self._windows_per_step} "
+                f"({self.num_ranks} ranks x {self.num_micro_steps} micro-steps x "
+                f"{self.micro_batch_size}); give --data more text, or lower --sequence_length "
+                "or the batch size"
+            )
+
+    @property
+    def _num_windows(self) -> int:
+        # The last window needs one byte more, its last label.
+        return max(0, len(self.text) - 1) // self.sequence_length
+
+    @property
+    def _windows_per_step(self) -> int:
+        return self.num_ranks * self.num_micro_steps * self.micro_batch_size
+
+    def batch(self, step: int, micro_step: int, rank: int) -> Batch:
+        """Give one rank's windows of one micro-step. Pure.
+
+        Args:
+            step: optimizer steps before this one.
+            micro_step: 0 to `num_micro_steps` - 1.
+            rank: 0 to `num_ranks` - 1.
+        """
+        steps_per_epoch = self._num_windows // self._windows_per_step
+        epoch, step_of_epoch = divmod(step, steps_per_epoch)
+        place = (step_of_epoch * self.num_micro_steps + micro_step) * self.num_ranks + rank
+        first = place * self.micro_batch_size
+        order_W = _shuffled(self.seed, epoch, self._num_windows)
+        starts_B = order_W[first : first + self.micro_batch_size] * self.sequence_length
+        length = self.sequence_length + 1
+        windows = np.stack([self.text[start : start + length] for start in starts_B])
+        windows_BT = torch.from_numpy(windows.astype(np.int64))
+        return Batch(
+            input_ids=windows_BT[:, :-1].contiguous(), labels=windows_BT[:, 1:].contiguous()
+        )
+
+
+@lru_cache(maxsize=4)
+def _shuffled(seed: int, epoch: int, num_windows: int) -> np.ndarray:
+    order_W = np.random.default_rng((seed, epoch)).permutation(num_windows)
+    order_W.flags.writeable = False
+    return order_W

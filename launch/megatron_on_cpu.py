@@ -37,22 +37,15 @@ Apply = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Shim:
-    """One thing that Megatron expects of CUDA, and what stands in its place.
+    """One thing that Megatron expects of CUDA, and what stands in its place."""
 
-    Attributes:
-        id: short name, for tables.
-        breaks: where Megatron 0.16.1 (or the version named) stops without it, file:line; below
-            ``megatron/core``, or below ``megatron`` where it begins with training or legacy.
-        reason: why.
-        modules: those that it changes.
-        apply: changes one of them, by ``_replace``.
-    """
-
-    id: str
+    id: str  # short name, for tables
+    # where Megatron 0.16.1 (or the version named) stops without it, file:line; below
+    # ``megatron/core``, or below ``megatron`` where it begins with training or legacy
     breaks: str
-    reason: str
-    modules: tuple[str, ...]
-    apply: Apply
+    reason: str  # why
+    modules: tuple[str, ...]  # those that it changes
+    apply: Apply  # changes one of them, by ``_replace``
 
     @property
     def is_needed(self) -> bool:

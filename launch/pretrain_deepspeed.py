@@ -18,17 +18,21 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from console import (
+    VOCABULARY_SIZE,
+    Batch,
     Display,
     StepRecord,
+    Text,
+    WindowSampler,
     leave_summary,
     named,
     plain_errors,
     read_json,
+    read_text,
     summarize,
 )
 from deepspeed.utils import logger
 from gpt_moe import GptMoe, GptMoeConfig
-from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of

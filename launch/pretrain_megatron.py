@@ -23,13 +23,14 @@ import megatron_on_cpu
 import torch
 import torch.distributed as dist
 from console import (
+    Batch,
     Display,
     StepRecord,
+    WindowSampler,
     leave_summary,
     plain_errors,
     summarize,
 )
-from text import Batch, WindowSampler
 from torch import Tensor, nn
 
 from ds_moe_ext import recorder_of
@@ -37,7 +38,7 @@ from ds_moe_ext import recorder_of
 with warnings.catch_warnings():
     # Megatron says on import, several times, that Transformer Engine and Apex are not installed.
     warnings.simplefilter("ignore", UserWarning)
-    from gpt_megatron import build_chunks, transformer_config
+    from gpt_megatron import Kept, Run, build_chunks, parse_arguments, read_run, transformer_config
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.distributed import (
@@ -49,8 +50,6 @@ with warnings.catch_warnings():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
-    from megatron_checkpoint import Kept
-    from megatron_flags import Run, parse_arguments, read_run
 
 SCRIPT = "pretrain_megatron"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "ds_moe_ext")

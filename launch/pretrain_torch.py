@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from console import plain_errors, read_json
-from text import WindowSampler, read_text
+from console import WindowSampler, plain_errors, read_json, read_text
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -41,7 +41,7 @@ if ((num_gpus > 0 && num_gpus < num_ranks)); then
   export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 fi
 if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
-  python launch/compile_collectives.py
+  python launch/quickstart.py compile
 fi
 # DeepSpeed calls collectives by names that torch has deprecated: one warning a rank.
 export PYTHONWARNINGS=ignore::FutureWarning
@@ -100,4 +100,4 @@ step "where time is worth something: 50 s of a cluster in slow motion"
 torchrun --standalone --nproc_per_node "$num_ranks" launch/bench/slow_motion.py \
   --json "$results/slow_motion.json"
 echo
-python launch/last_screen.py "$results"
+python launch/quickstart.py tell "$results"

@@ -2,7 +2,7 @@
 """Ranks for tests: a pool of processes that stays for the session, on CPUs over gloo.
 
 ``RANKS_ON=cuda`` puts them on the GPUs that there are, over NCCL, several on one where they are
-more (``launch/bench/shared_gpus.py``). ``RANKS_ON=way`` leaves them on CPUs, and has them go the
+more (``launch/shared_gpus.py``). ``RANKS_ON=way`` leaves them on CPUs, and has them go the
 way of a GPU there (``tests/gpu/way.py``).
 """
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from console import Summary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from summary import Summary
 
 from ds_moe_ext.commands.compare import (
     SUMMARY,

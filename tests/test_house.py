@@ -32,7 +32,6 @@ LAYERS = (
     ("report", "verification"),
     ("hosts",),
     ("patches",),
-    ("papers",),  # their figures
     ("commands", "testing"),
     ("cli", "run", "profile_run"),  # what is started
     ("",),  # the package's public names

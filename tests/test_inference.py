@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import as_on_cuda, fake_world, on_lanes
-from host_path_contenders import Batch, Ours, Sizes, Way, esp
+from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_lanes
 
 from ds_moe_ext.moe.layer_copies import Copies
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes

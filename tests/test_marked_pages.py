@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers.figure import Claim, Curve, Figure, Paper, Row
+from papers.figure_page import page_of as paper_page
 
 from ds_moe_ext import cli
 from ds_moe_ext.commands.report import draw
-from ds_moe_ext.papers.figure import Claim, Curve, Figure, Paper, Row
-from ds_moe_ext.papers.figure_page import page_of as paper_page
 from ds_moe_ext.report.markup import Html, in_script
 from ds_moe_ext.report.page import html_document, page_of
 from ds_moe_ext.report.record import RunRecord, TracedRecord

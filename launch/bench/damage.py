@@ -4,8 +4,11 @@
 `torchrun --nproc_per_node 2 launch/bench/damage.py --host deepspeed --cases 500`
 `torchrun --nproc_per_node 2 launch/bench/damage.py --host megatron --cases 500 --json damage.json`
 
-Four checkpoints are made: one that is damaged, one of the run's next step, and two of another run,
-whose state the ranks have before each case: what loads nothing, or only a part, is then found.
+Small trainings under either host and every strategy, which `kills.py` has too: each rank makes one
+by ``made``, in an environment as torchrun gives it. Inputs are drawn by step and rank, and skewed,
+so that there are hot experts: copies are made and homes move. Four checkpoints are made: one that
+is damaged, one of the run's next step, and two of another run, whose state the ranks have before
+each case: what loads nothing, or only a part, is then found.
 """
 
 from __future__ import annotations
@@ -13,22 +16,242 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import deepspeed
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from small_runs import HOSTS, STRATEGIES, SmallRun, made
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
+
+
+VOCABULARY, LENGTH, ROWS = 64, 16, 2
+WIDTH, EXPERT_WIDTH, HEADS, LAYERS, EXPERTS = 32, 48, 2, 2, 4
+
+_MOVING = {"copies_per_rank": 1, "reshard_interval": 2, "resharding": "paper"}
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "ep": {"strategy": "ep"},
+    "fssdp": {"strategy": "fssdp", "fssdp": _MOVING},
+    "prophet": {"strategy": "prophet"},
+    "esp": {"strategy": "esp", "esp": {"degree": 2}},
+    "esp over fssdp": {"strategy": "esp", "balance": "fssdp", "fssdp": _MOVING},
+    "esp over prophet": {"strategy": "esp", "balance": "prophet"},
+    "zebra": {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
+}
+"""Names in tables, and the block of each."""
+
+
+def block_of(strategy: str, **more: Any) -> dict[str, Any]:
+    """The JSON block of a strategy of the table."""
+    quiet = {"report": {"enabled": False, "trace_step": None}}
+    return {"enabled": True, **quiet, **STRATEGIES[strategy], **more}
+
+
+def _tokens(step: int, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_007 * seed + 101 * step + rank)
+    drawn = torch.rand(ROWS, LENGTH, generator=generator) ** (1 + step % 3)
+    return (drawn * VOCABULARY).long()
+
+
+# DeepSpeed.
+
+
+class OfDeepSpeed:
+    """A Mixtral of transformers under a DeepSpeed engine. All that a small run does is collective.
+
+    ``save`` tells where its files lie; ``save_beside`` only begins, and the next step or save ends
+    that; ``tensors`` are all that training changes on this rank."""
+
+    def __init__(self, block: Mapping[str, Any], seed: int = 0, *, beside: bool = False) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        torch.manual_seed(seed)
+        self._seed, model = seed, _mixtral()
+        writer = {"checkpoint": {"writer": {"type": "PYTHON", "decoupled": True}}}
+        os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # the writer's, as DeepSpeed sets them
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": ROWS,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "steps_per_print": 10**9,
+                **(writer if beside else {}),
+                "ds_moe_ext": dict(block),
+            },
+        )
+
+    def step(self) -> None:
+        engine = self._engine
+        tokens = _tokens(engine.global_steps, engine.global_rank, self._seed).to(engine.device)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    def save(self, folder: Path) -> Path:
+        self._engine.save_checkpoint(folder)
+        return folder / f"global_step{self._engine.global_steps}"
+
+    def save_beside(self, folder: Path) -> None:
+        self._engine.save_checkpoint(folder)
+
+    def save_over(self, folder: Path) -> None:
+        self._engine.save_checkpoint(folder, tag="same")
+
+    def load(self, folder: Path) -> None:
+        self._engine.load_checkpoint(folder)
+
+    def tensors(self) -> Iterator[Tensor]:
+        from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+
+        states = OptimizerStates(self._engine)
+        for _, parameter in sorted(self._engine.module.named_parameters()):
+            yield parameter
+            own = states.of(parameter)
+            yield from (own.tensors[kind] for kind in sorted(own.tensors))
+        yield torch.tensor([self._engine.global_steps, self._engine.global_samples])
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=EXPERT_WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+        output_router_logits=True,
+        sliding_window=None,
+    )
+    return MixtralForCausalLM(shape)
+
+
+# Megatron-core.
+
+
+class OfMegatron:
+    """Megatron's GPT with the same shapes under its DDP and Adam."""
+
+    def __init__(self, block: Mapping[str, Any], seed: int = 0, *, beside: bool = False) -> None:
+        import megatron_on_cpu
+        import pretrain_megatron
+        from console import Text
+        from gpt_megatron import Architecture, Run, parse_arguments
+
+        from ds_moe_ext.patches.megatron import use
+
+        pretrain_megatron.leave_out_warnings()
+        megatron_on_cpu.install()  # nothing where there are GPUs
+        use({"ds_moe_ext": dict(block)})
+        sys.argv[1:] = _flags(seed, "zebra" in block)
+        arguments = parse_arguments()
+        drawn_N = torch.cat([_tokens(step, 0, seed).flatten() for step in range(64)])
+        letters = drawn_N.to(torch.uint8).numpy()
+        text = Text(letters, letters, "drawn numbers")
+        shape = Architecture(_TRANSFORMER, {"position_embedding_type": "rope"}, LENGTH)
+        run = Run(arguments, dict(block), "", Path(), text, shape)
+        if dist.is_initialized():  # another run before
+            torch.manual_seed(seed)
+            device = _DEVICE
+        else:
+            device = pretrain_megatron.start_ranks(arguments)
+        self._trainer = pretrain_megatron.Trainer(run, device)
+        self._saves: Any = None
+        if beside:
+            from megatron.core.dist_checkpointing.strategies import async_utils
+
+            self._saves = async_utils.AsyncCallsQueue()
+
+    def step(self) -> None:
+        self._trainer.take_step()
+        if self._saves is not None:
+            self._saves.maybe_finalize_async_calls()
+
+    def save(self, folder: Path) -> Path:
+        self._trainer.kept.save(folder, self._trainer.iteration)
+        return folder / f"iter_{self._trainer.iteration:07d}"
+
+    def save_beside(self, folder: Path) -> None:
+        self._saves.maybe_finalize_async_calls(blocking=True)
+        begun = self._trainer.kept.save_beside(folder, self._trainer.iteration)
+        self._saves.schedule_async_request(begun)
+
+    def save_over(self, folder: Path) -> None:
+        self._trainer.kept.save(folder, 1)
+
+    def load(self, folder: Path) -> None:
+        self._trainer.iteration = self._trainer.kept.load(folder)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for chunk in self._trainer.chunks:
+            yield from (parameter for _, parameter in sorted(chunk.named_parameters()))
+        for part in self._trainer.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups if part.optimizer else ():  # has no weights
+                for parameter in group["params"]:
+                    kept = part.optimizer.state[parameter]
+                    yield from (kept[name] for name in ("exp_avg", "exp_avg_sq") if name in kept)
+        yield torch.tensor(self._trainer.iteration)
+
+
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_TRANSFORMER: Mapping[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "ffn_hidden_size": EXPERT_WIDTH,
+    "moe_ffn_hidden_size": EXPERT_WIDTH,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "add_bias_linear": False,
+}
+
+
+def _flags(seed: int, has_roles: bool) -> list[str]:
+    given = {
+        "--model": "-",
+        "--expert-model-parallel-size": "1" if has_roles else os.environ["WORLD_SIZE"],
+        "--seq-length": str(LENGTH),
+        "--micro-batch-size": str(ROWS),
+        "--train-iters": "100000",
+        "--lr": "1e-3",
+        "--seed": str(seed),
+    }
+    return [word for pair in given.items() for word in pair]
+
+
+SmallRun = OfDeepSpeed | OfMegatron
+HOSTS: Mapping[str, Callable[..., SmallRun]] = {"deepspeed": OfDeepSpeed, "megatron": OfMegatron}
+
+
+def made(host: str, strategy: str, seed: int = 0, *, beside: bool = False, **more: Any) -> SmallRun:
+    """A training of this rank. Collective."""
+    torch.set_num_threads(1)
+    return HOSTS[host](block_of(strategy, **more), seed, beside=beside)
+
+
+# Damage.
 
 SUMS_FILE = "ds_moe_ext_files.json"  # of Megatron's
 BY_NAME, EQUAL = "refused by the file's name", "loaded, equal"
@@ -37,20 +260,14 @@ REFUSED, RAW, WRONG = "refused, no file named", "raw error", "silent wrong state
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one checkpoint.
+    """What is done to one checkpoint."""
 
-    Attributes:
-        tag: the folder with its files.
-        file: that it is done to, chosen for this case.
-        of_next_step, of_other_run: folders of other saves, with files of the same names.
-        draw: of the case.
-    """
-
-    tag: Path
-    file: Path
+    tag: Path  # the folder with its files
+    file: Path  # that it is done to, chosen for this case
+    # of_next_step, of_other_run: folders of other saves, with files of the same names
     of_next_step: Path
     of_other_run: Path
-    draw: random.Random
+    draw: random.Random  # of the case
 
 
 def flipped(damage: Damage) -> None:
@@ -124,14 +341,7 @@ def state_of(run: SmallRun) -> str:
 
 
 class Tries:
-    """Ranks that try to load damaged checkpoints. All collective.
-
-    Args:
-        host: of ``HOSTS``.
-        strategy: of ``STRATEGIES``.
-        folder: of all ranks, for checkpoints.
-        has_sums: keep their checksums.
-    """
+    """Ranks that try to load damaged checkpoints. All collective."""
 
     def __init__(self, host: str, strategy: str, folder: Path, has_sums: bool) -> None:
         self._folder, self._case = folder, folder / "case"

@@ -10,8 +10,7 @@ rotates, so that a machine whose speed drifts slows them alike; ratios are paire
 
 `... --model configs/models/public/qwen3_30b_a3b.json --config '{"num_hidden_layers": 2}'
 --micro_batch_size 1 --micro_batches 8 --sequence_length 4096 --profiled 2`: on one GPU, and
-whether it waits for its host. `--processor`: the processor's time, too; of a model so small that
-nothing else takes time, the host's.
+whether it waits for its host.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +28,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from device_time import covered_us, kernels_of
-from processor_time import Passes, table_of
 from rich.console import Console
 from rich.table import Table
-from rotation import NUM_WARM_UPS, Contender, build_each, measure, show
+from rotation import Contender, build_each, covered_us, kernels_of, measure, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
 
-from console import read_json
+from console import Batch, WindowSampler, read_json, read_text
 from pretrain_deepspeed import GPT_MOE, LanguageModel, model_of
-from text import Batch, WindowSampler, read_text
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,19 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--micro_batch_size", type=int, help="of a rank; the host's file has one, too")
     add("--micro_batches", type=int, help="a step, likewise")
     add("--profiled", type=int, default=0, help="steps of each at the end; a GPU's busy time")
-    add("--processor", action="store_true", help="show the processor's time of each, too")
     add("--seed", type=int, default=1)
     add("--zero_stage", type=int, default=1)
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     arguments.ep_size = None
-    num_steps = (arguments.rounds + 1) * arguments.steps_per_round
-    if arguments.processor and num_steps < NUM_WARM_UPS + 2:
-        parser.error(
-            f"--processor tells of what comes after {NUM_WARM_UPS} steps, two at least, and there "
-            f"are {num_steps}: give more --rounds or --steps_per_round"
-        )
     return arguments
 
 
@@ -108,7 +95,6 @@ def contender(
     described: Mapping[str, Any],
     name: str,
     document: dict[str, Any],
-    spent: list[Passes],
 ) -> Contender:
     """Build one engine with its own model. Collective."""
     arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
@@ -131,14 +117,8 @@ def contender(
         for micro_step in range(sampler.num_micro_steps):
             batch = sampler.batch(number, micro_step, dist.get_rank())
             batch = Batch(*(tensor.to(engine.device) for tensor in batch))
-            marks = [time.process_time()]
-            loss = engine(**model.arguments(batch)).loss
-            marks.append(time.process_time())
-            engine.backward(loss)
-            marks.append(time.process_time())
+            engine.backward(engine(**model.arguments(batch)).loss)
             engine.step()
-            marks.append(time.process_time())
-            spent.append(Passes(*(end - start for start, end in pairwise(marks))))
 
     return Contender(name, step)
 
@@ -177,14 +157,11 @@ def main() -> None:
     described = read_json(arguments.model, "--model")
     described["config"] = {**described["config"], **arguments.config}
     found = documents(arguments, described["family"], world_size)
-    spent: dict[str, list[Passes]] = {name: [] for name in found}
     builders = {
-        name: partial(contender, arguments, described, name, document, spent[name])
+        name: partial(contender, arguments, described, name, document)
         for name, document in found.items()
     }
     contenders, skipped = build_each(builders)
-    for passes in spent.values():
-        passes.clear()  # of first steps
     seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
     profiled = arguments.profiled
     busy = show_busy(contenders, seconds, profiled) if profiled else None
@@ -197,10 +174,6 @@ def main() -> None:
             f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
         show(seconds, tokens, title, arguments.json, skipped, busy=busy)
-        if arguments.processor:
-            first = NUM_WARM_UPS * plain["gradient_accumulation_steps"]
-            known = {each.name: spent[each.name][first:] for each in contenders}
-            Console().print(table_of(known, described["config"]["num_hidden_layers"]))
     dist.destroy_process_group()
 
 

@@ -3,8 +3,8 @@
 
 `python launch/bench/device_path.py --shapes qwen3_30b_a3b mixtral_8x7b --only ep fssdp`
 
-The contenders of `host_path.py`, whose collectives return at once (`fake_world.py`): what is left
-is what a rank computes, and what issues it. They take turns, a step each. Of a step, a layer:
+The ways of `host_path.py`, whose collectives return at once (`fake_world.py`): what is left is what
+a rank computes, and what issues it. They take turns, a step each. Of a step, a layer:
 
 - wall: from its begin until the device has gone back through all of it;
 - kernels: how long at least one of them ran, by torch's profiler, in steps of their own;
@@ -42,14 +42,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from device_time import covered_us, kernels_of
-from fake_world import fake_world
-from host_path import BUILDERS, no_collector, passes
-from host_path_contenders import WAYS, Batch, Builder, Contender, Ours, Sizes, Way
-from layer_contenders import SHAPES
+from fake_world import WAYS, Batch, Ours, Sizes, Way, fake_world
+from host_path import no_collector, passes
+from layer_speed import SHAPES
 from rich.console import Console
 from rich.table import Table
-from rotation import rotated
+from rotation import covered_us, kernels_of, rotated
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.steps.costs import WATCHED
@@ -62,7 +60,6 @@ COUNTED = (
     "esp, degree 2",
     "fssdp",
     "prophet",
-    "DeepSpeed AutoEP",
 )
 
 
@@ -72,12 +69,7 @@ HEAD_WIDTH = 128
 
 
 class Attention(nn.Module):
-    """With its norm, ``[T, D] -> [T, D]``: all tokens are one sequence's.
-
-    Args:
-        sizes: of the model.
-        shape: its name.
-    """
+    """With its norm, ``[T, D] -> [T, D]``: all tokens are one sequence's."""
 
     def __init__(self, sizes: Sizes, shape: str) -> None:
         from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -108,21 +100,13 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender's, milliseconds a layer and step.
+    """One contender's, milliseconds a layer and step."""
 
-    Attributes:
-        wall_ms: of each step.
-        issued_ms: of each step, by the host.
-        between_ms: behind each step.
-        kernels_ms: in which a kernel ran, at the median; NaN without a GPU.
-        num_kernels: launched, likewise.
-    """
-
-    wall_ms: Sequence[float]
-    issued_ms: Sequence[float]
-    between_ms: Sequence[float]
-    kernels_ms: float
-    num_kernels: float
+    wall_ms: Sequence[float]  # of each step
+    issued_ms: Sequence[float]  # of each step, by the host
+    between_ms: Sequence[float]  # behind each step
+    kernels_ms: float  # in which a kernel ran, at the median; NaN without a GPU
+    num_kernels: float  # launched, likewise
 
     @property
     def busy(self) -> float:
@@ -135,18 +119,17 @@ GRAPHS = Way("ep, CUDA graphs", {"strategy": "ep", "ep": {"cuda_graphs": True}})
 PADDED = "ep, static capacity"
 
 
-def builder_of(name: str, capacity: int, hardware: Path | None) -> Builder:
-    """What makes a contender; ours with rows padded to a capacity where they are padded, and on a
-    cluster that is named."""
-    ways = {way.name: way for way in (*WAYS, GRAPHS)}
-    if name not in ways:
-        return BUILDERS[name]
-    block = dict(ways[name].block)
+NAMED = {way.name: way for way in (*WAYS, GRAPHS)}
+
+
+def way_of(name: str, capacity: int, hardware: Path | None) -> Way:
+    """With rows padded to a capacity where they are padded, and on a cluster that is named."""
+    block = dict(NAMED[name].block)
     if name == PADDED:
         block["ep"] = {**block["ep"], "static_capacity": capacity}
     if hardware is not None:
         block["hardware"] = str(hardware)
-    return partial(Ours, replace(ways[name], block=block))
+    return replace(NAMED[name], block=block)
 
 
 def synchronize() -> None:
@@ -155,7 +138,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float, float]:
+def take_step(contender: Ours, batch: Batch, number: int) -> tuple[float, float, float]:
     """Milliseconds of a step, in which it was issued, and what came behind it. Collective."""
     contender.model.zero_grad(set_to_none=True)
     synchronize()
@@ -172,7 +155,7 @@ def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, f
 
 
 def measure(
-    contenders: Sequence[Contender],
+    contenders: Sequence[Ours],
     sizes: Sizes,
     warm_ups: int,
     rounds: int,
@@ -243,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["small"])
-    add("--only", nargs="+", choices=(*BUILDERS, GRAPHS.name), default=list(COUNTED))
+    add("--only", nargs="+", choices=NAMED, default=list(COUNTED))
     add("--ranks", type=int, default=8)
     add("--rank", type=int, default=3, help="for which of them the process stands")
     add("--layers", type=int, default=4)
@@ -282,7 +265,7 @@ def main() -> None:
             contenders, skipped = [], {}
             for contender in given.only:
                 try:
-                    built = builder_of(contender, capacity, given.hardware)(sizes)
+                    built = Ours(way_of(contender, capacity, given.hardware), sizes)
                     if given.attention:
                         built.attend([Attention(sizes, name) for _ in range(sizes.layers)])
                     take_step(built, Batch.of(sizes, 0, is_settled=is_settled), 0)

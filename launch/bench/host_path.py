@@ -3,15 +3,17 @@
 
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`
 `... --only ep prophet --rounds 40 --json host.json`
-`... --kernels`, with Triton on ``PYTHONPATH`` (`no_device.py`)
 
 One process stands for one of all ranks (`fake_world.py`), experts are tiny, layers take the way of
 a GPU, and grouped GEMMs return at once, so that what is left is the processor's time to issue them.
-The contenders take turns, a step each, in an order that rotates; processor time, not that of a
-clock, which other programs disturb less. In the measured span are, of every contender alike, order,
-dispatch, experts, combine and restore with their backward; gates are not: their choices are made
-beforehand. Beside that, in steps of their own and by the clock: what lies between a wait and the
-exchange that follows it (`host_windows.py`).
+All ways take turns, a step each, in an order that rotates; processor time, not that of a clock,
+which other programs disturb less. Gates are not in it: their choices are made beforehand.
+
+Steps of their own count what would make a GPU's host wait, copy or call its network. A tensor is
+the host's if it came from numpy or from Python's numbers, was fetched, or was computed from such
+tensors alone; all others stand for the device's. Methods are changed for all threads. What is the
+host's is followed by a torch function mode, which the product's lanes carry with them: a thread
+without it may count too much, never too little.
 """
 
 from __future__ import annotations
@@ -20,122 +22,400 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice, pairwise, product
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import torch
-from fake_world import as_on_cuda, fake_world, products_at_once
-from host_counts import Place, counted
-from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
-from host_path_peers import PEERS
-from host_windows import windows
-from no_device import kernels_nowhere
+import torch.distributed as dist
+from fake_world import (
+    WAYS,
+    Batch,
+    Ours,
+    Sizes,
+    as_on_cuda,
+    fake_world,
+    products_at_once,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rotation import NUM_WARM_UPS, rotated
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ds_moe_ext.core.kernels import HAS_TRITON
+from ds_moe_ext.core import comm
 
-BUILDERS: Mapping[str, Builder] = {**OURS, **PEERS}
-"""All contenders by name; the first is what the others are compared with."""
+# Counts.
+
+FETCHES = (
+    "item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
+    "__complex__", "__contains__", "nonzero", "argwhere", "masked_select", "unique",
+    "unique_consecutive", "bincount", "equal", "allclose", "is_nonzero",
+)  # fmt: skip
+"""Methods and functions for which the host waits: for values, or for how many there are."""
+
+COPIES = ("tensor", "as_tensor")
+"""Functions that copy what Python has, where they are told a device."""
+
+COLLECTIVES = (
+    "all_to_all_single", "alltoall_base", "alltoall", "all_gather_single", "_allgather_base",
+    "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_single", "_reduce_scatter_base", "barrier",
+)  # fmt: skip
+"""Of a process group."""
 
 COUNTED_STEPS = 2
-CALLS = frozenset(("call", "c_call"))  # events of sys.setprofile
+HERE = Path(__file__)
+ROOT = HERE.parents[2]
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    what: str  # was called there
+    file: str  # below the repository, or below ``site-packages``
+    line: int  # in it
+    function: str  # around it
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}: {self.what}"
+
+    @classmethod
+    def of_caller(cls, what: str, frame: FrameType | None = None) -> Place:
+        """The innermost that is not torch's, numpy's or this file; from a frame on, if given."""
+        frame = frame or sys._getframe(1)
+        while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
+            frame = frame.f_back
+        path, code = Path(frame.f_code.co_filename), frame.f_code
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            name = str(path.relative_to(ROOT))
+        else:
+            name = str(path).rpartition("site-packages/")[2]
+        return cls(what, name, frame.f_lineno, code.co_name)
+
+
+def _is_inner(file: str) -> bool:
+    inner = ("/site-packages/torch/", "/site-packages/numpy/", "/unittest/mock.py", "<")
+    return file == str(HERE) or file.startswith("<") or any(part in file for part in inner[:-1])
+
+
+@dataclass
+class HostCounts:
+    """By place, since counting began."""
+
+    waits: Counter[Place] = field(default_factory=Counter)  # of the host for the device
+    copies: Counter[Place] = field(default_factory=Counter)  # from the host to the device
+    # calls of a communicator; one for all that is sent and received in pairs
+    collectives: Counter[Place] = field(default_factory=Counter)
+    parcels: int = 0  # tensors that went in pairs, of this rank
+
+
+class _State(threading.local):
+    """Attributes: is_inside: this thread is in a call that counts as one."""
+
+    is_inside = False
+
+
+class _Counter:
+    """Counts into a record; each call counts once, whatever it calls in turn."""
+
+    def __init__(self, counts: HostCounts) -> None:
+        self.counts, self._state, self._lock = counts, _State(), threading.Lock()
+
+    def add(self, to: Counter[Place], what: str) -> None:
+        """Count the call that is made."""
+        if not self._state.is_inside:
+            with self._lock:
+                to[Place.of_caller(what)] += 1
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Nothing in it counts."""
+        before, self._state.is_inside = self._state.is_inside, True
+        try:
+            yield
+        finally:
+            self._state.is_inside = before
+
+    def fetch(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A method or function for which the host waits."""
+
+        def fetched(tensor: Any, *args: Any, **named: Any) -> Any:
+            if not _is_hosts(tensor):
+                self.add(self.counts.waits, name)
+            with self.inside():
+                out = stock(tensor, *args, **named)
+                return _of_host(out) if name == "cpu" else out
+
+        return fetched
+
+    def to(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def to(tensor: Tensor, *args: Any, **named: Any) -> Any:
+            given = (*args, *named.values())
+            names_cpu = any(isinstance(each, str) and each == "cpu" for each in given)
+            names_device = any(isinstance(each, str | torch.device | Tensor) for each in given)
+            is_hosts = _is_hosts(tensor)
+            if names_cpu and not is_hosts:
+                self.add(self.counts.waits, "to")
+            elif names_device and not names_cpu and is_hosts:
+                self.add(self.counts.copies, "to")
+            with self.inside():
+                out = stock(tensor, *args, **named)
+                if names_cpu:
+                    return _of_host(out)
+                return _of_device(out) if names_device and is_hosts else out
+
+        return to
+
+    def copy_(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def copy_(tensor: Tensor, source: Tensor, *args: Any, **named: Any) -> Any:
+            if _is_hosts(source) and not _is_hosts(tensor):
+                self.add(self.counts.copies, "copy_")
+            elif _is_hosts(tensor) and not _is_hosts(source):
+                self.add(self.counts.waits, "copy_")
+            with self.inside():
+                return stock(tensor, source, *args, **named)
+
+        return copy_
+
+    def index(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an index that is a mask the host must know how many are true; of one number, which."""
+
+        def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
+            if not _is_hosts(tensor) and any(map(_must_be_known, _parts(index))):
+                self.add(self.counts.waits, name)
+            with self.inside():
+                return stock(tensor, index, *value)
+
+        return indexed
+
+    def repeat(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def repeat_interleave(tensor: Tensor, *args: Any, **named: Any) -> Any:
+            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+            lengths = tensors[0] if tensors else tensor if not args and not named else None
+            if lengths is not None and not _is_hosts(lengths) and "output_size" not in named:
+                self.add(self.counts.waits, "repeat_interleave")
+            with self.inside():
+                return stock(tensor, *args, **named)
+
+        return repeat_interleave
+
+    def made(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that copies what Python has."""
+
+        def made(*args: Any, **named: Any) -> Any:
+            if named.get("device") is not None:
+                self.add(self.counts.copies, name)
+            with self.inside():
+                return stock(*args, **named)
+
+        return made
+
+    def new_tensor(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def new_tensor(tensor: Tensor, *args: Any, **named: Any) -> Any:
+            if not _is_hosts(tensor):
+                self.add(self.counts.copies, "new_tensor")
+            with self.inside():
+                return stock(tensor, *args, **named)
+
+        return new_tensor
+
+    def collective(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            self.add(self.counts.collectives, name)
+            with self.inside():
+                return stock(*args, **named)
+
+        return called
+
+    def pairs(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_isend_irecv(ops: list[Any]) -> Any:
+            self.add(self.counts.collectives, "batch_isend_irecv")
+            with self._lock:
+                self.counts.parcels += len(ops)
+            with self.inside():
+                return stock(ops)
+
+        return batch_isend_irecv
+
+    def post(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours, of what is sent and received in pairs."""
+
+        def post(pairs: comm.Pairs, receives: Sequence[Any], sends: Sequence[Any]) -> Any:
+            num_parcels = len(receives) + len(sends)
+            if num_parcels:
+                self.add(self.counts.collectives, "post")
+            with self._lock:
+                self.counts.parcels += num_parcels
+            with self.inside():
+                return stock(pairs, receives, sends)
+
+        return post
+
+
+class _Following(TorchFunctionMode):
+    """What is computed from the host's tensors alone is the host's; so is what is made of nothing,
+    unless for a device, which is never named: a layer has a ``torch.device``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        out = func(*args, **named)
+        read = [*_tensors(args), *_tensors(tuple(named.values()))]
+        if all(map(_is_hosts, read)) if read else named.get("device") in (None, "cpu"):
+            for tensor in _tensors(out):
+                vars(tensor)[_MARK] = True
+        return out
+
+
+_MARK = "_is_on_host_of_bench"
+
+
+def _is_hosts(value: Any) -> bool:
+    return not isinstance(value, Tensor) or _MARK in vars(value)
+
+
+def _of_host(tensor: Any) -> Any:
+    """Another tensor of the same values, which is the host's."""
+    alias = tensor.view(tensor.shape)
+    vars(alias)[_MARK] = True
+    return alias
+
+
+def _of_device(tensor: Tensor) -> Tensor:
+    alias = tensor.view(tensor.shape)
+    vars(alias).pop(_MARK, None)
+    return alias
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _parts(index: Any) -> Iterator[Any]:
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, slice):
+            yield from (part.start, part.stop, part.step)
+        else:
+            yield part
+
+
+def _must_be_known(part: Any) -> bool:
+    if not isinstance(part, Tensor) or _is_hosts(part):
+        return False
+    return part.dtype in (torch.bool, torch.uint8) or part.dim() == 0
+
+
+@contextmanager
+def counted() -> Iterator[HostCounts]:
+    """Count, inside the block. What a batch is made of must be made outside."""
+    counter = _Counter(HostCounts())
+    with ExitStack() as changed:
+
+        def change(owner: Any, name: str, around: Callable[..., Any], *told: Any) -> None:
+            new = around(*told, getattr(owner, name))
+            changed.enter_context(mock.patch.object(owner, name, new))
+
+        for name in FETCHES:
+            for owner in (Tensor, torch):
+                if hasattr(owner, name):
+                    change(owner, name, counter.fetch, name)
+        for name in COPIES:
+            change(torch, name, counter.made, name)
+        for owner in (Tensor, torch):
+            change(owner, "repeat_interleave", counter.repeat)
+        for name in ("__getitem__", "__setitem__"):
+            change(Tensor, name, counter.index, name)
+        for name, around in {
+            "to": counter.to,
+            "copy_": counter.copy_,
+            "new_tensor": counter.new_tensor,
+        }.items():
+            change(Tensor, name, around)
+        change(torch, "from_numpy", _from_numpy)
+        for name in COLLECTIVES:
+            change(dist.ProcessGroup, name, counter.collective, name)
+        for name in ("send", "recv"):
+            change(dist.ProcessGroup, name, counter.collective, name)
+        change(dist, "batch_isend_irecv", counter.pairs)
+        change(comm.Pairs, "post", counter.post)
+        changed.enter_context(_Following())
+        yield counter.counts
+
+
+def _from_numpy(stock: Callable[[np.ndarray], Tensor]) -> Callable[[np.ndarray], Tensor]:
+    return lambda array: _of_host(stock(array))
+
+
+# Time.
 
 
 class Span(NamedTuple):
-    """Processor seconds of a layer in one step.
+    """Processor seconds of a layer in one step."""
 
-    Attributes:
-        caller_s: of the thread that calls.
-        all_s: of all threads.
-    """
-
-    caller_s: float
-    all_s: float
+    caller_s: float  # of the thread that calls
+    all_s: float  # of all threads
 
 
 @dataclass(frozen=True)
 class Step:
-    """Processor time of a layer in one step.
-
-    Attributes:
-        forward: through the layer.
-        backward: likewise.
-        between: from its backward to the next step, without an optimizer's.
-    """
+    """Processor time of a layer in one step."""
 
     forward: Span
     backward: Span
-    between: Span
+    between: Span  # from its backward to the next step, without an optimizer's
 
     @property
-    def all_s(self) -> float:
-        """Of all threads."""
-        return self.forward.all_s + self.backward.all_s + self.between.all_s
+    def whole(self) -> Span:
+        """All of it."""
+        spans = (self.forward, self.backward, self.between)
+        return Span(sum(span.caller_s for span in spans), sum(span.all_s for span in spans))
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a layer and step, both directions and what is between steps.
-
-    Attributes:
-        waits: of the host for the device.
-        copies: from the host to the device.
-        collectives: calls of a communicator; one for all that is sent and received in pairs.
-        parcels: tensors that went in pairs.
-        calls: of Python's and of built-in functions, by the thread that calls.
-        calls_after_waits: those of them in forward from a wait to the exchange that follows.
-        kept_blocks: of Python's memory that forward leaves to backward.
-        places: of waits, copies and collectives, with how many.
-        waits_in_passes: files and functions of waits in forward and backward.
-    """
+    """Of a layer and step, both directions and what is between steps; see ``HostCounts``."""
 
     waits: float
     copies: float
     collectives: float
     parcels: float
-    calls: float
-    calls_after_waits: float
-    kept_blocks: float
-    places: Mapping[str, float]
-    waits_in_passes: Sequence[str]
+    places: Mapping[str, float]  # of waits, copies and collectives, with how many
+    waits_in_passes: Sequence[str]  # files and functions of waits in forward and backward
 
 
 @dataclass(frozen=True)
 class Result:
-    """One contender's.
+    """One way's."""
 
-    Attributes:
-        ranks: of the world.
-        slots: experts that a rank is home to.
-        name: of the contender.
-        steps: those that were timed, in rounds.
-        counts: of the steps after them.
-        after_waits_s: of a layer in each of more steps, in forward from a wait to the exchange that
-            follows; see ``host_windows.py``.
-        skipped: why it did not run; empty if it did.
-    """
-
-    ranks: int
-    slots: int
     name: str
     steps: tuple[Step, ...] = ()
-    counts: Counts | None = None
-    after_waits_s: tuple[float, ...] = ()
-    skipped: str = ""
+    counts: Counts | None = None  # of the steps after them
+    skipped: str = ""  # why it did not run
 
 
 def now() -> Span:
@@ -145,7 +425,7 @@ def now() -> Span:
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Garbage of one contender is not collected in another one's time."""
+    """Garbage of one way is not collected in another one's time."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -156,23 +436,23 @@ def no_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def passes(contender: Contender, batch: Batch, number: int) -> Iterator[Span]:
-    """One step of a contender, with the moments between its parts. Collective."""
+def passes(layers: Ours, batch: Batch, number: int) -> Iterator[Span]:
+    """One step, with the moments between its parts. Collective."""
     yield now()
-    y_TD = contender.forward(batch)
+    y_TD = layers.forward(batch)
     yield now()
     y_TD.backward(torch.ones_like(y_TD))
-    del y_TD  # the graph is freed in its own contender's time
+    del y_TD  # the graph is freed in its own way's time
     yield now()
-    contender.after_step(number)
+    layers.after_step(number)
     yield now()
 
 
-def take_step(contender: Contender, batch: Batch, number: int) -> Step:
-    """One step of a contender, timed. Collective."""
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn():
-        times = list(passes(contender, batch, number))
+def take_step(layers: Ours, batch: Batch, number: int) -> Step:
+    """One step, timed. Collective."""
+    layers.model.zero_grad(set_to_none=True)
+    with layers.turn():
+        times = list(passes(layers, batch, number))
     gc.collect()
     num_layers = len(batch.expert_LTK)
     spans = (
@@ -182,233 +462,110 @@ def take_step(contender: Contender, batch: Batch, number: int) -> Step:
     return Step(*spans)
 
 
-def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
+def counts_of(layers: Ours, sizes: Sizes, first: int) -> Counts:
     """What steps from a number on count. Collective."""
-    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 4)]
+    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 1)]
     with counted() as seen:
         for number in range(COUNTED_STEPS):
-            take_step(contender, batches[number], first + number)
+            take_step(layers, batches[number], first + number)
     num = COUNTED_STEPS * sizes.layers
-    waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
-    by_place: Counter[Place] = waits + seen.copies + seen.collectives
-    *_, one, two, three, four = batches
-    after = first + COUNTED_STEPS
-    where = waits_of_passes(contender, one, after)
+    by_place: Counter[Place] = seen.waits + seen.copies + seen.collectives
     return Counts(
-        waits=waits.total() / num,
+        waits=seen.waits.total() / num,
         copies=seen.copies.total() / num,
         collectives=seen.collectives.total() / num,
         parcels=seen.parcels / num,
-        calls=calls_of(contender, two, after + 1) / sizes.layers,
-        calls_after_waits=calls_after_waits(contender, three, after + 2, where) / sizes.layers,
-        kept_blocks=kept_blocks(contender, four, after + 3) / sizes.layers,
         places={str(place): number / num for place, number in by_place.most_common()},
-        waits_in_passes=where,
+        waits_in_passes=waits_of_passes(layers, batches[-1], first + COUNTED_STEPS),
     )
 
 
-def waits_of_passes(contender: Contender, batch: Batch, number: int) -> list[str]:
+def waits_of_passes(layers: Ours, batch: Batch, number: int) -> list[str]:
     """Where the host waits in forward and backward of a step. Collective."""
     found: list[Counter[Place]] = []
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn(), counted() as seen:
-        for _ in passes(contender, batch, number):  # the third moment is after backward
+    layers.model.zero_grad(set_to_none=True)
+    with layers.turn(), counted() as seen:
+        for _ in passes(layers, batch, number):  # the third moment is after backward
             found.append(Counter(seen.waits))
-    places = {place for place in found[2] if place.function not in contender.cpu_only}
-    return sorted({f"{place.file} {place.function}" for place in places})
-
-
-def calls_of(contender: Contender, batch: Batch, number: int) -> int:
-    """Of functions, Python's and built-in ones, by this thread in a step. Collective."""
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn():
-        return _calls_in(passes(contender, batch, number), lambda: True)
-
-
-def calls_after_waits(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> int:
-    """Those of them in forward from a wait to the exchange that follows. Collective."""
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn(), windows(waits) as seen:
-        step = passes(contender, batch, number)
-        found = _calls_in(islice(step, 2), lambda: seen.since_s is not None)
-        deque(step, maxlen=0)
-    return found
-
-
-def _calls_in(step: Iterator[Span], is_counted: Callable[[], bool]) -> int:
-    """Of functions, in parts of a step."""
-    found = 0
-
-    def saw(frame: object, event: str, argument: object) -> None:
-        nonlocal found
-        found += event in CALLS and is_counted()
-
-    sys.setprofile(saw)
-    try:
-        deque(step, maxlen=0)
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-def after_waits(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> float:
-    """Seconds of a layer in forward from a wait to the exchange that follows. Collective."""
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn(), windows(waits) as seen:
-        step = passes(contender, batch, number)
-        deque(islice(step, 2), maxlen=0)
-        seconds = sum(seen.seconds)
-        deque(step, maxlen=0)
-    return seconds / len(batch.expert_LTK)
-
-
-def kept_blocks(contender: Contender, batch: Batch, number: int) -> int:
-    """Of Python's memory, that forward leaves to backward, in the step of a number. Collective."""
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn():
-        before, after, *_ = [sys.getallocatedblocks() for _ in passes(contender, batch, number)]
-    return after - before
+    return sorted({f"{place.file} {place.function}" for place in found[2]})
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures.
-
-    Attributes:
-        ranks: of the world.
-        slots: experts a rank.
-        sizes: of the model.
-        only: names of the contenders; none for all.
-        rounds: in which each takes a step that is timed.
-        rank: that the process stands for.
-        launches: layers of ours launch Triton's kernels, see ``no_device.py``; else torch's
-            operations stand in for them.
-    """
+    """What one process measures: so many rounds, in which each way takes a step that is timed."""
 
     ranks: int
-    slots: int
+    slots: int  # experts a rank
     sizes: Sizes
-    only: Sequence[str]
+    only: Sequence[str]  # names of ways; none for all
     rounds: int
-    rank: int = 0
-    launches: bool = False
-
-
-def build(job: Job) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run, and why the others cannot. Collective."""
-    contenders, skipped = [], {}
-    for name, builder in BUILDERS.items():
-        if job.only and name not in job.only:
-            continue
-        try:
-            contender = builder(job.sizes)
-            take_step(contender, Batch.of(job.sizes, 0), 0)
-            contenders.append(contender)
-        except Exception as error:
-            skipped[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return contenders, skipped
+    rank: int = 0  # that the process stands for
 
 
 def measure(job: Job) -> list[Result]:
-    """All contenders in one world, turn by turn. In a process of its own."""
+    """All ways in one world, turn by turn. In a process of its own."""
     torch.set_num_threads(1)
-    console = Console(stderr=True)
-    launches = kernels_nowhere() if job.launches else nullcontext()
-    with fake_world(job.ranks, job.rank), as_on_cuda(), products_at_once(), launches:
-        contenders, skipped = build(job)
-        steps: dict[str, list[Step]] = {each.name: [] for each in contenders}
+    results, built = list[Result](), list[Ours]()
+    with fake_world(job.ranks, job.rank), as_on_cuda(), products_at_once():
+        for way in WAYS:
+            if job.only and way.name not in job.only:
+                continue
+            try:
+                layers = Ours(way, job.sizes)
+                take_step(layers, Batch.of(job.sizes, 0), 0)
+                built.append(layers)
+            except Exception as error:
+                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                results.append(Result(way.name, skipped=why))
+        steps: dict[str, list[Step]] = {each.name: [] for each in built}
+        after = 1 + NUM_WARM_UPS + job.rounds
         title = f"{job.ranks} ranks, {job.slots} experts each"
-        rounds = range(1, 1 + NUM_WARM_UPS + job.rounds)
         with no_collector():
-            for number in track(rounds, title, console=console):
-                for contender in rotated(contenders, number):
-                    step = take_step(contender, Batch.of(job.sizes, number), number)
+            for number in track(range(1, after), title, console=Console(stderr=True)):
+                for layers in rotated(built, number):
+                    step = take_step(layers, Batch.of(job.sizes, number), number)
                     if number > NUM_WARM_UPS:
-                        steps[contender.name].append(step)
-            after = 1 + NUM_WARM_UPS + job.rounds
-            counts = {each.name: counts_of(each, job.sizes, after) for each in contenders}
-            after_waits_s: dict[str, list[float]] = {each.name: [] for each in contenders}
-            first = after + COUNTED_STEPS + 4
-            for number in range(first, first + job.rounds):
-                for each in rotated(contenders, number):
-                    waits = counts[each.name].waits_in_passes
-                    took = after_waits(each, Batch.of(job.sizes, number), number, waits)
-                    after_waits_s[each.name].append(took)
-    where = job.ranks, job.slots
-    return [
-        *(
-            Result(*where, name, tuple(found), counts[name], tuple(after_waits_s[name]))
-            for name, found in steps.items()
-        ),
-        *(Result(*where, name, skipped=reason) for name, reason in skipped.items()),
-    ]
+                        steps[layers.name].append(step)
+            counts = {each.name: counts_of(each, job.sizes, after) for each in built}
+    results[:0] = [Result(name, tuple(own), counts[name]) for name, own in steps.items()]
+    return results
 
 
-def lower_us(seconds: Iterator[float]) -> float:
+def lower_us(spans: Iterator[float]) -> float:
     """The lower quartile, in microseconds: what disturbs makes slower only."""
-    return 1e6 * statistics.quantiles(seconds, n=4, method="inclusive")[0]
+    return 1e6 * statistics.quantiles(spans, n=4, method="inclusive")[0]
 
 
-def ratios(result: Result, first: Result) -> list[float]:
-    """Quartiles of its time over the first's, paired by round."""
-    pairs = zip(result.steps, first.steps)
-    return statistics.quantiles([a.all_s / b.all_s for a, b in pairs], n=4, method="inclusive")
+COLUMNS = ("forward", "backward", "between", "sum", "of the caller", "x first", "quartiles")
+COUNTED = ("waits", "copies", "collectives", "parcels")
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Those of one world."""
-    ran = [each for each in results if each.steps]
-    first = ran[0]
-    table = Table(
-        title=f"{first.ranks} ranks, {first.slots} experts each: processor us a layer",
-        title_justify="left",
-    )
-    table.add_column("contender")
-    for column in (
-        "forward",
-        "backward",
-        "between",
-        "sum",
-        "of the caller",
-        "after waits",
-        "x first",
-        "quartiles",
-    ):
+def table_of(title: str, results: Sequence[Result]) -> Table:
+    """Processor microseconds, ratios to the first way's that are paired by round, and counts."""
+    table = Table(title=f"{title}: processor us a layer", title_justify="left")
+    table.add_column("way")
+    for column in (*COLUMNS, *COUNTED):
         table.add_column(column, justify="right")
+    ran = [each for each in results if each.counts is not None]
     for each in ran:
-        low, middle, high = ratios(each, first)
+        pairs = zip(each.steps, ran[0].steps)
+        ratios = [own.whole.all_s / first.whole.all_s for own, first in pairs]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         cells = (
             lower_us(step.forward.all_s for step in each.steps),
             lower_us(step.backward.all_s for step in each.steps),
             lower_us(step.between.all_s for step in each.steps),
-            lower_us(step.all_s for step in each.steps),
-            lower_us(
-                step.forward.caller_s + step.backward.caller_s + step.between.caller_s
-                for step in each.steps
-            ),
-            lower_us(iter(each.after_waits_s)),
+            lower_us(step.whole.all_s for step in each.steps),
+            lower_us(step.whole.caller_s for step in each.steps),
         )
+        counts = asdict(each.counts) if each.counts else {}
         table.add_row(
-            each.name, *(f"{us:,.0f}" for us in cells), f"{middle:.2f}", f"{low:.2f}-{high:.2f}"
+            each.name,
+            *(f"{us:,.0f}" for us in cells),
+            f"{middle:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            *(f"{counts[name]:,.4g}" for name in COUNTED),
         )
-    return table
-
-
-COUNTED = (
-    "waits", "copies", "collectives", "parcels", "calls", "calls_after_waits", "kept_blocks",
-)  # fmt: skip
-
-
-def counts_table(results: Sequence[Result]) -> Table:
-    """Those of one world."""
-    table = Table(title="a layer and step", title_justify="left")
-    table.add_column("contender")
-    for column in COUNTED:
-        table.add_column(column.replace("_", " "), justify="right")
-    for each in results:
-        if each.counts is not None:
-            figures = asdict(each.counts)
-            table.add_row(each.name, *(f"{figures[column]:,.4g}" for column in COUNTED))
     return table
 
 
@@ -421,61 +578,41 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[8])
     add("--slots", type=int, nargs="+", default=[1, 8], help="experts a rank")
     add("--rank", type=int, default=0, help="for which of them the process stands")
+    names = [way.name for way in WAYS]
     add(
         "--only",
         nargs="+",
-        choices=BUILDERS,
+        choices=names,
         default=[],
-        help="the first is compared with the others",
+        help="all others are compared with the first",
     )
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=64, help="of a rank")
     add("--top_k", type=int, default=2)
     add("--rounds", type=int, default=24)
-    add("--kernels", action="store_true", help="launch Triton's, on no device; needs Triton")
     add("--json", type=Path, help="write the figures here")
-    given = parser.parse_args()
-    if given.kernels and not HAS_TRITON:
-        parser.error(
-            "--kernels, but there is no Triton: pip install --target FOLDER triton, then "
-            "PYTHONPATH=FOLDER"
-        )
-    return given
-
-
-def machine() -> Mapping[str, str]:
-    """On which it was measured."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    cores = f"{len(os.sched_getaffinity(0))} cores"
-    load = f"load {os.getloadavg()[0]:.1f}"
-    return {"cpu": cpu, "cores": cores, "load": load, "torch": torch.__version__}
+    return parser.parse_args()
 
 
 def main() -> None:
     """Measure each world in a process of its own, print."""
     given = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    results: list[Result] = []
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    figures = []
     for ranks, slots in product(given.ranks, given.slots):
         sizes = Sizes(given.layers, ranks * slots, given.tokens, given.top_k)
-        job = Job(ranks, slots, sizes, given.only, given.rounds, given.rank, given.kernels)
+        job = Job(ranks, slots, sizes, given.only, given.rounds, given.rank)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(measure, job).result()
-        console.print(table_of(found))
-        console.print(counts_table(found))
+        console.print(table_of(f"{ranks} ranks, {slots} experts each", found))
         for each in found:
             if each.skipped:
                 console.print(f"not run: {each.name}: {each.skipped}")
-        results += found
-    told = machine()
-    console.print(", ".join(told.values()))
+        figures += [{"ranks": ranks, "slots": slots, **asdict(each)} for each in found]
+    load = f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+    console.print(f"{load}, torch {torch.__version__}")
     if given.json:
-        figures = [asdict(each) for each in results]
-        about = {"command": sys.argv, "machine": told}
-        given.json.write_text(json.dumps({**about, "results": figures}))
+        given.json.write_text(json.dumps({"command": sys.argv, "load": load, "results": figures}))
 
 
 if __name__ == "__main__":

@@ -58,43 +58,29 @@ ENDS_AFTER_S = 10
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to whom.
+    """What happens to whom."""
 
-    Attributes:
-        host, strategy: of the run.
-        how: "kill", "stop", "end", or of ``SAVES``.
-        victim: the rank; in a save all are killed.
-        after_s: seconds behind the third step; in a save, behind the first checkpoint.
-    """
-
-    host: str
+    host: str  # host, strategy: of the run
     strategy: str
-    how: str
-    victim: int
-    after_s: float
+    how: str  # "kill", "stop", "end", or of ``SAVES``
+    victim: int  # the rank; in a save all are killed
+    after_s: float  # seconds behind the third step; in a save, behind the first checkpoint
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it.
+    """What became of it."""
 
-    Attributes:
-        case: what happened.
-        ended_s: when the last of the others had ended; in a stop, when the first line was told.
-            None: not in time.
-        names_layer, names_rank: what the others told says where they waited, and for whom.
-        is_loaded: of a save: the last checkpoint was loaded, whole.
-        is_refused: of a save: it was not, in one line that says why.
-        told: by the others, at the end.
-    """
-
-    case: Case
+    case: Case  # what happened
+    # when the last of the others had ended; in a stop, when the first line was told. None: not in
+    # time
     ended_s: float | None
+    # names_layer, names_rank: what the others told says where they waited, and for whom
     names_layer: bool
     names_rank: bool
-    is_loaded: bool | None
-    is_refused: bool
-    told: str
+    is_loaded: bool | None  # of a save: the last checkpoint was loaded, whole
+    is_refused: bool  # of a save: it was not, in one line that says why
+    told: str  # by the others, at the end
 
 
 class NotStarted(RuntimeError):
@@ -114,7 +100,7 @@ def train(rank: int, port: int, case: Case, folder: Path, loads: bool) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
-    from small_runs import made
+    from damage import made
 
     waits = {"ends_after_s": ENDS_AFTER_S if case.how == "end" else None}
     run = made(case.host, case.strategy, beside=case.how == "save_beside", waits=waits)
@@ -152,11 +138,7 @@ def state_of(run: Any) -> str:
 
 def step_of(loaded: Sequence[str], before: Sequence[str]) -> str:
     """Of which step the state was that ranks loaded, by what they had said before; experts may have
-    come to others. Empty: of none.
-
-    Args:
-        loaded, before: what each rank told.
-    """
+    come to others. Empty: of none."""
 
     def together(told: Sequence[str], what: str) -> list[str]:
         found = [re.search(rf"{what} ([0-9a-f ]+)$", text, re.MULTILINE) for text in told]
@@ -276,7 +258,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all outcomes here")
     given = parser.parse_args()
-    preload = ["deepspeed", "transformers.models.mixtral.modeling_mixtral", "small_runs"]
+    preload = ["deepspeed", "transformers.models.mixtral.modeling_mixtral", "damage"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     draw, begun_s, found = random.Random(given.seed), time.monotonic(), list[Outcome]()
     kinds = [(h, s, w) for w in given.how for s in given.strategies for h in given.hosts]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose computing only takes time, so that few cores stand for any number of devices.
+"""A model whose computing only takes time, and links that only do, so that few cores stand for any
+number of devices.
 
 Attention and experts hold their thread until their time has passed, in proportion to rows. Shape
 letters: T rows of a rank, R rows that arrive, S experts of a rank, F and D the shape of an expert's
@@ -8,46 +9,43 @@ weights.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_moe_ext.core import comm
+from ds_moe_ext.core.comm import Pairs, Parcel
 from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
+from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.schedule.executor import InlineLanes, Steps, ThreadLanes
 
 BACKWARD = 2.0  # times as long as forward
 Moments = tuple[float, float]  # start and end
 
 
 class Held(NamedTuple):
-    """Computing that was stood in for, by moments of ``time.perf_counter``.
+    """Computing that was stood in for, by moments of ``time.perf_counter``."""
 
-    Attributes:
-        start_s: when it began.
-        end_s: when it ended.
-        late_s: by how much the machine let it last longer.
-    """
-
-    start_s: float
-    end_s: float
-    late_s: float
+    start_s: float  # when it began
+    end_s: float  # when it ended
+    late_s: float  # by how much the machine let it last longer
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long computing takes, forward.
+    """How long computing takes, forward."""
 
-    Attributes:
-        attention_s: of a layer.
-        row_s: an expert on one row.
-    """
-
-    attention_s: float
-    row_s: float
+    attention_s: float  # of a layer
+    row_s: float  # an expert on one row
     _held: list[Held] = field(default_factory=list, init=False)
 
     def hold(self, start_s: float, seconds: float) -> None:
@@ -168,3 +166,79 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, expert_T1: Tensor) -> Tensor:
         x_TD = _Attention.apply(self.pace, x_TD)
         return x_TD + self.experts(x_TD, expert_T1, x_TD.new_ones(expert_T1.shape))
+
+
+# Links.
+
+SLICE_S = 0.002  # after which a transfer looks again who shares the card
+
+
+@dataclass(eq=False)
+class Card:
+    """A rank's network card. Transfers of several lanes that are under way together share it
+    evenly, as on a network."""
+
+    bytes_per_s: float  # each way
+    start_s: float  # of one transfer
+    sent_bytes: int = 0  # so far
+    _sharers: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def carry(self, sent_bytes: int, received_bytes: int) -> None:
+        """Let the thread sleep for as long as this takes; both ways go on at once."""
+        self.sent_bytes += sent_bytes
+        left = float(max(sent_bytes, received_bytes))
+        if not left:
+            return
+        time.sleep(self.start_s)
+        self._count(1)
+        now_s = time.perf_counter()
+        while left > 0:
+            rate, since_s = self.bytes_per_s / self._sharers, now_s
+            time.sleep(min(left / rate, SLICE_S))
+            now_s = time.perf_counter()
+            left -= rate * (now_s - since_s)
+        self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._sharers += more
+
+
+@contextmanager
+def paced_links(card: Card, ranks_per_node: int = 1) -> Iterator[None]:
+    """Rows and copies of experts that go to other nodes take their time on a card inside the block;
+    layers are to be built there, too. All bytes are sent besides: nothing of it needs a right that
+    a user has not."""
+    exchanged, moved = comm.all_to_all_by_pairs, Pairs.move
+    own_node = dist.get_rank() // ranks_per_node
+
+    def is_far(group: dist.ProcessGroup, peer: int) -> bool:
+        return dist.get_global_rank(group, peer) // ranks_per_node != own_node
+
+    def all_to_all(
+        rows_N: Tensor, sent_C: Sequence[int], received_C: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        arrived_R = exchanged(rows_N, sent_C, received_C, group)
+        row_bytes = rows_N[:1].nbytes or arrived_R[:1].nbytes
+        far = [peer for peer in range(group.size()) if is_far(group, peer)]
+        card.carry(
+            row_bytes * sum(sent_C[peer] for peer in far),
+            row_bytes * sum(received_C[peer] for peer in far),
+        )
+        return arrived_R
+
+    def move(self: Pairs, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
+        yield from moved(self, receives, sends)
+        card.carry(
+            sum(tensor.nbytes for tensor, peer in sends if is_far(self.group, peer)),
+            sum(tensor.nbytes for tensor, peer in receives if is_far(self.group, peer)),
+        )
+
+    with (
+        mock.patch.object(dispatch, "all_to_all_by_pairs", all_to_all),
+        mock.patch.object(Pairs, "move", move),
+        mock.patch.object(ThreadLanes, "begin", InlineLanes.begin),  # a card carries in a lane
+        mock.patch("socket.gethostname", lambda: f"node{own_node}"),
+    ):
+        yield

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planners and ways of rows beside each other on real loads, a table in markdown.
 
-HECATE's, Pro-Prophet's and FasterMoE's planners are the product's own; EPLB, LAER-MoE, LLEP, ECHO,
-LoongForge and UltraEP are written anew here, their policies alone. Every planner plans each logged
-step twice: on the rows to come, and on those of the step before; the last four plan after the gate,
-on the rows to come in either case. HECATE's plans are guarded. No device and no process group is
-needed::
+HECATE's and Pro-Prophet's planners are the product's own, the others' those of `rival_planners.py`.
+Every planner plans each logged step twice: on the rows to come, and on those of the step before;
+the last four plan after the gate, on the rows to come in either case. HECATE's plans are guarded.
+No device and no process group is needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
 
-A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.loads`` writes them, or
-``counts_IRLE`` and ``iteration_I``. Shape letters: I logged steps, L layers, C cells (ranks), E
-experts.
+A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.loads`` writes them, or ``counts_IRLE``
+and ``iteration_I``. Shape letters: I logged steps, L layers, C cells (ranks), E experts.
 """
 
 from __future__ import annotations
@@ -19,46 +17,173 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from echo import in_bins, in_one_shot
-from eplb import balanced_slots
-from laer import laid_out
-from llep import spilled
-from loongforge import transported
-from priced_cluster import A100, PricedCluster
 from rich.console import Console
 from rich.progress import track
-from row_ways import (
+from rival_planners import (
+    A100,
     Layout,
+    PricedCluster,
     Way,
+    balanced_slots,
     by_optimum,
     by_own_rule,
     by_planned_parts,
     by_priced,
     evenly,
     evenly_on_node,
+    in_bins,
+    in_one_shot,
     in_turn,
+    laid_out,
+    quotas,
+    spilled,
     to_home,
     to_nearest,
+    transported,
 )
-from trace_replay import Planner, Score, score
-from ultraep import quotas
 
 from ds_moe_ext.core.hardware import read_hardware
-from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.planning.fssdp_planner import calibrate, guarded, materialize
+from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.planning.fssdp_planner import guarded, materialize
 from ds_moe_ext.planning.load_files import read_table
-from ds_moe_ext.planning.prices import RoutedRows, RowPrices
-from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts, shadow_experts
+from ds_moe_ext.planning.loads import LoadWindow, balance_L
+from ds_moe_ext.planning.prices import RoutedRows, RowPrices, between_nodes, busiest_link
+from ds_moe_ext.planning.prophet_planner import place_experts
 from ds_moe_ext.planning.strategy import Job, Pool, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
+
+COPY_TRIPS = 2  # weights to a copy, gradients back
+
+Layouts = Callable[[Sequence[Placement], np.ndarray, np.ndarray, PricedCluster], Sequence[Layout]]
+"""Plans a step: from homes, rows planned on and rows to come ``[L, C, E]``."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One row of the table.
+
+    Attributes:
+        name: as printed.
+        layouts: plans a step.
+        way: of the rows.
+        shard_degree: ``t`` of the choice of homes; None never chooses.
+    """
+
+    name: str
+    layouts: Layouts
+    way: Way = to_home
+
+
+@dataclass(frozen=True)
+class Score:
+    """Means over steps and layers.
+
+    Attributes:
+        balance: rows of the busiest rank over the mean.
+        spread: standard deviation of the ranks' rows.
+        remote: share of rows that leave their rank.
+        abroad: share of rows that leave their node.
+        copies: copies that a rank holds in a layer.
+        late: copies of these that are made after the gate.
+        plain_s: seconds of a layer by equation (6).
+        hidden_s: by equation (8).
+        priced_s: of its experts and exchanges, by what rows cost.
+        open_s: and of the way of copies that are made after the gate, weights there and gradients
+            back, on the busiest link.
+        plan_s: processor seconds of planning a layer.
+    """
+
+    balance: float
+    remote: float
+    abroad: float
+    copies: float
+    late: float
+    priced_s: float
+    open_s: float
+    plan_s: float
+
+
+def planned_steps(
+    runs: Sequence[np.ndarray], window: int, age: int = 1
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows planned on and rows to come of every step, ``[L, C, E]``.
+
+    The first steps of a run, of which nothing can be predicted, are left out."""
+    for rows_ILCE in runs:
+        seen = LoadWindow(max(window, 1))
+        predicted: deque[np.ndarray] = deque(maxlen=age)
+        for step, rows_LCE in enumerate(rows_ILCE):
+            if step >= age:
+                yield (predicted[0] if window else rows_LCE), rows_LCE
+            seen.push(rows_LCE)
+            predicted.append(np.stack(seen.predicted()))
+
+
+def score(
+    planner: Planner,
+    runs: Sequence[np.ndarray],
+    cluster: PricedCluster,
+    *,
+    window: int,
+    age: int = 1,
+) -> Score:
+    """Plan every step of the trace, and route its rows by the plan."""
+    scores = []
+    _, num_layers, num_ranks, num_experts = runs[0].shape
+    homes = even_homes([num_experts] * num_layers, num_ranks)
+    for planned_LCE, rows_LCE in planned_steps(runs, window, age):
+        started = time.process_time()
+        layouts = planner.layouts(homes, planned_LCE, rows_LCE, cluster)
+        sendings = [
+            planner.way(home, layout, planned_CE, cluster)
+            for home, layout, planned_CE in zip(homes, layouts, planned_LCE)
+        ]
+        plan_s = (time.process_time() - started) / num_layers
+        sent = [send(rows_CE).sum(axis=1) for send, rows_CE in zip(sendings, rows_LCE)]
+        scores.append(_score_of_step(homes, layouts, np.stack(sent), cluster, plan_s))
+    return Score(*np.mean([list(vars(each).values()) for each in scores], axis=0).tolist())
+
+
+def _score_of_step(
+    homes: Sequence[Placement],
+    layouts: Sequence[Layout],
+    sent_LCC: np.ndarray,
+    cluster: PricedCluster,
+    plan_s: float,
+) -> Score:
+    targets = [layout.target for layout in layouts]
+    at_gate = [layout.at_gate for layout in layouts]
+    computed_LC, node_C = sent_LCC.sum(axis=1), cluster.node_C
+    received_LC = computed_LC - sent_LCC.diagonal(axis1=1, axis2=2)
+    num_rows = int(computed_LC.sum())
+    num_abroad = sum(int(between_nodes(sent_CC, node_C).sum()) for sent_CC in sent_LCC)
+    priced_s = float(np.mean([cluster.row_prices.seconds(sent_CC, node_C) for sent_CC in sent_LCC]))
+    links = [busiest_link(*placements, node_C) for placements in zip(homes, at_gate, targets)]
+    return Score(
+        balance=float(balance_L(computed_LC).mean()),
+        remote=float(received_LC.sum()) / num_rows,
+        abroad=num_abroad / num_rows,
+        copies=_added(homes, targets) / computed_LC.size,
+        late=_added(at_gate, targets) / computed_LC.size,
+        priced_s=priced_s,
+        open_s=priced_s + COPY_TRIPS * cluster.prices.copy_s * float(np.mean(links)),
+        plan_s=plan_s,
+    )
+
+
+def _added(before: Sequence[Placement], after: Sequence[Placement]) -> int:
+    """Copies that the ranks hold more."""
+    return sum(int((b.holds_EC & ~a.holds_EC).sum()) for a, b in zip(before, after))
 
 
 def materialized(
@@ -69,42 +194,18 @@ def materialized(
     *,
     degree: int,
     copies: int,
-    calibrates: bool = False,
 ) -> list[Layout]:
-    """HECATE's targets, guarded.
-
-    Args:
-        homes: of each layer.
-        planned_LCE: rows planned on.
-        actual_LCE: rows to come, which calibration knows.
-        cluster: that plans are made for.
-        degree: ``t``.
-        copies: ``m``, of which calibration keeps one for itself.
-        calibrates: adds copies when the rows are known.
-    """
+    """HECATE's targets, guarded."""
     prices, node_C = cluster.prices, cluster.node_C
     targets = materialize(
         homes,
         list(planned_LCE.sum(axis=1)),
         overlap_degree=degree,
-        copies_per_cell=copies - calibrates,
+        copies_per_cell=copies,
         node_C=node_C,
     )
     targets = guarded(homes, targets, RoutedRows.of(list(planned_LCE), node_C), prices=prices)
-    if not calibrates:
-        return [Layout.of(target) for target in targets]
-    calibrated = (
-        calibrate(
-            home,
-            target,
-            rows_CE,
-            copies_left=copies - int((target.holds_EC & ~home.holds_EC).sum(axis=0).max()),
-            prices=prices,
-            node_C=node_C,
-        )
-        for home, target, rows_CE in zip(homes, targets, actual_LCE)
-    )
-    return [Layout.of(target, planned) for target, planned in zip(calibrated, targets)]
+    return [Layout.of(target) for target in targets]
 
 
 def as_it_comes(
@@ -118,8 +219,6 @@ def as_it_comes(
     """What a strategy of the product plans, and makes of the rows to come; loads are taken to move,
     memory to be plenty, and attention to hide as many copies as the strategy asks for."""
     prices, block = cluster.prices, cluster.block
-    if not cluster.row_prices.local_row_s:
-        prices = replace(prices, row_bytes=0.0)
     pool = Pool(
         layers=tuple(range(len(homes))),
         prices=prices,
@@ -149,11 +248,11 @@ def replicated(
     actual_LCE: np.ndarray,
     cluster: PricedCluster,
     *,
-    search: Callable[..., BlockPlan],
-    is_scheduled: bool = False,
+    balance: float,
 ) -> list[Layout]:
-    """What Pro-Prophet's planner, or FasterMoE's, finds; by equation (8) if scheduled, else (6)."""
-    prices = replace(cluster.block, is_scheduled=is_scheduled)
+    """What Pro-Prophet's planner finds, by equation (8)."""
+    search = partial(place_experts, num_excluded=0, balance=balance)
+    prices = replace(cluster.block, is_scheduled=True)
     plans = (search(home, rows_CE, prices=prices) for home, rows_CE in zip(homes, planned_LCE))
     return [Layout.of(plan.target) for plan in plans]
 
@@ -170,7 +269,6 @@ def redundant(
     cluster: PricedCluster,
     *,
     more: int,
-    num_groups: int,
 ) -> list[Layout]:
     """EPLB's slots, so many more of each rank than ``ep`` needs."""
     _, num_ranks, num_experts = planned_LCE.shape
@@ -178,8 +276,6 @@ def redundant(
         balanced_slots,
         num_ranks=num_ranks,
         slots=-(-num_experts // num_ranks) + more,
-        num_nodes=int(cluster.node_C.max()) + 1,
-        num_groups=num_groups,
     )
     return [Layout.of_slots(slots(rows_CE.sum(axis=0))) for rows_CE in planned_LCE]
 
@@ -254,10 +350,10 @@ def divided(planner: Planner, own: str) -> Iterator[Planner]:
         yield replace(planner, name=f"{planner.name}, {name}", way=way)
 
 
-def others(more: Sequence[int], num_groups: int, slots: Sequence[int]) -> Iterator[Planner]:
+def others(more: Sequence[int], slots: Sequence[int]) -> Iterator[Planner]:
     """Rows of policies on forecasts that the product does not have."""
     for count in more:
-        layouts = partial(redundant, more=count, num_groups=num_groups)
+        layouts = partial(redundant, more=count)
         yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
     for count in slots:
         layouts = partial(relaid, slots=count)
@@ -307,48 +403,18 @@ def ours(
             layouts = partial(as_it_comes, strategy=strategy)
             yield Planner(f"fssdp, t = {degree}, m = {count}, {told}", layouts, by_own_rule)
     for balance in balances:
-        search = partial(place_experts, num_excluded=0, balance=balance)
-        layouts = partial(replicated, search=search, is_scheduled=True)
+        layouts = partial(replicated, balance=balance)
         prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_home)
         yield from divided(prophet, "local else home")
         layouts = partial(as_it_comes, strategy=ProProphet(balance=balance))
         yield Planner(f"prophet, alpha = {balance:g}, as it comes", layouts, by_own_rule)
 
 
-def replicating(excluded: Sequence[int | None], balances: Sequence[float]) -> Iterator[Planner]:
-    """FasterMoE's and Pro-Prophet's rows, as in their papers."""
-    yield Planner("shadow", partial(replicated, search=shadow_experts))
-    for num_excluded, balance, is_scheduled in itertools.product(excluded, balances, (False, True)):
-        search = partial(place_experts, num_excluded=num_excluded, balance=balance)
-        n = "auto" if num_excluded is None else num_excluded
-        yield Planner(
-            f"prophet eq. {8 if is_scheduled else 6}, n = {n}, alpha = {balance:g}",
-            partial(replicated, search=search, is_scheduled=is_scheduled),
-        )
-
-
-def fully_sharded(degrees: Sequence[int], copies: Sequence[int]) -> Iterator[Planner]:
-    """HECATE's rows, as in its paper."""
-    yield Planner("fssdp, sharding alone", at_home, shard_degree=0)
-    for degree, count in itertools.product(degrees, copies):
-        targets = partial(materialized, degree=degree, copies=count)
-        sizes = f"t = {degree}, m = {count}"
-        yield Planner(f"fssdp, copies alone, {sizes}", targets, to_nearest)
-        yield Planner(f"fssdp, both, {sizes}", targets, to_nearest, degree)
-        calibrated = partial(targets, calibrates=True)
-        yield Planner(f"fssdp, both, calibrated, {sizes}", calibrated, to_nearest, degree)
-
-
 class Column(NamedTuple):
-    """Of the table.
+    """Of the table."""
 
-    Attributes:
-        title: as printed.
-        figure: of a planner and of ``ep``, as printed.
-    """
-
-    title: str
-    figure: Callable[[Score, Score], str]
+    title: str  # as printed
+    figure: Callable[[Score, Score], str]  # of a planner and of ``ep``, as printed
 
 
 COLUMNS = (
@@ -360,15 +426,6 @@ COLUMNS = (
     Column("copies a rank", lambda it, ep: f"{it.copies:.2f}"),
     Column("of these after the gate", lambda it, ep: f"{it.late:.2f}"),
 )
-PAPERS_COLUMNS = (
-    Column("max/mean", lambda it, ep: f"{it.balance:.2f}"),
-    Column("RB", lambda it, ep: f"{ep.spread / it.spread:.2f}" if it.spread else ""),
-    *COLUMNS[3:],
-    Column("eq. (6)", lambda it, ep: f"{ep.plain_s / it.plain_s:.2f}"),
-    Column("eq. (8)", lambda it, ep: f"{ep.hidden_s / it.hidden_s:.2f}"),
-)
-"""RB and the equations' figures are times less than without copies: the standard deviation of the
-ranks' rows, and seconds."""
 
 
 def line(cells: Sequence[str]) -> str:
@@ -376,9 +433,9 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def figures(columns: Sequence[Column], exact: Score, ahead: Score, ep: Score) -> list[str]:
+def figures(exact: Score, ahead: Score, ep: Score) -> list[str]:
     """Of plans on the exact rows, and on predicted ones; and milliseconds of planning."""
-    pairs = [f"{each.figure(exact, ep)} / {each.figure(ahead, ep)}" for each in columns]
+    pairs = [f"{each.figure(exact, ep)} / {each.figure(ahead, ep)}" for each in COLUMNS]
     return [*pairs, f"{1e3 * ahead.plan_s:.2f}"]
 
 
@@ -392,11 +449,6 @@ def priced(prices: RowPrices, ep: Score) -> str:
         f"leaves or enters, {card} of the card of each such node. `ep` takes "
         f"{1e3 * ep.priced_s:.3g} ms a layer."
     )
-
-
-def count_or_auto(text: str) -> int | None:
-    """``n`` of Pro-Prophet's planner; None is automatic."""
-    return None if text == "auto" else int(text)
 
 
 def table_parser() -> argparse.ArgumentParser:
@@ -414,29 +466,18 @@ def table_parser() -> argparse.ArgumentParser:
     add("--copies", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
     add("--balances", type=float, nargs="+", default=[1.0], help="alpha of prophet")
     add("--eplb", type=int, nargs="*", default=[1, 2], help="slots of a rank more than of ep")
-    add("--groups", type=int, default=1, help="of experts, for eplb's hierarchical policy")
     add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
     add("--llep", type=float, nargs="*", default=[1.1], help="alpha of llep")
     add("--late_slots", type=int, nargs="*", default=[1, 2], help="of echo, loongforge, ultraep")
     add("--only", default="", help="rows whose name has this")
-    add("--free_sending", action="store_true", help="rows cost nothing to send: balance alone")
-    add("--papers", action="store_true", help="instead the papers' planners by their own figures")
-    add("--excluded", type=count_or_auto, nargs="+", default=[0], help="of those, n, or auto")
-    add("--shard_every", type=int, default=10, help="of those, logged steps between new homes")
     return parser
 
 
 def planners(given: argparse.Namespace) -> list[Planner]:
     """Rows of the table."""
-    if given.papers:
-        return [
-            EP,
-            *replicating(given.excluded, given.balances),
-            *fully_sharded(given.degrees, given.copies),
-        ]
     rows = [
         EP,
-        *others(given.eplb, given.groups, given.laer),
+        *others(given.eplb, given.laer),
         *late_others(given.llep, given.late_slots),
         *ours(given.degrees, given.copies, given.balances),
     ]
@@ -445,15 +486,15 @@ def planners(given: argparse.Namespace) -> list[Planner]:
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Refuse what no trace allows."""
-    for name in ("nodes", "width", "window", "age", "groups", "shard_every"):
+    for name in ("nodes", "width", "window", "age"):
         if vars(given)[name] < 1:
             parser.error(f"--{name} is {vars(given)[name]}; give 1 or more")
     if min(given.eplb, default=0) < 0:
         parser.error(f"--eplb is {min(given.eplb)}; give 0 or more")
     if min(given.late_slots, default=1) < 1:
         parser.error(f"--late_slots is {min(given.late_slots)}; give 1 or more")
-    if not given.papers and importlib.util.find_spec("scipy") is None:
-        parser.error("our ways of rows need SciPy; pip install scipy, or give --papers")
+    if importlib.util.find_spec("scipy") is None:
+        parser.error("our ways of rows need SciPy; pip install scipy")
 
 
 def runs_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[np.ndarray]:
@@ -467,8 +508,6 @@ def runs_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[
     _, _, num_ranks, num_experts = runs[0].shape
     if num_ranks % given.nodes:
         parser.error(f"--nodes is {given.nodes}, which does not divide {num_ranks} ranks")
-    if num_experts % given.groups:
-        parser.error(f"--groups is {given.groups}, which does not divide {num_experts} experts")
     least = -(-num_experts // num_ranks)
     if min(given.laer, default=least) < least:
         parser.error(
@@ -493,23 +532,14 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    if given.free_sending:
-        cluster = replace(
-            cluster, row_prices=replace(cluster.row_prices, local_row_s=0.0, cross_row_s=0.0)
-        )
-    columns = PAPERS_COLUMNS if given.papers else COLUMNS
     run = partial(score, runs=runs, cluster=cluster, age=given.age)
-    ep = run(EP, window=0, shard_every=1)
-    if given.papers:
-        print(f"{cluster.text} `ep` takes {1e3 * ep.plain_s:.3g} ms a layer.\n")
-    else:
-        print(f"{cluster.text} {priced(cluster.row_prices, ep)}\n")
-    titles = ["planner", *(column.title for column in columns), "planning, ms a layer"]
+    ep = run(EP, window=0)
+    print(f"{cluster.text} {priced(cluster.row_prices, ep)}\n")
+    titles = ["planner", *(column.title for column in COLUMNS), "planning, ms a layer"]
     print(f"{line(titles)}\n|{'---|' * len(titles)}")
     for planner in track(planners(given), console=Console(stderr=True), description="planning"):
-        exact = run(planner, window=0, shard_every=1)
-        ahead = run(planner, window=given.window, shard_every=given.shard_every)
-        print(line([planner.name, *figures(columns, exact, ahead, ep)]), flush=True)
+        exact, ahead = run(planner, window=0), run(planner, window=given.window)
+        print(line([planner.name, *figures(exact, ahead, ep)]), flush=True)
 
 
 if __name__ == "__main__":

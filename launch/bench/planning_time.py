@@ -2,7 +2,7 @@
 """What strategies that plan do between two steps, and how long that takes one rank.
 
 `python launch/bench/planning_time.py --ranks 64 --layers 58 --experts 256`
-`... launch/bench/planning_time.py --ranks 1024 --layers 58 --experts 256 --memory`
+`... launch/bench/planning_time.py --ranks 1024 --layers 58 --experts 256 --settled`
 
 One process stands for one rank of many: no process group is needed, for nothing here talks to
 another rank. Rows are drawn in place of routed; all that follows is the product's own, as
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
-import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -82,45 +80,23 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-class Moment(NamedTuple):
-    """Wall and CPU seconds."""
-
-    wall_s: float
-    cpu_s: float
-
-    @classmethod
-    def now(cls) -> Moment:
-        return cls(time.perf_counter(), time.process_time())
-
-    def __sub__(self, other: Moment) -> Moment:
-        return Moment(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
-
-    def plus(self, other: Moment) -> Moment:
-        return Moment(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
-
-
-NOTHING = Moment(0.0, 0.0)
-
-
 @dataclass
 class Parts:
-    """How long each part takes, without what parts within it take."""
+    """CPU seconds of each part, without what parts within it take."""
 
-    spent: dict[str, Moment] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     where: str = ""  # stands before the names of parts
-    _within: list[Moment] = field(default_factory=lambda: [NOTHING])
+    _within: list[float] = field(default_factory=lambda: [0.0])
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Counts what the block takes."""
-        start = Moment.now()
-        self._within.append(NOTHING)
+        start_s = time.process_time()
+        self._within.append(0.0)
         yield
-        whole = Moment.now() - start
-        within = self._within.pop()
-        name = f"{self.where}{name}"
-        self.spent[name] = self.spent[name].plus(whole - within)
-        self._within[-1] = self._within[-1].plus(whole)
+        whole_s = time.process_time() - start_s
+        self.spent[f"{self.where}{name}"] += whole_s - self._within.pop()
+        self._within[-1] += whole_s
 
     def watch(self, owner: type, method: str, name: str) -> None:
         """Counts what the calls of a method take."""
@@ -184,25 +160,16 @@ class KnownCosts(Costs):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a run.
+    """Of a run."""
 
-    Attributes:
-        ranks: of the grid, a cell each.
-        ranks_per_node: of these.
-        layers: MoE layers.
-        experts: of a layer.
-        rows: of a rank and layer.
-        skew: of the experts' loads, an exponent of Zipf's.
-        settled: loads are those of a run that has settled, whatever the skew: a plan is not looked
-            for in each step, so that figures are means, where others are medians.
-    """
-
-    ranks: int
-    ranks_per_node: int
-    layers: int
-    experts: int
-    rows: int
-    skew: float
+    ranks: int  # of the grid, a cell each
+    ranks_per_node: int  # of these
+    layers: int  # MoE layers
+    experts: int  # of a layer
+    rows: int  # of a rank and layer
+    skew: float  # of the experts' loads, an exponent of Zipf's
+    # loads are those of a run that has settled, whatever the skew: a plan is not looked for in each
+    # step, so that figures are means, where others are medians
     settled: bool = False
 
     def loads(self, num_steps: int) -> Iterable[np.ndarray]:
@@ -315,42 +282,24 @@ def strategy_of(name: str, keys: dict[str, dict[str, Any]]) -> Strategy:
 
 
 class Figures(NamedTuple):
-    """What one strategy takes a step.
+    """What one strategy takes a step."""
 
-    Attributes:
-        wall_ms: of each part.
-        cpu_ms: likewise.
-        peak_bytes: of memory that Python and numpy took, rows included; 0 where it was not asked.
-        copies: of the experts of one layer, mean.
-        balance: rows of the busiest rank over the mean, of what came to each layer under the plans
-            that were made before it did; mean.
-    """
-
-    wall_ms: dict[str, float]
-    cpu_ms: dict[str, float]
-    peak_bytes: int
-    copies: float
+    cpu_ms: dict[str, float]  # of each part
+    copies: float  # of the experts of one layer, mean
+    # rows of the busiest rank over the mean, of what came to each layer under the plans that were
+    # made before it did; mean
     balance: float
 
-    def total_ms(self, key: str, is_beside: bool) -> float:
-        """Of the parts beside the step, or of those between steps, in ``wall_ms`` or ``cpu_ms``."""
-        parts: dict[str, float] = getattr(self, key)
-        of_thread = sum(ms for name, ms in parts.items() if name.startswith(BESIDE))
-        return of_thread if is_beside else sum(parts.values()) - of_thread
-
-
-TOTALS = (
-    ("all beside, CPU", "cpu_ms", True),
-    ("all beside, wall", "wall_ms", True),
-    ("all between, CPU", "cpu_ms", False),
-    ("all between, wall", "wall_ms", False),
-)
+    def total_ms(self, is_beside: bool) -> float:
+        """Of the parts beside the step, or of those between steps."""
+        of_thread = sum(ms for name, ms in self.cpu_ms.items() if name.startswith(BESIDE))
+        return of_thread if is_beside else sum(self.cpu_ms.values()) - of_thread
 
 
 def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
-    """The middle of some steps. Where memory is traced, times are of no use."""
+    """The middle of some steps."""
     loads = sizes.loads(NUM_WARM_UPS + num_steps)
-    steps: list[dict[str, Moment]] = []
+    steps: list[dict[str, float]] = []
     balance_L: list[float] = []  # of all steps, one behind the other
     for step, rows_LCE in enumerate(loads):
         if step >= NUM_WARM_UPS:
@@ -362,20 +311,15 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
         steps.append(dict(rank.parts.spent))
     steps = steps[NUM_WARM_UPS:]
     names = sorted({name for step in steps for name in step})
-
-    def of_parts(key: str) -> dict[str, float]:
-        values = {name: [getattr(s.get(name, NOTHING), key) for s in steps] for name in names}
-        return {name: 1e3 * float(sizes.middle(seconds)) for name, seconds in values.items()}
-
+    seconds = {name: [step.get(name, 0.0) for step in steps] for name in names}
+    cpu_ms = {name: 1e3 * float(sizes.middle(own)) for name, own in seconds.items()}
     plans = [layer.routed.site.plan for layer in rank.layers]
     copies = np.mean([(p.target.holds_EC & ~p.home.holds_EC).sum() for p in plans])
-    mean_balance = float(np.mean(balance_L))
-    peak = tracemalloc.get_traced_memory()[1] if tracemalloc.is_tracing() else 0
-    return Figures(of_parts("wall_s"), of_parts("cpu_s"), peak, float(copies), mean_balance)
+    return Figures(cpu_ms, float(copies), float(np.mean(balance_L)))
 
 
 def shown(figures: dict[str, Figures]) -> Table:
-    """CPU ms a step by part, a column a strategy; wall ms in the last line but one."""
+    """CPU ms a step by part, a column a strategy."""
     table = Table(title="between two steps, CPU ms", title_justify="left")
     table.add_column("part")
     for name in figures:
@@ -383,24 +327,15 @@ def shown(figures: dict[str, Figures]) -> Table:
     parts = sorted({part for each in figures.values() for part in each.cpu_ms})
     for part in parts:
         table.add_row(part, *(f"{each.cpu_ms.get(part, 0.0):.2f}" for each in figures.values()))
-    for title, key, is_beside in TOTALS:
-        table.add_row(title, *(f"{e.total_ms(key, is_beside):.2f}" for e in figures.values()))
+    for title, is_beside in (("all beside", True), ("all between", False)):
+        table.add_row(title, *(f"{each.total_ms(is_beside):.2f}" for each in figures.values()))
     table.add_row("copies a layer", *(f"{each.copies:.1f}" for each in figures.values()))
     table.add_row("max/mean of ranks", *(f"{each.balance:.3f}" for each in figures.values()))
-    if any(each.peak_bytes for each in figures.values()):
-        table.add_row("peak, MiB", *(f"{e.peak_bytes / 2**20:.0f}" for e in figures.values()))
     return table
 
 
-def sizes_parser(doc: str, chosen: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
-    """What a script takes that plans for ranks of which it is one.
-
-    Args:
-        doc: its own.
-        chosen: strategies that it takes by default.
-        known: that it can take.
-    """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, default=64)
     add("--ranks_per_node", type=int, default=8)
@@ -409,20 +344,12 @@ def sizes_parser(doc: str, chosen: Iterable[str], known: Iterable[str]) -> argpa
     add("--rows", type=int, default=32768, help="of a rank and layer")
     add("--skew", type=float, default=0.6, help="of loads, Zipf's exponent")
     add("--settled", action="store_true", help="loads of a run that has settled; means of steps")
-    add("--strategies", nargs="+", default=[*chosen], choices=[*known])
+    add("--strategies", nargs="+", default=["ep", "fssdp", "prophet"], choices=BLOCKS)
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--copies_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
-    return parser
-
-
-def main() -> None:
-    parser = sizes_parser(__doc__, ("ep", "fssdp", "prophet"), BLOCKS)
-    add = parser.add_argument
     add("--each_step", action="store_true", help="plans are looked for in each step")
     add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
-    add("--memory", action="store_true", help="trace memory; what is timed then is slow")
-    add("--json", action="store_true", help="print that in place of a table")
     given = parser.parse_args()
     sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
     copied = {"overlap_degree": given.overlap_degree, "copies_per_rank": given.copies_per_rank}
@@ -434,18 +361,10 @@ def main() -> None:
         parts.watch(*watched)
     figures = {}
     for name in given.strategies:
-        if given.memory:
-            tracemalloc.start()
         with mock.patch.object(moe_layer, "can_broadcast", lambda device: given.broadcasts):
             rank = OneRank(strategy_of(name, keys), sizes, parts)
         figures[name] = measured(rank, sizes, given.steps)
-        tracemalloc.stop()
-    if given.json:
-        sizes_and_keys = {**vars(sizes), **copied}
-        told = {name: each._asdict() for name, each in figures.items()}
-        print(json.dumps({"sizes": sizes_and_keys, "strategies": told}, indent=1))
-    else:
-        Console().print(shown(figures))
+    Console().print(shown(figures))
 
 
 if __name__ == "__main__":

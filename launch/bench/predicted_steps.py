@@ -2,13 +2,11 @@
 """What the simulator says of a step beside what it takes, where tasks only take time.
 
 `chrt -r 10 python launch/bench/predicted_steps.py`
-`chrt -r 10 python launch/bench/cluster.py --nodes 1 launch/bench/predicted_steps.py`
 
 Layers, lanes, copies and their hooks are the product's own, so that schedules run as they do in
 training; each of their tasks lasts as long as was drawn for it. Plans are drawn, too: how many
-copies, in which pieces, how many chunks and slices. The same tasks are priced by ``simulate``. By
-itself the process stands for one rank of four, whose exchanges return at once (``fake_world.py``);
-with a launcher's ranks each exchange is made, and lasts from when the last of its ranks has come.
+copies, in which pieces, how many chunks and slices. The same tasks are priced by ``simulate``. The
+process stands for one rank of four, whose exchanges return at once (``fake_world.py``).
 
 Shape letters: C cells, E experts, T rows of a rank.
 """
@@ -21,19 +19,16 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from fake_world import fake_world
+from fake_world import ReplacedLayers, fake_world
 from pace import Pace, PacedExperts
-from replaced_layers import ReplacedLayers
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -88,30 +83,19 @@ SECONDS: Mapping[str, tuple[float, float]] = {
 
 LONGER_BACK = frozenset((ATTENTION.name, EXPERT.name))  # two gradients in place of one output
 CHUNK_NOISE = (0.8, 1.25)  # of a chunk's share: chunks have unlike rows
-OF_CELL = frozenset((CELL_GATHER.name, CELL_SCATTER.name))
-BETWEEN_CELLS = frozenset((DISPATCH.name, COMBINE.name, GATHER.name))
-EXCHANGES = OF_CELL | BETWEEN_CELLS | {ORDER.name}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run layers.
+    """One way to run layers."""
 
-    Attributes:
-        name: in the table.
-        block: of the JSON.
-        copied: experts are copied, and at most so many layers' blocks before carry them.
-        degree: chunks of forward; of backward as many, or one of its divisors.
-        sliced: dense gradients are reduced beside layers.
-    """
-
-    name: str
-    block: Mapping[str, Any]
-    copied: bool = False
+    name: str  # in the table
+    block: Mapping[str, Any]  # of the JSON
+    copied: bool = False  # experts are copied, and at most so many layers' blocks before carry them
     carried: bool = False
     freed: bool = False
-    degree: int = 1
-    sliced: bool = False
+    degree: int = 1  # chunks of forward; of backward as many, or one of its divisors
+    sliced: bool = False  # dense gradients are reduced beside layers
 
 
 def ways() -> Iterator[Way]:
@@ -146,78 +130,43 @@ def key_of(task: Task) -> Key:
 
 @dataclass(eq=False)
 class Times:
-    """How long the tasks of a step take, and the tasks that ran.
-
-    Attributes:
-        seconds: of each task.
-        ran: those that did, in the order in which they ended.
-        came_KC: moments at which each rank came to each task, in memory that all ranks share;
-            None where there are none.
-    """
+    """How long the tasks of a step take, and those that ran, in the order in which they ended."""
 
     seconds: Mapping[Key, float] = field(default_factory=dict)
     ran: list[Key] = field(default_factory=list)
-    came_KC: np.ndarray | None = None
-    _row_of: Mapping[Key, int] = field(default_factory=dict)
 
     def begin(self, seconds: Mapping[Key, float]) -> None:
         """Tasks take so long from now on."""
         self.seconds = seconds
-        self._row_of = {key: row for row, key in enumerate(seconds)}
         self.ran.clear()
-        if self.came_KC is not None:
-            self.came_KC[:, dist.get_rank()] = 0.0
 
-    def comes_to(self, key: Key) -> float:
-        """This moment."""
-        now_s = time.perf_counter()  # one clock for all processes of a Linux machine
-        if self.came_KC is not None and key in self._row_of:
-            self.came_KC[self._row_of[key], dist.get_rank()] = now_s
-        return now_s
-
-    def hold(self, key: Key, came_s: float, peers: Sequence[int] = ()) -> None:
-        """Let the thread sleep until the task has lasted as long as it should since this rank, and
-        any of its peers, came to it."""
-        if self.came_KC is not None and peers:
-            came_s = max(came_s, float(self.came_KC[self._row_of[key], list(peers)].max()))
+    def hold(self, key: Key, came_s: float) -> None:
+        """Let the thread sleep until the task has lasted as long as it should."""
         end_s = came_s + self.seconds[key]
         while (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(left_s)
         self.ran.append(key)
 
 
-def peers_of(name: str, rank: int, num_ranks: int, cell_size: int) -> Sequence[int]:
-    """Ranks, itself among them, that exchange something in a task of this name."""
-    everyone, place = range(num_ranks), rank % cell_size
-    if name in OF_CELL:
-        return everyone[rank - place : rank - place + cell_size]
-    if name in BETWEEN_CELLS:
-        return everyone[place::cell_size]
-    return everyone if name == ORDER.name else (rank,)
-
-
 @dataclass(frozen=True, eq=False)
 class PacedStage:
-    """A stage that lasts; an exchange, so long from when all have come."""
+    """A stage that lasts."""
 
     stage: Stage
     op: Op
     layer: int
     times: Times
-    peers: Sequence[int]
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        key = self.op.name, self.layer, span, False
-        came_s = self.times.comes_to(key)
+        came_s = time.perf_counter()
         made = self.stage.forward(span, *reads)
-        self.times.hold(key, came_s, self.peers)
+        self.times.hold((self.op.name, self.layer, span, False), came_s)
         return made
 
     def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        key = self.op.name, self.layer, span, True
-        came_s = self.times.comes_to(key)
+        came_s = time.perf_counter()
         made = self.stage.backward(span, saved, *grads)
-        self.times.hold(key, came_s, self.peers)
+        self.times.hold((self.op.name, self.layer, span, True), came_s)
         return made
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
@@ -275,7 +224,7 @@ class Model:
     """Layers under one strategy, whose tasks take as long as they are told. Collective."""
 
     def __init__(self, way: Way, num_layers: int) -> None:
-        self.way, self.times = way, Times(came_KC=shared_moments())
+        self.way, self.times = way, Times()
         self._blocks = nn.ModuleList([Block(layer, self.times) for layer in range(num_layers)])
         model = nn.ModuleDict({"blocks": self._blocks})
         with paced(self.times):
@@ -300,8 +249,6 @@ class Model:
         self.times.begin(seconds)
         expert_T1 = torch.arange(NUM_ROWS)[:, None] % NUM_EXPERTS
         with paced(self.times):
-            if dist.get_backend() != "fake":
-                dist.barrier()
             start_s = time.perf_counter()
             x_TD = self._x_TD
             for block in self._blocks:
@@ -320,37 +267,18 @@ class Model:
         return end_s - start_s
 
 
-def shared_moments() -> np.ndarray | None:
-    """Zeros for each task and rank, in memory of all ranks. Collective."""
-    if dist.get_backend() == "fake":
-        return None
-    path: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        with NamedTemporaryFile(delete=False) as file:
-            file.truncate(8 * MOST_TASKS * dist.get_world_size())
-            path[0] = file.name
-    dist.broadcast_object_list(path)
-    assert path[0] is not None
-    moments_KC = np.memmap(path[0], np.float64, "r+", shape=(MOST_TASKS, dist.get_world_size()))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        os.unlink(path[0])
-    return moments_KC
-
-
 @contextmanager
 def paced(times: Times) -> Iterator[None]:
     """All stages of layers, and all copies, take their time inside the block."""
     stages = RoutedExperts._stages
 
     def paced_stages(self: RoutedExperts, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
-        layer, cell_size = self.site.layer, self.site.layout.grid.cell_size
+        layer = self.site.layer
 
         def stage_of(op: Op, stage: Stage) -> Stage:
             if not op.is_work or (op == PLAN and not lanes.has_threads):
                 return stage
-            peers = peers_of(op.name, dist.get_rank(), dist.get_world_size(), cell_size)
-            return PacedStage(stage, op, layer, times, peers)
+            return PacedStage(stage, op, layer, times)
 
         return {op: stage_of(op, stage) for op, stage in stages(self, device, lanes).items()}
 
@@ -373,7 +301,7 @@ def paced(times: Times) -> Iterator[None]:
         yield
 
 
-# What is drawn: the same on all ranks, but how long a rank computes.
+# What is drawn.
 
 
 def drawn_plans(way: Way, model: Model, random: np.random.Generator) -> list[Plan]:
@@ -422,71 +350,51 @@ def _slices(random: np.random.Generator) -> Placed:
     return Placed(numbers[:within], numbers[within:])
 
 
-def drawn_seconds(
-    step: Schedule, num_ranks: int, random: np.random.Generator, pace: float
-) -> list[dict[Key, float]]:
-    """Of each rank's tasks, times ``pace``; exchanges take all ranks equally long."""
+def drawn_seconds(step: Schedule, random: np.random.Generator, pace: float) -> dict[Key, float]:
+    """Of the tasks, times ``pace``."""
     num_chunks = {task.layer: 1 for task in step.tasks}
     for task in step.tasks:
         if task.op == DISPATCH:
             num_chunks[task.layer] = max(num_chunks[task.layer], task.span.stop)
-    whole: dict[tuple[str, int, bool], np.ndarray] = {}
-    seconds: list[dict[Key, float]] = [{} for _ in range(num_ranks)]
-
-    def draw(least: float, most: float, *, alike: bool) -> np.ndarray:
-        if alike:
-            return np.full(num_ranks, random.uniform(least, most))
-        return random.uniform(least, most, size=num_ranks)
-
+    whole: dict[tuple[str, int, bool], float] = {}
+    seconds: dict[Key, float] = {}
     for task in step.tasks:
         key = name, layer, span, is_adjoint = key_of(task)
-        if not task.op.is_work or key in seconds[0]:
+        if not task.op.is_work or key in seconds:
             continue
-        alike = name not in (ATTENTION.name, EXPERT.name, RESTORE.name, PLAN.name)
-        by_piece = name in (GATHER.name, GRADIENTS.name)
-        if by_piece:
-            drawn = draw(*SECONDS[name], alike=alike) * (span.stop - span.start)
+        if name in (GATHER.name, GRADIENTS.name):  # by the piece
+            drawn = random.uniform(*SECONDS[name]) * (span.stop - span.start)
         else:
             if (name, layer, is_adjoint) not in whole:
                 times = 2 if is_adjoint and name in LONGER_BACK else 1
-                whole[name, layer, is_adjoint] = times * draw(*SECONDS[name], alike=alike)
-            part = (span.stop - span.start) / num_chunks[layer]
-            noise = draw(*CHUNK_NOISE, alike=alike) if part < 1 else 1.0
-            drawn = whole[name, layer, is_adjoint] * part * noise
-        if name == ATTENTION.name:
+                whole[name, layer, is_adjoint] = times * random.uniform(*SECONDS[name])
             drawn = whole[name, layer, is_adjoint]
-        for of_rank, own in zip(seconds, drawn):
-            of_rank[key] = pace * float(own)
+            part = (span.stop - span.start) / num_chunks[layer]
+            if name != ATTENTION.name and part < 1:
+                drawn *= part * random.uniform(*CHUNK_NOISE)
+        seconds[key] = pace * drawn
     return seconds
 
 
-def predicted_s(step: Schedule, seconds: Sequence[Mapping[Key, float]], model: Model) -> float:
+def predicted_s(step: Schedule, seconds: Mapping[Key, float], model: Model) -> float:
     """What the simulator says."""
-    cell_size = model.layers[0].site.layout.grid.cell_size
-    num_ranks = len(seconds)
 
     def seconds_of(rank: int, task: Task) -> float:
-        return seconds[rank][key_of(task)] if model.takes_time(task) else 0.0
+        return seconds[key_of(task)] if model.takes_time(task) else 0.0
 
     def peers(rank: int, task: Task) -> Sequence[int]:
-        return (rank,) if num_ranks == 1 else peers_of(task.op.name, rank, num_ranks, cell_size)
+        return (rank,)
 
-    return simulate(step, seconds_of, num_ranks=num_ranks, peers_of=peers).makespan_s
+    return simulate(step, seconds_of, num_ranks=1, peers_of=peers).makespan_s
 
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule.
+    """One schedule."""
 
-    Attributes:
-        way: its strategy.
-        predicted_s: of a step, by the simulator.
-        executed_s: as it took, each time.
-    """
-
-    way: str
-    predicted_s: float
-    executed_s: tuple[float, ...]
+    way: str  # its strategy
+    predicted_s: float  # of a step, by the simulator
+    executed_s: tuple[float, ...]  # as it took, each time
 
     @property
     def error(self) -> float:
@@ -498,9 +406,6 @@ def results(
     way: Way, num_schedules: int, *, num_steps: int, seed: int, pace: float = 1.0
 ) -> Iterator[Result]:
     """One for each schedule of a way, in as many steps. Collective."""
-    is_fake = dist.get_backend() == "fake"
-    num_ranks = 1 if is_fake else dist.get_world_size()
-    own = dist.get_rank()
     models: dict[int, Model] = {}
     for number in range(num_schedules):
         random = np.random.default_rng([seed, number])
@@ -509,17 +414,12 @@ def results(
             models[num_layers] = Model(way, num_layers)
         model = models[num_layers]
         step = model.take(drawn_plans(way, model, random))
-        seconds = drawn_seconds(step, num_ranks, random, pace)
-        model.step_s(dict.fromkeys(seconds[own], 0.0))  # makes programs and connections
+        seconds = drawn_seconds(step, random, pace)
+        model.step_s(dict.fromkeys(seconds, 0.0))  # makes programs
         took = []
         for _ in range(num_steps):
-            took_s = model.step_s(seconds[own])
+            took.append(model.step_s(seconds))
             check_ran(step, model)
-            if not is_fake:
-                told = torch.tensor([took_s], dtype=torch.float64)
-                dist.all_reduce(told, dist.ReduceOp.MAX)
-                took_s = float(told)
-            took.append(took_s)
         yield Result(way.name, predicted_s(step, seconds, model), tuple(took))
 
 
@@ -577,27 +477,16 @@ def main() -> None:
     """All strategies, one after the other."""
     given = parse_arguments()
     torch.set_num_threads(1)
-    has_ranks = "RANK" in os.environ
-    if has_ranks:
-        dist.init_process_group("gloo")
-    with nullcontext() if has_ranks else fake_world(NUM_RANKS):
-        console = Console(quiet=dist.get_rank() != 0, highlight=False)
-        found: list[Result] = []
+    console, found = Console(highlight=False), list[Result]()
+    with fake_world(NUM_RANKS):
         for way in ways():
             if not given.only or way.name in given.only:
-                found += results(
-                    way,
-                    given.schedules,
-                    num_steps=given.steps,
-                    seed=given.seed,
-                    pace=given.pace,
-                )
-        console.print("\n".join(markdown(found)), soft_wrap=True)
-        console.print(f"load average at the end: {os.getloadavg()[0]:.2f}")
-        if given.json is not None and dist.get_rank() == 0:
-            given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
-    if has_ranks:
-        dist.destroy_process_group()
+                num, steps = given.schedules, given.steps
+                found += results(way, num, num_steps=steps, seed=given.seed, pace=given.pace)
+    console.print("\n".join(markdown(found)), soft_wrap=True)
+    console.print(f"load average at the end: {os.getloadavg()[0]:.2f}")
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
 
 
 if __name__ == "__main__":

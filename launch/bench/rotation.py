@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contenders that take turns in the same processes, a few steps each, in an order that rotates, so
-that a machine whose speed drifts slows them alike; ratios are paired by round.
+that a machine whose speed drifts slows them alike; ratios are paired by round. And what a
+device did in a step, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 from ds_moe_ext.hosts.steps.costs import CHECKED, STEPS
 
@@ -29,15 +33,10 @@ Skipped = dict[str, str]
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """One of those that are compared.
+    """One of those that are compared."""
 
-    Attributes:
-        name: in the table.
-        step: one optimizer step on the batches of a step number. Collective.
-    """
-
-    name: str
-    step: Callable[[int], object]
+    name: str  # in the table
+    step: Callable[[int], object]  # one optimizer step on the batches of a step number. Collective
 
 
 def rotated(contenders: Sequence[T], number: int) -> list[T]:
@@ -127,3 +126,21 @@ def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
             "" if name == first else f"{won}/{len(ratios)}",
         )
     return table
+
+
+def kernels_of(step: Callable[[], object]) -> list[FunctionEvent]:
+    """What ran on the device in a step. It must have ended when the step returns."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+    # Ranges of tasks have places on the device's time line, too.
+    events = (event for event in found.events() if event.device_type == DeviceType.CUDA)
+    return [event for event in events if not event.name.startswith("layer ")]
+
+
+def covered_us(events: Iterable[FunctionEvent]) -> float:
+    """Time in which at least one ran."""
+    total = last = 0.0
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in events):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What strategies that copy experts gain over `ep` where links are slow and routing is skewed.
 
-`python launch/bench/cluster.py --inter_mbit 400 launch/bench/slow_links.py --skews 0 1.2`
+`torchrun --standalone --nproc_per_node 4 launch/bench/slow_links.py --inter_mbit 400 --skews 0 1.2`
 `... launch/bench/slow_links.py --trace loads.npz --copies`
 
-Any launcher that sets RANK and the like will do; `cluster.py` brings the slow links. On a busy
-machine put `chrt -r 10` before the command. Planners, layers and traffic are the product's own, and
-every byte is sent; only what computes is stood in for, see `pace.py`. The contenders take turns, a
-few steps each, in an order that rotates; ratios are paired by round. Before they are timed, they
-must agree on the gradients of all experts.
+On a busy machine put `chrt -r 10` before the command. Planners, layers and traffic are the
+product's own, and every byte is sent; what computes and what links take is stood in for, see
+`pace.py`. The contenders take turns, a few steps each, in an order that rotates; ratios are paired
+by round. Before they are timed, they must agree on the gradients of all experts.
 
 Shape letters: I steps, L layers, C ranks, E experts.
 """
@@ -18,31 +17,383 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pace import Pace
+from fake_world import ReplacedLayers
+from pace import BACKWARD, Block, Card, Moments, Pace, bare, paced_links, union
 from rich.console import Console
 from rotation import NUM_WARM_UPS, rotated
-from slow_links_contenders import (
-    PLAIN,
-    Contender,
-    Sizes,
-    Way,
-    auto_ways,
-    esp_ways,
-    fssdp_ways,
-    prophet_ways,
-)
-from slow_links_figures import Result, Seen, Tally, markdown
+from torch import Tensor, nn
 
+from ds_moe_ext.core.comm import Traffic, all_gather_counts
+from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.planning.load_files import read_table
 from ds_moe_ext.planning.load_models import zipf_loads
+from ds_moe_ext.planning.loads import balance_L
+from ds_moe_ext.planning.strategy import Plan
+from ds_moe_ext.report.record import TermRecord
+from ds_moe_ext.schedule.task import ATTENTION, COMPUTE, PARAM
+
+# Where rows go.
+
+
+def rows_between(plans: Sequence[Plan], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows that each rank sends to each one, itself too, by each plan's share, ``[L, C, C]``."""
+    each = zip(plans, rows)
+    sent = [plan.share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0] for plan, rows_CE in each]
+    return np.array(sent)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where the rows of one step go."""
+
+    remote: float  # share of all ranks' rows that leave their rank
+    abroad: float  # share that leave their node
+    balance: float  # rows of the busiest rank over the mean, mean over layers
+    limit_s: float  # of the step, if rows were even, and all that travels took no time
+
+    @classmethod
+    def of(cls, rows_LCC: np.ndarray, node_C: np.ndarray, pace: Pace) -> Routed:
+        """As the rows are shared and what computing is said to take."""
+        is_far_CC = node_C[:, None] != node_C
+        computed_LC = rows_LCC.sum(axis=1)
+        even_L = pace.attention_s + pace.row_s * computed_LC.mean(axis=1)
+        return cls(
+            remote=float((rows_LCC * ~np.eye(len(node_C), dtype=bool)).sum() / rows_LCC.sum()),
+            abroad=float((rows_LCC * is_far_CC).sum() / rows_LCC.sum()),
+            balance=float(balance_L(computed_LC).mean()),
+            limit_s=float((1 + BACKWARD) * even_L.sum()),
+        )
+
+
+# What hides copies.
+
+
+class Travel(NamedTuple):
+    """Seconds of one rank in one step, all layers."""
+
+    gather_s: float = 0.0  # copies travelled
+    gather_bare_s: float = 0.0  # and the rank computed nothing
+    reduction_s: float = 0.0  # gradients of copies travelled
+    reduction_bare_s: float = 0.0  # and the rank computed nothing
+
+
+def travel(timed: Iterable[TimedTask], held: Iterable[Moments]) -> Travel:
+    """What the tasks of all layers in a step say of its copies."""
+    tasks = list(timed)
+    worked = [
+        (each.start, each.end)
+        for each in tasks
+        if each.task.lane == COMPUTE and each.task.op.is_work and each.task.op is not ATTENTION
+    ]
+    busy = union([*held, *worked])
+    total = Travel()
+    for each in tasks:
+        if each.task.lane == PARAM:
+            seconds, bare_s = each.end - each.start, bare(each.start, each.end, busy)
+            seen = (0.0, 0.0, seconds, bare_s) if each.task.adjoint_of else (seconds, bare_s)
+            total = Travel(*(a + b for a, b in zip(total, seen)))
+    return total
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step of one contender on one rank."""
+
+    routed: Routed  # the rows
+    travel: Travel  # of copies
+    copy_bytes: int  # weights and gradients of copies that this rank sent
+    late_s: float  # by how much its paced waits lasted longer
+
+
+# The table.
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a strategy says of its costs."""
+
+    line: str  # what it made of its measurements; empty if it measures none
+    terms: tuple[TermRecord, ...]  # its model beside what was found; none if it has no model
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender under one load."""
+
+    load: str  # title
+    name: str  # of the contender
+    seconds: list[float]  # of a step, by round
+    faster: list[float]  # expert parallelism's seconds over ours, by round
+    limit_s: float  # of a step, if rows were even, and all that travels took no time
+    # share of the gathers' time that their rank computed beside them; None without any
+    hidden_gather: float | None
+    hidden_reduction: float | None  # likewise of reductions
+    remote: float  # see ``Routed``
+    abroad: float  # see ``Routed``
+    balance: float  # see ``Routed``
+    sent_bytes: float  # of the busiest rank in a step, to other nodes
+    copy_bytes: float  # of copies and their gradients, to whatever rank
+    late_s: float  # a step's paced waits lasted longer by so much, mean over ranks
+    told: Told  # what its strategy says
+
+
+@dataclass
+class Tally:
+    """What one contender's counted steps add up to on this rank."""
+
+    seconds: list[float] = field(default_factory=list)  # of a step, by round
+    seen: list[Seen] = field(default_factory=list)  # of every step
+    sent_bytes: int = 0  # of all steps
+
+    def result(self, load: str, name: str, told: Told, first: Tally) -> Result:
+        """Over all ranks. Collective."""
+        num_steps = len(self.seen)
+        mine = [sum(column) for column in zip(*(seen.travel for seen in self.seen))]
+        mine += [sum(seen.late_s for seen in self.seen)]
+        mine += [self.sent_bytes, sum(seen.copy_bytes for seen in self.seen)]
+        table = all_gather_counts(torch.tensor(mine, dtype=torch.float64), None)
+        gather_s, gather_bare_s, reduction_s, reduction_bare_s, late_s, *_ = table.sum(dim=0)
+        *_, sent, copied = table.max(dim=0).values.tolist()
+        ours = [seen.routed for seen in self.seen]
+        return Result(
+            load=load,
+            name=name,
+            seconds=self.seconds,
+            faster=[theirs / ours for theirs, ours in zip(first.seconds, self.seconds)],
+            limit_s=statistics.mean(routed.limit_s for routed in ours),
+            hidden_gather=_hidden(float(gather_s), float(gather_bare_s)),
+            hidden_reduction=_hidden(float(reduction_s), float(reduction_bare_s)),
+            remote=statistics.mean(routed.remote for routed in ours),
+            abroad=statistics.mean(routed.abroad for routed in ours),
+            balance=statistics.mean(routed.balance for routed in ours),
+            sent_bytes=sent / num_steps,
+            copy_bytes=copied / num_steps,
+            late_s=float(late_s) / len(table) / num_steps,
+            told=told,
+        )
+
+
+def _hidden(seconds: float, bare_s: float) -> float | None:
+    return 1 - bare_s / seconds if seconds else None
+
+
+COLUMNS = (
+    *("contender", "ms a step", "faster by", "rounds won", "at best"),
+    *("gather hidden", "reduction hidden", "rows remote", "to other nodes"),
+    *("max/mean", "MB sent", "of copies", "late, ms"),
+)
+
+
+def markdown(results: Sequence[Result]) -> Iterator[str]:
+    """One load's results as a table, and under it what the strategies say of their costs.
+
+    The first contender is what the others are compared with. "At best" compares the fastest rounds:
+    what else the machine does can only make one slower.
+    """
+    first = results[0]
+    yield f"\n{first.load}\n"
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for each in results:
+        yield f"| {' | '.join(_cells(each, first))} |"
+    limit = statistics.median(first.seconds) / first.limit_s
+    yield f"\nThe limit, even rows and all hidden: {1e3 * first.limit_s:.0f} ms, {limit:.3f}\n"
+    for each in results:
+        said = [each.told.line] if each.told.line else []
+        said += [
+            f"{term.name} {term.error:.0%} off ({1e3 * term.said_s:.3g} ms said, "
+            f"{1e3 * term.found_s:.3g} found)"
+            for term in each.told.terms
+        ]
+        if said:
+            yield f"- {each.name}: {'; '.join(said)}"
+
+
+def _cells(each: Result, first: Result) -> tuple[str, ...]:
+    return (
+        each.name,
+        f"{1e3 * statistics.median(each.seconds):.0f}",
+        f"{statistics.median(each.faster):.3f}",
+        f"{sum(ratio > 1 for ratio in each.faster)}/{len(each.faster)}",
+        f"{min(first.seconds) / min(each.seconds):.3f}",
+        "" if each.hidden_gather is None else f"{each.hidden_gather:.0%}",
+        "" if each.hidden_reduction is None else f"{each.hidden_reduction:.0%}",
+        f"{each.remote:.0%}",
+        f"{each.abroad:.0%}",
+        f"{each.balance:.2f}",
+        f"{each.sent_bytes / 1e6:.1f}",
+        f"{each.copy_bytes / 1e6:.1f}",
+        f"{1e3 * each.late_s:.1f}",
+    )
+
+
+# Contenders.
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the layers."""
+
+    name: str  # in the table
+    block: dict[str, Any]  # of the JSON
+    # copies are launched as a block begins; else where the layer is called, so that nothing hides
+    # them
+    is_early: bool = True
+
+
+PLAIN = Way("ep", {"strategy": "ep"})
+
+
+def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
+    """Copies in growing numbers by either share, variants of the most, and t and m measured."""
+    for copies in copies_per_rank:
+        given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
+        yield _fssdp(f"m = {copies}", **given)
+        yield _fssdp(f"m = {copies}, paper share", **given, share="paper")
+    if copies_per_rank:
+        yield _fssdp("the same, rematerialized", **given, rematerialize=True)
+        yield replace(_fssdp("the same, late", **given), is_early=False)
+    yield _fssdp("fssdp, t and m measured")
+    yield _fssdp("the same, paper share", share="paper")
+
+
+def _fssdp(name: str, **keys: Any) -> Way:
+    return Way(name, {"strategy": "fssdp", "fssdp": {"reshard_interval": 0, **keys}})
+
+
+def prophet_ways() -> Iterator[Way]:
+    """As it comes; then with one thing changed; last as "own block", but kept and launched late."""
+    yield _prophet("prophet")
+    yield _prophet("prophet, kept", rematerialize=False)
+    yield _prophet("prophet, paper share", share="paper")
+    yield _prophet("prophet, shadow", planner="shadow")
+    yield _prophet("prophet, own block", scheduler=False)
+    bare = _prophet("prophet, not hidden", scheduler=False, rematerialize=False)
+    yield replace(bare, is_early=False)
+
+
+def _prophet(name: str, **keys: Any) -> Way:
+    return Way(name, {"strategy": "prophet", "prophet": keys})
+
+
+def esp_ways() -> Iterator[Way]:
+    """Whole experts uncut, in one queue, in two; and so with experts split in the nodes; last the
+    pipeline over copies."""
+    for size, name in ((1, "esp"), (2, "esp, cells of 2")):
+        yield _esp(f"{name}, uncut", size, degree=1)
+        yield _esp(f"{name}, tutel", size, schedule="tutel")
+        yield _esp(f"{name}, fsmoe", size)
+    for balance, keys in (("fssdp", {"reshard_interval": 0}), ("prophet", {})):
+        way = _esp(f"esp over {balance}", 1)
+        yield replace(way, block={**way.block, "balance": balance, balance: keys})
+
+
+def _esp(name: str, cell_size: int, **keys: Any) -> Way:
+    block = {"strategy": "esp", "expert_sharding_size": cell_size}
+    return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
+
+
+def auto_ways() -> Iterator[Way]:
+    """What chooses, often; and each of those that it chooses from."""
+    stays = {"fssdp": {"reshard_interval": 0}}
+    yield Way("auto", {"strategy": "auto", "auto": {"interval": 10}, **stays})
+    yield _fssdp("fssdp, t and m measured")
+    yield _prophet("prophet")
+    yield _esp("esp", 1)
+    for balance, keys in (("fssdp", stays["fssdp"]), ("prophet", {})):
+        way = _esp(f"esp over {balance}", 1)
+        yield replace(way, block={**way.block, "balance": balance, balance: keys})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model."""
+
+    layers: int  # of the model
+    experts: int  # of a layer
+    expert_rows: int  # an expert has so many times a row's bytes
+    rows: int  # of a rank and layer
+    width: int  # floats of a row
+
+
+class Contender:
+    """A model with its layers replaced, trained without an optimizer. Collective."""
+
+    def __init__(self, way: Way, pace: Pace, sizes: Sizes) -> None:
+        self.name, self._pace = way.name, pace
+        self._line = ""
+        shape = (sizes.experts, sizes.expert_rows, sizes.width)
+        self._blocks = nn.ModuleList([Block(pace, shape) for _ in range(sizes.layers)])
+        model = nn.ModuleDict({"blocks": self._blocks})
+        self._replaced = ReplacedLayers.of(model, way.block, is_early=way.is_early, tell=self._tell)
+        self._layers = self._replaced.layers
+        for layer in self._layers:
+            layer.routed.tasks.is_wanted = True
+        self._own_s, self._began_s = 0.0, time.perf_counter()
+        self._replaced.planning.costs.times.clock = self._clock
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self._x_TD = torch.rand(sizes.rows, sizes.width, generator=generator)
+
+    def _tell(self, line: str) -> None:
+        self._line = line
+
+    def _clock(self) -> float:
+        """Seconds of its own turns."""
+        return self._own_s + time.perf_counter() - self._began_s
+
+    @property
+    def told(self) -> Told:
+        return Told(self._line, self._replaced.planning.checks.terms)
+
+    @property
+    def _sent_bytes(self) -> int:
+        copies = (layer.routed.copies for layer in self._layers)
+        return sum((each.traffic for each in copies if each), start=Traffic()).sent_bytes
+
+    def step(self, number: int, rows_LE: np.ndarray) -> Seen:
+        """One step whose gates choose as told. Collective."""
+        self._began_s = time.perf_counter()
+        plans = [layer.routed.site.plan for layer in self._layers]
+        before = self._sent_bytes
+        self._blocks.zero_grad(set_to_none=True)
+        x_TD = self._x_TD = self._x_TD.detach().requires_grad_()
+        mixing = torch.Generator().manual_seed(number)  # as tokens of a text are
+        for block, rows_E in zip(self._blocks, rows_LE):
+            expert_T = torch.repeat_interleave(torch.from_numpy(rows_E))
+            expert_T = expert_T[torch.randperm(len(expert_T), generator=mixing)]
+            x_TD = block(x_TD, expert_T[:, None])
+        x_TD.backward(torch.ones_like(x_TD))
+        rows = self._replaced.after_step(number)
+        self._own_s, self._began_s = self._clock(), time.perf_counter()
+        rows_LCC = rows_between(plans, [each.routed_CE for each in rows])
+        timed = (task for layer in self._layers for task in layer.routed.tasks.take())
+        held = self._pace.take()
+        return Seen(
+            routed=Routed.of(rows_LCC, self._replaced.node_C, self._pace),
+            travel=travel(timed, [(each.start_s, each.end_s) for each in held]),
+            copy_bytes=self._sent_bytes - before,
+            late_s=sum(each.late_s for each in held),
+        )
+
+    def gradients(self) -> list[Tensor]:
+        """Of the input; and of the experts at home on this rank, if they are whole."""
+        whole = (layer for layer in self._layers if layer.hosted.shard.is_whole)
+        weights = (parameter for layer in whole for parameter in layer.parameters)
+        grads = [parameter.grad for parameter in weights]
+        return [grad for grad in (self._x_TD.grad, *grads) if grad is not None]
+
+
+# The comparison.
 
 TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 
@@ -61,15 +412,10 @@ def ways(given: argparse.Namespace) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Rows of all steps.
+    """Rows of all steps."""
 
-    Attributes:
-        title: for the table.
-        rows_ILCE: that each rank routes to each expert of each layer; the steps recur.
-    """
-
-    title: str
-    rows_ILCE: np.ndarray
+    title: str  # for the table
+    rows_ILCE: np.ndarray  # that each rank routes to each expert of each layer; the steps recur
 
 
 def loads(given: argparse.Namespace, world_size: int) -> Iterator[Load]:
@@ -116,9 +462,14 @@ def contenders(given: argparse.Namespace, chosen: Sequence[Way], load: Load) -> 
 
 
 def compare(
-    contenders: Sequence[Contender], load: Load, *, num_rounds: int, steps_per_round: int
+    contenders: Sequence[Contender],
+    load: Load,
+    card: Card,
+    *,
+    num_rounds: int,
+    steps_per_round: int,
 ) -> list[Result]:
-    """Warm up, check that all agree, take turns. Collective."""
+    """Warm up, check that all agree, take turns on the links of a card. Collective."""
     own_ILE = load.rows_ILCE[:, :, dist.get_rank()]
 
     def step(contender: Contender, number: int) -> Seen:
@@ -128,19 +479,17 @@ def compare(
         for number in range(NUM_WARM_UPS):
             step(contender, number)
         check_agree(contenders[0], contender)
-    for contender in contenders:
-        contender.prices = contenders[-1].measured
     tallies = [Tally() for _ in contenders]
     for number in range(num_rounds + 1):
         for contender, tally in rotated(list(zip(contenders, tallies)), number):
             dist.barrier()
-            start_s, sent = time.perf_counter(), sent_bytes()
+            start_s, sent = time.perf_counter(), card.sent_bytes
             first = NUM_WARM_UPS + number * steps_per_round
             seen = [step(contender, first + i) for i in range(steps_per_round)]
             dist.barrier()
             if number:
                 tally.seconds.append((time.perf_counter() - start_s) / steps_per_round)
-                tally.sent_bytes += sent_bytes() - sent
+                tally.sent_bytes += card.sent_bytes - sent
                 tally.seen += seen
     return [
         tally.result(load.title, each.name, each.told, tallies[0])
@@ -162,14 +511,6 @@ def check_agree(first: Contender, other: Contender) -> None:
             )
 
 
-def sent_bytes() -> int:
-    """That this rank's network has sent, headers included."""
-    card = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    counts = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(card))
-    return int(counts[8])
-
-
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,11 +528,27 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--expert_rows", type=int, default=256, help="an expert has so many times a row's bytes")
     add("--attention_ms", type=float, default=20.0, help="forward, of a layer")
     add("--row_us", type=float, default=10.0, help="forward, of an expert on a row")
+    add("--inter_mbit", type=float, default=400.0, help="of a rank's card, to other nodes")
+    add("--start_us", type=float, default=100.0, help="of a transfer")
+    add("--ranks_per_node", type=int, default=2, help="links within a node take no time")
     add("--rounds", type=int, default=11)
     add("--steps_per_round", type=int, default=2)
     add("--seed", type=int, default=1)
     add("--json", type=Path, help="write the figures here")
     return parser.parse_args(words)
+
+
+def compared(given: argparse.Namespace, chosen: Sequence[Way], load: Load) -> list[Result]:
+    """Of ways on the links of the command line. Collective."""
+    card = Card(given.inter_mbit * 1e6 / 8, given.start_us / 1e6)
+    with paced_links(card, given.ranks_per_node):
+        return compare(
+            contenders(given, chosen, load),
+            load,
+            card,
+            num_rounds=given.rounds,
+            steps_per_round=given.steps_per_round,
+        )
 
 
 def main() -> None:
@@ -202,12 +559,7 @@ def main() -> None:
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
     results: list[Result] = []
     for load in loads(given, dist.get_world_size()):
-        found = compare(
-            contenders(given, ways(given), load),
-            load,
-            num_rounds=given.rounds,
-            steps_per_round=given.steps_per_round,
-        )
+        found = compared(given, ways(given), load)
         console.print("\n".join(markdown(found)), soft_wrap=True)
         results += found
     console.print(f"load average at the end: {os.getloadavg()[0]:.2f}")

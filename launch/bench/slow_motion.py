@@ -24,14 +24,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pace import Pace
-from paced_links import Card, paced_links
+from pace import Card, Pace, paced_links
 from rich.console import Console
 from rich.table import Table
 from rotation import NUM_WARM_UPS
-from slow_links import Load, compare
-from slow_links_contenders import PLAIN, Contender, Sizes, Way
-from slow_links_figures import Result
+from slow_links import PLAIN, Contender, Load, Result, Sizes, Way, compare
 
 from ds_moe_ext.commands.price.inputs import read_clusters, read_model
 from ds_moe_ext.core.layout import Grid
@@ -52,17 +49,11 @@ ROW_BYTES = 4 * WIDTH
 
 @dataclass(frozen=True)
 class Scene:
-    """A model's layers on a cluster, as this machine acts them.
+    """A model's layers on a cluster, as this machine acts them."""
 
-    Attributes:
-        run: what is acted, on nodes of one rank.
-        rows_each: that one row here stands for.
-        slower: times as slow as there.
-    """
-
-    run: DescribedRun
-    rows_each: int
-    slower: float
+    run: DescribedRun  # what is acted, on nodes of one rank
+    rows_each: int  # that one row here stands for
+    slower: float  # times as slow as there
 
     @classmethod
     def of(cls, given: argparse.Namespace, num_ranks: int) -> Scene:
@@ -202,11 +193,11 @@ def show(given: argparse.Namespace) -> list[Result]:
     load = scene.load(given.loads, given.layers, num_steps)
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
     console.print(scene.told(load, given.layers), markup=False)
-    with paced_links(scene.card, dist.get_rank()):
+    card = scene.card
+    with paced_links(card):
         contenders = [Contender(way, scene.pace, sizes) for way in WAYS]
-        results = compare(
-            contenders, load, num_rounds=given.rounds, steps_per_round=given.steps_per_round
-        )
+        rounds = {"num_rounds": given.rounds, "steps_per_round": given.steps_per_round}
+        results = compare(contenders, load, card, **rounds)
     console.print(table_of(results))
     console.print(LEGEND, markup=False)
     load_average, cores = os.getloadavg()[0], os.cpu_count() or 1

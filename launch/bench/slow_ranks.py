@@ -2,14 +2,15 @@
 """Zebra parallelism beside DistEP and `ep` where some ranks are slow, and beside the simulator.
 
 `torchrun --nproc_per_node 4 launch/bench/slow_ranks.py --attention_us 100`
-`python launch/bench/cluster.py --nodes 4 --ranks_per_node 1 launch/bench/slow_ranks.py`
 
 The first ranks are new, the others old: there attention and experts take longer, by two factors.
-Attention and experts only take time, see ``slow_ranks_model.py``, so that few cores stand for any
+Attention and experts only take time, so that few cores stand for any
 number of devices; engines, strategies and what travels are real. The contenders are DeepSpeed
 engines in the same processes that take turns, a step each, in an order that rotates; ratios are
 paired by round. They have the same batches, and must have the same losses. The simulator is given
-the same durations and the link that was measured, and no other overhead.
+the same durations and the link that was measured, and no other overhead. All experts have equally
+many rows, for a token's experts follow from its place: the gate only weighs them. Shape letters: B
+samples, T tokens of a sample or of all, K choices of a token, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -19,25 +20,232 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from pace import Pace
+from pace import BACKWARD, Pace, PacedExperts
 from rich.console import Console
 from rotation import rotated
-from slow_ranks_figures import ELEMENT_BYTES, Durations, Group, Shared, Simulator, Step
-from slow_ranks_model import Model, Shape, batch_of
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ds_moe_ext.core.comm import all_gather_counts, all_to_all_by_pairs
 from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.zebra_costs import (
+    MoeModel,
+    RankClass,
+    TwoClasses,
+    ZebraShape,
+    price_step,
+    stripe_times,
+)
+from ds_moe_ext.planning.zebra_planner import ZebraGroup, assign_experts
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
+
+from papers.hetermoe_rivals import EpGroup, ep_tokens_per_s, price_dist_ep
+
+VOCABULARY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a model, and of what each rank brings to a step."""
+
+    layers: int  # blocks, each with experts
+    experts: int  # of a layer
+    top_k: int  # experts of a token
+    width: int  # of the model
+    expert_width: int  # rows of an expert's weights
+    length: int  # tokens of a sample
+    samples: int  # of a rank's batch
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank's batch."""
+        return self.samples * self.length
+
+
+@dataclass
+class _Begun:
+    """What a block computes before its experts, in one direction."""
+
+    pace: Pace  # of the rank; ``attention_s`` is that of its whole batch
+    share: float  # of that batch
+    at_s: float = 0.0  # moment of ``time.perf_counter`` at which it began
+
+    def begin(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def end(self, times: float) -> None:
+        """Let the thread sleep until it has taken so many times as long as forward."""
+        self.pace.hold(self.at_s, times * self.share * self.pace.attention_s)
+
+
+class _Enter(torch.autograd.Function):
+    """Begins forward, and ends backward."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: _Begun, x_BTD: Tensor) -> Tensor:
+        ctx.begun = begun
+        begun.begin()
+        return x_BTD.view_as(x_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[None, Tensor]:
+        ctx.begun.end(BACKWARD)
+        return None, grad_BTD
+
+
+class _Leave(torch.autograd.Function):
+    """Ends forward, and begins backward."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: _Begun, x_TD: Tensor, score_TK: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.begun = begun
+        begun.end(1.0)
+        return x_TD.view_as(x_TD), score_TK.view_as(score_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor, grad_TK: Tensor) -> tuple[None, Tensor, Tensor]:
+        ctx.begun.begin()
+        return None, grad_TD, grad_TK
+
+
+class Block(nn.Module):
+    """Attention that is paced, then experts that are, both beside a residual."""
+
+    def __init__(self, pace: Pace, shape: Shape) -> None:
+        super().__init__()
+        self.pace, self.shape = pace, shape
+        self.attention_norm, self.norm = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
+        self.attention = nn.Linear(shape.width, shape.width, bias=False)
+        self.gate = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts: nn.Module = PacedExperts(
+            pace, (shape.experts, shape.expert_width, shape.width)
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        begun = _Begun(self.pace, x_BTD.shape[0] / self.shape.samples)
+        x_BTD = _Enter.apply(begun, x_BTD)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        x_TD = self.norm(x_BTD).flatten(0, 1)
+        expert_TK = balanced(len(x_TD), self.shape.top_k, self.shape.experts)
+        score_TK = self.gate(x_TD).gather(1, expert_TK).softmax(dim=-1)
+        x_TD, score_TK = _Leave.apply(begun, x_TD, score_TK)
+        return x_BTD + self.experts(x_TD, expert_TK, score_TK).view_as(x_BTD)
+
+
+def balanced(num_tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """Each token's experts, int64 ``[T, K]``, in turn: with no remainder all have equally many."""
+    return torch.arange(num_tokens * top_k).view(num_tokens, top_k) % num_experts
+
+
+class Output(NamedTuple):
+    """Of the model."""
+
+    loss: Tensor
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head, loss."""
+
+    def __init__(self, pace: Pace, shape: Shape) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.blocks = nn.ModuleList([Block(pace, shape) for _ in range(shape.layers)])
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        """Both int64 ``[B, T]``."""
+        x_BTD = self.embedding(input_ids)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits = self.head(x_BTD).flatten(0, 1)
+        return Output(functional.cross_entropy(logits, labels.flatten()))
+
+
+def batch_of(shape: Shape, step: int, rank: int) -> Tensor:
+    """Tokens of a rank in a step, the same for all contenders, int64 ``[B, T]``."""
+    generator = torch.Generator().manual_seed(1009 * step + rank)
+    return torch.randint(0, VOCABULARY, (shape.samples, shape.length), generator=generator)
+
+
+ELEMENT_BYTES = 4  # float32 travels
 TOLERANCE = 1e-4  # of a loss: sums are taken in another order, and steps multiply that
+
+
+# What the simulator says.
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """Seconds of a step: new ranks have attention under zebra, old ones experts; `ep` has both on
+    all ranks."""
+
+    shape: Shape
+    new: RankClass  # seconds of computing, forward, for one token and layer
+    old: RankClass
+    attention_ranks: int  # new ones
+    expert_ranks: int  # old ones
+    link: Link  # of each rank's card, as measured
+
+    @property
+    def ranks(self) -> TwoClasses:
+        model = MoeModel(
+            num_layers=self.shape.layers,
+            num_experts=self.shape.experts,
+            top_k=self.shape.top_k,
+            width=self.shape.width,
+            expert_width=self.shape.expert_width,
+            length=self.shape.length,
+            element_bytes=ELEMENT_BYTES,
+        )
+        return TwoClasses(
+            model=model, new=self.new, old=self.old, link=self.link, backward=BACKWARD
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"attention_ranks": self.attention_ranks, "expert_ranks": self.expert_ranks}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.attention_ranks + self.expert_ranks
+
+    def ep_s(self) -> float:
+        """Expert parallelism on all ranks, every layer in one piece."""
+        group = EpGroup(new_ranks=self.attention_ranks, old_ranks=self.expert_ranks)
+        per_s = ep_tokens_per_s(self.ranks, group, self.shape.tokens, degrees=(1,))
+        return self.num_ranks * self.shape.tokens / per_s
+
+    def dist_ep_s(self) -> float:
+        """The two sides in turn."""
+        num_samples = self.num_ranks * self.shape.samples
+        return price_dist_ep(self.ranks, **self.sizes, num_samples=num_samples).step_s
+
+    def zebra_s(self, num_stripes: int, moved_L: Sequence[int] | None = None) -> float:
+        """Zebra, with so many experts of each layer moved from each expert rank."""
+        striped = ZebraShape(**self.sizes, num_stripes=num_stripes)
+        num_samples = self.num_ranks * self.shape.samples
+        return price_step(self.ranks, striped, num_samples, moved_L).step_s
+
+    def moved(self, num_stripes: int) -> tuple[int, ...]:
+        """Experts of each layer that Algorithm 1 moves from each expert rank."""
+        group = ZebraGroup(
+            num_experts=self.shape.experts, num_layers=self.shape.layers, **self.sizes
+        )
+        striped = ZebraShape(**self.sizes, num_stripes=num_stripes)
+        times = stripe_times(self.ranks, striped, self.num_ranks * self.shape.samples)
+        return assign_experts(group, times).moved_L
 
 
 # Contenders.
@@ -45,108 +253,74 @@ TOLERANCE = 1e-4  # of a loss: sums are taken in another order, and steps multip
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        name: in the table.
-        block: of the JSON.
-        said_s: seconds of a step by the simulator.
-    """
-
-    name: str
-    block: dict[str, Any]
-    said_s: float
+    name: str  # in the table
+    block: dict[str, Any]  # of the JSON
+    said_s: float  # seconds of a step by the simulator
 
 
-def ways(given: argparse.Namespace, simulator: Simulator) -> Iterator[Way]:
+def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
     """`ep`, DistEP, and zebra in its variants."""
+    sizes = {
+        "attention_size": simulator.attention_ranks,
+        "expert_size": simulator.expert_ranks,
+    }
+
+    def zebra(name: str, said_s: float, **keys: Any) -> Way:
+        return Way(name, {"strategy": "zebra", "zebra": {**sizes, **keys}}, said_s)
+
     yield Way("ep", {"strategy": "ep"}, simulator.ep_s())
-    yield _zebra("DistEP", simulator, simulator.dist_ep_s(), num_micro_batches=1)
-    for stripes in given.stripes:
-        yield _zebra(
-            f"zebra, R = {stripes}",
-            simulator,
-            simulator.zebra_s(stripes),
-            num_micro_batches=stripes,
-        )
-        moved = simulator.moved(stripes)
+    yield zebra("DistEP", simulator.dist_ep_s(), num_micro_batches=1)
+    for number in stripes:
+        name = f"zebra, R = {number}"
+        yield zebra(name, simulator.zebra_s(number), num_micro_batches=number)
+        moved = simulator.moved(number)
         if any(moved):
-            name = f"zebra, R = {stripes}, moved {' '.join(map(str, moved))}"
-            said_s = simulator.zebra_s(stripes, moved)
-            yield _zebra(name, simulator, said_s, num_micro_batches=stripes, moved=list(moved))
-
-
-def _zebra(name: str, simulator: Simulator, said_s: float, **keys: Any) -> Way:
-    group = simulator.group
-    sizes = {"attention_size": group.attention_ranks, "expert_size": group.expert_ranks}
-    return Way(name, {"strategy": "zebra", "zebra": {**sizes, **keys}}, said_s)
+            name = f"{name}, moved {' '.join(map(str, moved))}"
+            said_s = simulator.zebra_s(number, moved)
+            yield zebra(name, said_s, num_micro_batches=number, moved=list(moved))
 
 
 class Contender:
-    """A DeepSpeed engine. Collective.
+    """A DeepSpeed engine. Collective."""
 
-    Args:
-        way: how it trains.
-        pace: of this rank.
-        shape: of its model.
-        trace: folder for a trace and a report of its steps; None for none.
-    """
-
-    def __init__(self, way: Way, pace: Pace, shape: Shape, trace: Path | None) -> None:
-        self.way, self._pace, self._shape = way, pace, shape
-        self._number = 0
+    def __init__(self, way: Way, pace: Pace, shape: Shape) -> None:
+        self.way, self._shape, self._number = way, shape, 0
         model = Model(pace, shape)
+        block = {"enabled": True, **way.block, "report": {"enabled": False}}
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
-            config=_document(way, shape, trace),
+            config={
+                "train_micro_batch_size_per_gpu": shape.samples,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "steps_per_print": 10**9,
+                "ds_moe_ext": block,
+            },
         )
 
-    def step(self) -> Step:
-        """One optimizer step on the batches of the next step number. Collective."""
+    def step(self) -> tuple[float, float]:
+        """Seconds of one optimizer step on the batches of the next step number, of the last rank;
+        and the loss, mean over ranks. Collective."""
         tokens = batch_of(self._shape, self._number, dist.get_rank())
         self._number += 1
-        self._pace.take()
         dist.barrier()
         start_s = time.perf_counter()
         loss = self._engine(input_ids=tokens, labels=tokens.roll(-1, 1)).loss
         self._engine.backward(loss)
         self._engine.step()
-        end_s = time.perf_counter()
-        held = self._pace.take()
-        return Step(
-            start_s=start_s,
-            end_s=end_s,
-            computed=tuple((each.start_s, each.end_s) for each in held),
-            late_s=sum(each.late_s for each in held),
-            loss=float(loss.detach()),
-        )
-
-
-def _document(way: Way, shape: Shape, trace: Path | None) -> dict[str, Any]:
-    report: dict[str, Any] = {"report": {"enabled": False}}
-    if trace is not None:
-        folder = trace / way.name.replace(", ", "_").replace(" ", "")
-        report = {
-            "report": {"path": str(folder), "trace_step": 2},
-            "trace": {"path": str(folder / "trace.json"), "first_step": 2, "num_steps": 1},
-        }
-    return {
-        "train_micro_batch_size_per_gpu": shape.samples,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "steps_per_print": 10**9,
-        "ds_moe_ext": {"enabled": True, **way.block, **report},
-    }
+        own = torch.tensor([time.perf_counter() - start_s, float(loss.detach())])
+        seconds_C, loss_C = all_gather_counts(own.double(), None).T
+        return float(seconds_C.max()), float(loss_C.mean())
 
 
 def measured_link(shape: Shape, repeats: int = 15) -> Link:
-    """Of a rank's card, by exchanges in which each rank sends to one other. Collective.
-
-    Two sizes, of which one is that of a rank's batch of rows; the medians of the slowest rank.
-    """
+    """Of a rank's card, by exchanges in which each rank sends to one other: two sizes, of which one
+    is that of a rank's batch of rows; the medians of the slowest rank. Collective."""
     group, here, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None, "torchrun makes it"
     most = shape.tokens * shape.top_k
@@ -176,25 +350,12 @@ def measured_link(shape: Shape, repeats: int = 15) -> Link:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender.
-
-    Attributes:
-        name: see ``Way``.
-        said_s: see ``Way``.
-        seconds: of a step, by round.
-        idle_s: see ``Shared``, by round.
-        use_C: see ``Shared``, mean over rounds.
-        late_s: see ``Shared``, mean over rounds.
-        losses: mean over ranks, by step.
-    """
+    """One contender."""
 
     name: str
-    said_s: float
-    seconds: list[float]
-    idle_s: list[float]
-    use_C: list[float]
-    late_s: float
-    losses: list[float]
+    said_s: float  # of a step, by the simulator
+    seconds: list[float]  # of a step, by round
+    losses: list[float]  # mean over ranks, by step
 
 
 def compare(contenders: Sequence[Contender], num_rounds: int, num_warm_ups: int) -> list[Result]:
@@ -203,32 +364,17 @@ def compare(contenders: Sequence[Contender], num_rounds: int, num_warm_ups: int)
     Raises:
         RuntimeError: contenders have different losses.
     """
-    seen: list[list[Step]] = [[] for _ in contenders]
+    seen: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for number in range(num_warm_ups + num_rounds):
         for contender, steps in rotated(list(zip(contenders, seen)), number):
             steps.append(contender.step())
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, seen)
-    results = [
-        _result(contender.way, list(zip(*steps)), num_warm_ups)
-        for contender, steps in zip(contenders, zip(*everywhere))
-    ]
-    for other in results[1:]:
-        check_agree(results[0], other)
+    results = []
+    for contender, steps in zip(contenders, seen):
+        seconds, losses = zip(*steps)
+        way = contender.way
+        results.append(Result(way.name, way.said_s, list(seconds[num_warm_ups:]), list(losses)))
+        check_agree(results[0], results[-1])
     return results
-
-
-def _result(way: Way, steps: Sequence[Sequence[Step]], num_warm_ups: int) -> Result:
-    shared = [Shared.of(ranks) for ranks in steps[num_warm_ups:]]
-    return Result(
-        name=way.name,
-        said_s=way.said_s,
-        seconds=[each.seconds for each in shared],
-        idle_s=[each.idle_s for each in shared],
-        use_C=[statistics.mean(uses) for uses in zip(*(each.use_C for each in shared))],
-        late_s=statistics.mean(each.late_s for each in shared),
-        losses=[statistics.mean(step.loss for step in ranks) for ranks in steps],
-    )
 
 
 def check_agree(first: Result, other: Result) -> None:
@@ -245,49 +391,29 @@ def check_agree(first: Result, other: Result) -> None:
             )
 
 
-# The table.
-
-NUM_RIVALS = 2  # `ep` and DistEP come first
-COLUMNS = (
-    *("contender", "ms a step", "said", "`ep` / it", "said", "DistEP / it", "said"),
-    *("use of new / old ranks", "nobody computes, ms", "late, ms"),
-)
+COLUMNS = ("contender", "ms a step", "said", "`ep` / it", "said", "DistEP / it", "said")
 
 
-def markdown(results: Sequence[Result], group: Group) -> Iterator[str]:
-    """Seconds of the rivals over each one's, paired by round: median, range. Beside them what the
-    simulator says, and by how much that is off."""
+def markdown(results: Sequence[Result]) -> Iterator[str]:
+    """Seconds of `ep` and DistEP, which come first, over each one's, paired by round: median,
+    range. Beside them what the simulator says, and by how much that is off."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for each in results:
-        yield f"| {' | '.join(_cells(each, results[:NUM_RIVALS], group))} |"
-
-
-def _cells(each: Result, rivals: Sequence[Result], group: Group) -> tuple[str, ...]:
-    found_s = statistics.median(each.seconds)
-    new = statistics.mean(each.use_C[: group.attention_ranks])
-    old = statistics.mean(each.use_C[group.attention_ranks :])
-    return (
-        each.name,
-        f"{1e3 * found_s:.0f}",
-        f"{1e3 * each.said_s:.0f} ({each.said_s / found_s - 1:+.1%})",
-        *(cell for rival in rivals for cell in _ratio(each, rival)),
-        f"{new:.0%} / {old:.0%}",
-        f"{1e3 * statistics.median(each.idle_s):.0f}",
-        f"{1e3 * each.late_s:.1f}",
-    )
-
-
-def _ratio(each: Result, rival: Result) -> tuple[str, str]:
-    """As found, and as said."""
-    if each is rival:
-        return "", ""
-    ratios = [theirs / ours for theirs, ours in zip(rival.seconds, each.seconds)]
-    found, said = statistics.median(ratios), rival.said_s / each.said_s
-    return (
-        f"{found:.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
-        f"{said:.3f} ({said / found - 1:+.1%})",
-    )
+        found_s = statistics.median(each.seconds)
+        cells = [
+            each.name,
+            f"{1e3 * found_s:.0f}",
+            f"{1e3 * each.said_s:.0f} ({each.said_s / found_s - 1:+.1%})",
+        ]
+        for rival in results[:2]:
+            ratios = [theirs / ours for theirs, ours in zip(rival.seconds, each.seconds)]
+            found, said = statistics.median(ratios), rival.said_s / each.said_s
+            cells += [
+                f"{found:.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+                f"{said:.3f} ({said / found - 1:+.1%})",
+            ]
+        yield f"| {' | '.join(cells)} |"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -308,45 +434,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=8, help="of a rank and step")
     add("--rounds", type=int, default=9)
     add("--warm_ups", type=int, default=2, help="rounds that are not counted")
-    add("--trace", type=Path, help="folder for reports and traces of all contenders")
     add("--json", type=Path, help="write the figures here")
     return parser.parse_args(words)
-
-
-def shape_of(given: argparse.Namespace) -> Shape:
-    """Of the model of the command line."""
-    return Shape(
-        layers=given.layers,
-        experts=given.experts,
-        top_k=given.top_k,
-        width=given.width,
-        expert_width=16,
-        length=given.length,
-        samples=given.samples,
-    )
-
-
-def simulator_of(given: argparse.Namespace, world_size: int, link: Link) -> Simulator:
-    """What the command line asks for, on a link."""
-    attention_size = given.attention_size or world_size // 2
-    return Simulator(
-        shape_of(given),
-        Durations(
-            attention_s=given.attention_us / 1e6,
-            expert_s=given.expert_us / 1e6,
-            attention_slower=given.attention_slower,
-            expert_slower=given.expert_slower,
-        ),
-        Group(attention_ranks=attention_size, expert_ranks=world_size - attention_size),
-        link,
-    )
-
-
-def pace_of(simulator: Simulator, rank: int) -> Pace:
-    """Of a rank: attention on its own batch, an expert on a row."""
-    durations, shape = simulator.durations, simulator.shape
-    of = durations.new if rank < simulator.group.attention_ranks else durations.old
-    return Pace(of.attention_s * shape.tokens, of.expert_s / shape.top_k)
 
 
 def main() -> None:
@@ -355,23 +444,36 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed("gloo")
-    rank = dist.get_rank()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
-    link = measured_link(shape_of(given))
-    simulator = simulator_of(given, dist.get_world_size(), link)
-    pace = pace_of(simulator, rank)
+    shape = Shape(
+        layers=given.layers,
+        experts=given.experts,
+        top_k=given.top_k,
+        width=given.width,
+        expert_width=16,
+        length=given.length,
+        samples=given.samples,
+    )
+    link = measured_link(shape)
+    attention_s, expert_s = given.attention_us / 1e6, given.expert_us / 1e6
+    new = RankClass(attention_s=attention_s, expert_s=expert_s)
+    old = RankClass(
+        attention_s=given.attention_slower * attention_s, expert_s=given.expert_slower * expert_s
+    )
+    attention_size = given.attention_size or num_ranks // 2
+    simulator = Simulator(shape, new, old, attention_size, num_ranks - attention_size, link)
+    own = new if rank < attention_size else old
+    pace = Pace(own.attention_s * shape.tokens, own.expert_s / shape.top_k)
     console.print(
         f"load {os.getloadavg()[0]:.2f}; a card {link.bytes_per_s / 1e6:.0f} MB/s and "
         f"{1e3 * link.latency_s:.2f} ms"
     )
-    contenders = [
-        Contender(way, pace, shape_of(given), given.trace) for way in ways(given, simulator)
-    ]
+    contenders = [Contender(way, pace, shape) for way in ways(given.stripes, simulator)]
     results = compare(contenders, given.rounds, given.warm_ups)
-    console.print("\n".join(markdown(results, simulator.group)))
+    console.print("\n".join(markdown(results)))
     console.print(f"load at the end {os.getloadavg()[0]:.2f}")
     if given.json is not None and rank == 0:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
     dist.destroy_process_group()
 

@@ -9,15 +9,195 @@ have tiny sizes, and run over gloo on two ranks: a rehearsal, whose figures say 
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import day_figures as figures
-from day_figures import Reader
+from ds_moe_ext.commands import cluster_profile
+from ds_moe_ext.core.hardware import read_hardware
+
+# Figures: how each is read from what a command left in its folder.
+
+JSON = "figures.json"
+PRINTED = "printed.txt"
+MIB = 2**20
+OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+TEST = re.compile(r"\btests/\S+::.*?(?= (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b|$)")
+BAD = ("FAILED", "ERROR")
+ITERATION_MS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure."""
+
+    what: str  # it is
+    value: float | str  # the median where there are several; a text where nothing was measured
+    unit: str = ""  # of the value
+    low: float | None = None  # the least
+    high: float | None = None  # the largest
+    count: int = 1  # values behind it
+
+
+Reader = Callable[[Path], Iterable[Figure]]
+"""Figures from the folder of a row."""
+
+
+def spread(what: str, values: Sequence[float], unit: str, scale: float = 1.0) -> Figure:
+    """Median, least and largest of values, each multiplied by a scale."""
+    three = min(values), statistics.median(values), max(values)
+    low, middle, high = (float(f"{scale * each:.5g}") for each in three)
+    return Figure(what, middle, unit, low, high, len(values))
+
+
+def _left_out(skipped: Mapping[str, str]) -> Iterator[Figure]:
+    for name, reason in skipped.items():
+        yield Figure(name, f"not run: {reason}")
+
+
+def _known(values: Sequence[float]) -> bool:
+    return not any(map(math.isnan, values))
+
+
+def _document(folder: Path, name: str = JSON) -> Any:
+    return json.loads((folder / name).read_text("utf-8"))
+
+
+def read_nothing(folder: Path) -> Iterator[Figure]:
+    """For what is only printed."""
+    yield from ()
+
+
+def read_texts(folder: Path) -> Iterator[Figure]:
+    """Names and values, as of versions."""
+    for name, text in _document(folder).items():
+        yield Figure(name, text)
+
+
+def read_tests(folder: Path) -> Iterator[Figure]:
+    """Outcomes of pytest, from its lines, which are there for a run that was stopped, too."""
+    found, bad = Counter[str](), []
+    for line in (folder / PRINTED).read_text("utf-8", "replace").splitlines():
+        test, outcome = TEST.search(line), OUTCOME.search(line)
+        if line.startswith(("FAILED ", "ERROR ")) or test is None or outcome is None:
+            continue  # the summary names them again
+        found[outcome[1]] += 1
+        if outcome[1] in BAD:
+            bad.append(test[0].strip())
+    for name, number in found.items():
+        yield Figure(name.lower(), number, "tests")
+    for name in bad:
+        yield Figure("failed", name)
+
+
+def read_engines(folder: Path) -> Iterator[Figure]:
+    """Steps of contenders that take turns (``bench/rotation.py``)."""
+    document = _document(folder)
+    seconds, tokens = document["seconds_a_step"], document["tokens_a_step"]
+    first = next(iter(seconds))
+    for name, own in seconds.items():
+        yield spread(f"{name}: a step", own, "ms", 1e3)
+        yield spread(f"{name}: speed", [tokens / each for each in own], "tokens/s")
+        if name != first:
+            ratios = [each / ours for each, ours in zip(own, seconds[first])]
+            yield spread(f"{name}: a step over that of {first}", ratios, "x")
+        if document.get("busy"):
+            yield Figure(f"{name}: device busy", round(document["busy"][name], 4), "of a step")
+    yield from _left_out(document["skipped"])
+
+
+def read_layers(folder: Path) -> Iterator[Figure]:
+    """One layer (``bench/layer_speed.py``)."""
+    for result in _document(folder)["results"]:
+        measured = result["measured"]
+        first = next(iter(measured))
+        for name, own in measured.items():
+            yield spread(f"{name}: forward and backward", own["device_s"], "ms", 1e3)
+            if name != first:
+                ratios = [a / b for a, b in zip(own["device_s"], measured[first]["device_s"])]
+                yield spread(f"{name}: over {first}", ratios, "x")
+            if own["peak_bytes"] is not None:
+                yield Figure(f"{name}: memory", round(own["peak_bytes"] / MIB, 1), "MiB")
+        yield from _left_out(result["skipped"])
+
+
+def read_devices(folder: Path) -> Iterator[Figure]:
+    """Whether a GPU waits for its host (``bench/device_path.py``)."""
+    for result in _document(folder)["results"]:
+        for name, own in result["found"].items():
+            wall_ms, issued_ms, kernels_ms = own["wall_ms"], own["issued_ms"], own["kernels_ms"]
+            yield spread(f"{name}: a layer", wall_ms, "ms")
+            yield spread(f"{name}: host issues it in", issued_ms, "ms")
+            yield spread(f"{name}: between steps", own["between_ms"], "ms")
+            if not math.isnan(kernels_ms):
+                busy = [kernels_ms / wall for wall in wall_ms]
+                yield Figure(f"{name}: kernels run", round(kernels_ms, 4), "ms")
+                yield spread(f"{name}: device busy", busy, "of a step")
+                waits = statistics.median(issued_ms) > kernels_ms
+                yield Figure(f"{name}: bound by", "host" if waits else "device")
+        yield from _left_out(result["skipped"])
+
+
+def read_cluster(folder: Path) -> Iterator[Figure]:
+    """Lines that ``ds-moe-ext profile`` fitted; r² stands for the spread."""
+    hardware = read_hardware(folder / "hardware.json")
+    for where, what, link in cluster_profile.links(hardware):
+        fit = "" if link.r_squared is None else f", r² {link.r_squared:.4f}"
+        yield Figure(f"{what} {where}: rate{fit}", link.bytes_per_s / 1e9, "GB/s")
+        yield Figure(f"{what} {where}: latency", link.latency_s * 1e6, "us")
+    for what, product in cluster_profile.products(hardware):
+        yield Figure(what, 2 * product.multiply_adds_per_s / 1e12, "TFLOP/s")
+    if hardware.device.memory_bytes_per_s is not None:
+        yield Figure("memory, read and written", hardware.device.memory_bytes_per_s / 1e9, "GB/s")
+
+
+NUM_WARM_UPS = 12
+"""Steps of a run in which costs are measured and kernels are made."""
+
+
+def read_trained(folder: Path) -> Iterator[Figure]:
+    """A run of ``pretrain_deepspeed.py``, beside what ``ds-moe-ext price`` says of it."""
+    summary = _document(folder, "run/summary.json")
+    seconds, peak_bytes = summary["seconds_s"][NUM_WARM_UPS:], summary["peak_bytes"]
+    yield spread("a step, measured", seconds, "ms", 1e3)
+    speeds = [summary["tokens_per_step"] / each for each in seconds]
+    yield spread("speed, measured", speeds, "tokens/s")
+    yield Figure("memory of the fullest rank, measured", peak_bytes / 2**30, "GiB")
+    yield Figure("loss, first step", summary["losses"][0], "nats")
+    yield Figure("loss, last step", summary["losses"][-1], "nats")
+    balances = list(summary["balance_by_layer"].values())
+    if balances:
+        yield spread("rows of the busiest rank over the mean, by layer", balances, "x")
+    path = folder / "price.json"
+    if path.is_file():
+        own = next((way for way in _document(folder, path.name)["ways"] if way["is_own"]), None)
+        if own is not None:
+            yield Figure("a step, priced", 1e3 * own["step_s"], "ms")
+            ratio = own["step_s"] / statistics.median(seconds)
+            yield Figure("a step, priced over measured", round(ratio, 4), "x")
+            parts = own["memory_bytes"]
+            priced_bytes = parts["total"] - parts["runtime"]  # which torch does not count
+            yield Figure("memory of the fullest rank, priced", priced_bytes / 2**30, "GiB")
+            ratio = priced_bytes / peak_bytes
+            yield Figure("memory, priced over measured", round(ratio, 4), "x")
+
+
+def read_pretrain_gpt(folder: Path) -> Iterator[Figure]:
+    """Iterations that Megatron-LM's script printed."""
+    printed = (folder / PRINTED).read_text("utf-8", "replace")
+    times_ms = [float(found) for found in ITERATION_MS.findall(printed)][NUM_WARM_UPS:]
+    if times_ms:
+        yield spread("an iteration", times_ms, "ms")
+
+
+# Stages.
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 480.0  # of a row; a lent machine may take a command back after ten minutes
@@ -32,21 +212,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where the day is.
+    """Where the day is."""
 
-    Attributes:
-        devices: GPUs that torch sees here.
-        ranks: one a GPU, of all machines; two in a rehearsal.
-        launch: starts ranks, see ``torchrun``; None for those of this machine.
-        checkout: of Megatron-LM.
-        device: what the GPUs are called.
-    """
-
-    devices: int
-    ranks: int
-    launch: str | None = None
-    checkout: Path | None = None
-    device: str = "GPU"
+    devices: int  # GPUs that torch sees here
+    ranks: int  # one a GPU, of all machines; two in a rehearsal
+    launch: str | None = None  # starts ranks, see ``torchrun``; None for those of this machine
+    checkout: Path | None = None  # of Megatron-LM
+    device: str = "GPU"  # what the GPUs are called
 
     def __str__(self) -> str:
         return f"{self.devices} x {self.device}, {self.ranks} rank(s)"
@@ -63,7 +235,7 @@ class Place:
         """What starts a script on so many ranks of this machine, or on one a GPU everywhere."""
         here = "torchrun --standalone --nproc_per_node"
         start = f"{here} {ranks or self.ranks}" if ranks or not self.launch else self.launch
-        return f"{start} launch/bench/shared_gpus.py"
+        return f"{start} launch/shared_gpus.py"
 
     def shares(self, ranks: int) -> bool:
         """Whether so many ranks of this machine are more than its GPUs."""
@@ -91,27 +263,18 @@ def megatron_lm(place: Place) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One command.
+    """One command."""
 
-    Attributes:
-        stage: that it belongs to.
-        name: in the stage, also of its folder.
-        command: for bash, see the module.
-        read: reads the figures from its folder.
-        needs: it runs where all are met.
-        documents: JSON files that it finds in its folder.
-        is_shared: several ranks share a GPU: what is computed counts, what it takes does not.
-        limit_s: it is stopped then.
-    """
-
-    stage: str
-    name: str
-    command: str
-    read: Reader = figures.nothing
-    needs: Sequence[Need] = ()
+    stage: str  # that it belongs to
+    name: str  # in the stage, also of its folder
+    command: str  # for bash, see the module
+    read: Reader = read_nothing  # reads the figures from its folder
+    needs: Sequence[Need] = ()  # it runs where all are met
+    # JSON files that it finds in its folder
     documents: Mapping[str, Any] = field(default_factory=dict)
+    # several ranks share a GPU: what is computed counts, what it takes does not
     is_shared: bool = False
-    limit_s: float = LIMIT_S
+    limit_s: float = LIMIT_S  # it is stopped then
 
     @property
     def id(self) -> str:
@@ -124,12 +287,12 @@ def rows_of(place: Place) -> list[Row]:
 
 
 def environment(place: Place) -> Iterator[Row]:
-    command = "python3 launch/gpu_day/day_machine.py --json $HERE/figures.json"
-    yield Row("environment", "versions", command, figures.texts)
+    command = "python3 launch/gpu_day/gpu_day.py --machine $HERE/figures.json"
+    yield Row("environment", "versions", command, read_texts)
     yield Row("environment", "doctor", "ds-moe-ext doctor")
     if place.is_rehearsal:
         # Once, here: a row that is stopped while it compiles leaves a lock for all that follow.
-        yield Row("environment", "collectives", "python3 launch/compile_collectives.py")
+        yield Row("environment", "collectives", "python3 launch/quickstart.py compile")
 
 
 def tests(place: Place) -> Iterator[Row]:
@@ -138,7 +301,7 @@ def tests(place: Place) -> Iterator[Row]:
         for number in range(1, num_parts + 1):
             command = f"pytest -vv tests/gpu/test_{file}.py --part {number}/{num_parts}"
             name = f"{file}, part {number} of {num_parts}"
-            yield Row("tests", name, command, figures.tests, is_shared=shared)
+            yield Row("tests", name, command, read_tests, is_shared=shared)
 
 
 def parity(place: Place) -> Iterator[Row]:
@@ -148,7 +311,7 @@ def parity(place: Place) -> Iterator[Row]:
     for number in place.pick((1, 2), (1,)):
         command = f"RANKS_ON={ranks_on} {rows} --part {number}/{num_parts}"
         name = f"quick rows, part {number} of {num_parts}"
-        yield Row("parity", name, command, figures.tests, is_shared=place.shares(4))
+        yield Row("parity", name, command, read_tests, is_shared=place.shares(4))
 
 
 def slow_parity(place: Place) -> Iterator[Row]:
@@ -160,7 +323,7 @@ def slow_parity(place: Place) -> Iterator[Row]:
         )
         name = f"slow rows, part {number} of {NUM_PARTS}"
         shared = place.shares(4)
-        yield Row("slow_parity", name, command, figures.tests, [gpus()], is_shared=shared)
+        yield Row("slow_parity", name, command, read_tests, [gpus()], is_shared=shared)
 
 
 TE_LAYER = "Megatron, Transformer Engine's GroupedLinear"
@@ -184,12 +347,12 @@ def layer(place: Place) -> Iterator[Row]:
     # Without the wheel, Megatron has its experts one after the other: too slow at real sizes.
     only = place.pick(CONTENDERS, ("Megatron, expert by expert", *CONTENDERS))
     for shape in shapes:
-        yield Row("layer", shape, _layer(place, shape, only), figures.layers)
+        yield Row("layer", shape, _layer(place, shape, only), read_layers)
 
 
 WAYS = (
     *("ep", "ep, static capacity", "esp, degree 2", "fssdp", "prophet"),
-    *("esp, degree 2, over fssdp", "esp, degree 2, over prophet", "DeepSpeed AutoEP"),
+    *("esp, degree 2, over fssdp", "esp, degree 2, over prophet"),
 )
 
 
@@ -207,26 +370,15 @@ def device_path(place: Place) -> Iterator[Row]:
             f"--only {ways} --json $HERE/figures.json"
         )
         name = shape + (", with attention" if attention else "")
-        yield Row("device_path", name, command, figures.devices)
+        yield Row("device_path", name, command, read_devices)
 
 
 def links(place: Place) -> Iterator[Row]:
-    """What links and the device reach: a hardware file, and rows and copies by size."""
+    """What links and the device reach: a hardware file."""
     start, quick = place.torchrun(), place.pick("", " --quick")
     command = f"{start} -m ds_moe_ext.profile_run{quick} --out $HERE/hardware.json"
     command += " && cp $HERE/hardware.json $OUT/"
-    yield Row("links", "hardware", command, figures.cluster)
-    sizes = place.pick(
-        "--mib 1 4 16 64 256 --expert_mib 9 84 336",  # Qwen3-30B's, DeepSeek-V3's, Mixtral 8x7B's
-        "--mib 0.25 1 --expert_mib 0.5 --repetitions 5",
-    )
-    alone = place.ranks == 1
-    command = (
-        f"{place.torchrun(2) if alone else start} launch/bench/exchange_speed.py {sizes} "
-        "--json $HERE/figures.json"
-    )
-    shared = place.shares(2 if alone else place.devices)
-    yield Row("links", "exchanges", command, figures.exchanges, is_shared=shared)
+    yield Row("links", "hardware", command, read_cluster)
 
 
 STRATEGIES = ("ep", "fssdp", "prophet", "esp", "auto")
@@ -266,7 +418,7 @@ def deepspeed(place: Place) -> Iterator[Row]:
                 f"--block {shlex.quote(json.dumps(keys))} --json $HERE/figures.json"
             )
             name, model = f"ZeRO {stage}, {' '.join(names)}", {"model.json": _qwen3(place)}
-            yield Row("deepspeed", name, command, figures.engines, documents=model)
+            yield Row("deepspeed", name, command, read_engines, documents=model)
 
 
 def _megatron(place: Place, names: Sequence[str], *flags: str) -> tuple[str, dict[str, Any]]:
@@ -297,7 +449,7 @@ def megatron(place: Place) -> Iterator[Row]:
     """Megatron's engine beside its own MoE, and Megatron-LM's script where a checkout is given."""
     for names in TURNS:
         command, documents = _megatron(place, names)
-        yield Row("megatron", " ".join(names), command, figures.engines, documents=documents)
+        yield Row("megatron", " ".join(names), command, read_engines, documents=documents)
     sizes = place.pick(
         "--hidden-size 2048 --ffn-hidden-size 768 --num-attention-heads 32 --seq-length 4096 "
         "--max-position-embeddings 4096 --micro-batch-size 1 --num-experts 128 --moe-router-topk 8 "
@@ -321,7 +473,7 @@ def megatron(place: Place) -> Iterator[Row]:
             f"--vocab-size 4097 --log-interval 1 --eval-iters 1 --eval-interval 1000{ours}"
         )
         needs = [megatron_lm]
-        yield Row("megatron", f"pretrain_gpt, {name}", command, figures.pretrain_gpt, needs)
+        yield Row("megatron", f"pretrain_gpt, {name}", command, read_pretrain_gpt, needs)
 
 
 def run(place: Place) -> Iterator[Row]:
@@ -354,22 +506,22 @@ def run(place: Place) -> Iterator[Row]:
             command = train if shared else f"{train} && {price}"
             documents = {"model.json": model, "job.json": job}
             title = f"{name}, 2 ranks on one GPU" if shared else name
-            yield Row("run", title, command, figures.trained, (), documents, shared)
+            yield Row("run", title, command, read_trained, (), documents, shared)
 
 
 def transformer_engine(place: Place) -> Iterator[Row]:
     needs = [package("transformer_engine"), gpus()]
     command = _layer(place, "qwen3_30b_a3b", (TE_LAYER,))
-    yield Row("transformer_engine", "layer", command, figures.layers, needs)
+    yield Row("transformer_engine", "layer", command, read_layers, needs)
     command, model = _megatron(place, ("ep",), "--moe-grouped-gemm")
-    yield Row("transformer_engine", "megatron", command, figures.engines, needs, model)
+    yield Row("transformer_engine", "megatron", command, read_engines, needs, model)
 
 
 def apex(place: Place) -> Iterator[Row]:
     """Megatron takes Apex's optimizer and norms where they are installed."""
     command, model = _megatron(place, ("ep",))
     needs = [package("apex"), gpus()]
-    yield Row("apex", "megatron", command, figures.engines, needs, model)
+    yield Row("apex", "megatron", command, read_engines, needs, model)
 
 
 STAGES: Mapping[str, Callable[[Place], Iterator[Row]]] = {

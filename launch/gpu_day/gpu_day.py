@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -23,13 +24,114 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from day_figures import PRINTED, Figure
-from day_page import page_of
-from day_stages import ROOT, STAGES, Place, Row, rows_of
+from day_stages import PRINTED, ROOT, STAGES, Figure, Place, Row, rows_of
+
+from ds_moe_ext.report.markup import Html, joined
+from ds_moe_ext.report.page import html_document
+from ds_moe_ext.report.parts import section, table
+from ds_moe_ext.report.units import EN_DASH, seconds_text
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
+
+from console import versions_of
+
+# The page.
+
+SHARED = "ranks share a GPU: what is computed counts, what it takes does not"
+REHEARSAL = "A rehearsal without a GPU, in tiny sizes: its figures say nothing."
+HEADINGS = ("figure", "median", "unit", "least to most", "values")
+
+
+def page_of(document: Mapping[str, Any]) -> str:
+    """One HTML file that needs no other. Pure."""
+    title = "A day on GPUs"
+    note = Html("<p><mark>{}</mark></p>").format(REHEARSAL) if document["is_rehearsal"] else ""
+    parts = [Html("<header><h1>{}</h1>{}</header>").format(title, note)]
+    for stage, rows in groupby(document["rows"], key=lambda row: row["stage"]):
+        parts.append(section(stage, joined(map(_row, rows))))
+    return html_document(title, parts)
+
+
+def _row(row: Mapping[str, Any]) -> Html:
+    facts = [row["state"], seconds_text(row["seconds"]), row["where"], row["date"], row["why"]]
+    facts += [SHARED] if row["is_shared"] else []
+    body = Html("<h3>{}</h3><p>{}</p>").format(row["name"], "; ".join(filter(None, facts)))
+    body += _folded("command", row["command"])
+    if row["last_lines"]:
+        body += _folded("last lines", "\n".join(row["last_lines"]))
+    if row["figures"]:
+        body += table(HEADINGS, [cells(each) for each in row["figures"]])
+    return body
+
+
+def _folded(summary: str, text: str) -> Html:
+    return Html("<details><summary>{}</summary><pre>{}</pre></details>").format(summary, text)
+
+
+def cells(figure: Mapping[str, Any]) -> Sequence[str]:
+    """A figure's entries under ``HEADINGS``, as text."""
+    low, high = figure["low"], figure["high"]
+    between = "" if low is None else f"{number(low)} {EN_DASH} {number(high)}"
+    count = "" if low is None else f"{figure['count']}"
+    return figure["what"], number(figure["value"]), figure["unit"], between, count
+
+
+def number(value: float | str) -> str:
+    """Four digits that count, or more before the point."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# The machine.
+
+PACKAGES = (
+    *("torch", "triton", "deepspeed", "megatron-core", "transformers", "accelerate", "ds_moe_ext"),
+    *("transformer-engine", "apex", "deep_ep", "grouped_gemm", "numpy"),
+)
+
+
+def told_by(*command: str) -> str:
+    """What a program prints; empty where it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def devices() -> dict[str, str]:
+    """The GPUs, or the processor where there is none."""
+    cores = {"cores": str(os.cpu_count()), "processor": platform.machine()}
+    if not torch.cuda.is_available():
+        return {"GPUs": "none", **cores}
+    asked = "--query-gpu=name,memory.total,driver_version"
+    listed = told_by("nvidia-smi", asked, "--format=csv,noheader").splitlines()
+    return {
+        "GPUs": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}",
+        "listed": "; ".join(sorted(set(listed))),
+        "CUDA": str(torch.version.cuda),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        **cores,
+    }
+
+
+def write_machine(path: Path) -> None:
+    """What the day is measured with, printed and as JSON."""
+    commit = told_by("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    facts = {**devices(), **versions_of(PACKAGES), "commit": commit or "unknown"}
+    for name, text in facts.items():
+        print(f"{name}: {text}")
+    print(told_by("nvidia-smi", "topo", "-m"))
+    path.write_text(json.dumps(facts, indent=1))
+
+
+# The day.
 
 DONE, FAILED, CUT, LEFT_OUT = "done", "failed", "cut", "left out"
 ENDED = (DONE, FAILED)
@@ -50,25 +152,15 @@ def seconds_of(text: str) -> float:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        code: its exit status.
-        seconds: it took.
-        is_stopped: it had used its time.
-    """
-
-    code: int
-    seconds: float
-    is_stopped: bool
+    code: int  # its exit status
+    seconds: float  # it took
+    is_stopped: bool  # it had used its time
 
 
 def run_for(command: str, limit_s: float, printed: Path, environment: Mapping[str, str]) -> Ending:
-    """Run a command of bash with all that it starts, for so many seconds at most.
-
-    Args:
-        printed: file for what it prints.
-    """
+    """Run a command of bash with all that it starts, for so many seconds at most."""
     start_s = time.monotonic()
     with printed.open("wb") as lines:
         process = subprocess.Popen(
@@ -100,13 +192,7 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 class Day:
-    """What was done so far, on disk after each row: few files, as a lent machine gives few back.
-
-    Args:
-        folder: that holds all of it.
-        work: folder for what commands write.
-        place: where the day is.
-    """
+    """What was done so far, on disk after each row: few files, as a lent machine gives few back."""
 
     def __init__(self, folder: Path, work: Path, place: Place) -> None:
         self.folder, self.work, self.place = folder, work, place
@@ -117,12 +203,7 @@ class Day:
             self.records = {f"{row['stage']}/{row['name']}": row for row in rows}
 
     def take(self, row: Row, limit_s: float, *, has_all: bool) -> dict[str, Any]:
-        """Run a row, and record it.
-
-        Args:
-            limit_s: seconds that are left.
-            has_all: no more time can be given to it.
-        """
+        """Run a row, and record it."""
         here = self.work / row.stage / re.sub(r"[^A-Za-z0-9_]+", "_", row.name)
         shutil.rmtree(here, ignore_errors=True)  # of an earlier try
         here.mkdir(parents=True)
@@ -195,9 +276,6 @@ def _write(path: Path, text: str) -> None:
 def run_rows(day: Day, rows: Sequence[Row], budget_s: float | None, *, again: bool) -> int:
     """Take all rows that have not ended, while there is time.
 
-    Args:
-        again: those that have ended, too.
-
     Returns:
         How many rows wait for more time.
     """
@@ -235,6 +313,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--row", help="only rows whose stage/name holds this text")
     add("--again", action="store_true", help="also rows that have ended")
     add("--list", action="store_true", help="print the rows and end")
+    add("--machine", type=Path, metavar="FILE", help="write what this machine is there and end")
     add("--megatron", type=Path, help="a checkout of Megatron-LM, for its pretrain_gpt.py")
     add("--ranks", type=int, help="of all machines, with --launch")
     add("--launch", help="what starts --ranks ranks on all machines in place of torchrun")
@@ -255,6 +334,9 @@ def place_of(given: argparse.Namespace) -> Place:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is due."""
     given = parse_arguments(arguments)
+    if given.machine:
+        write_machine(given.machine)
+        return 0
     place = place_of(given)
     rows = [
         row

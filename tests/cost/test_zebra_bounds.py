@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pytest import approx
-
-from ds_moe_ext.core.hardware import Link
-from ds_moe_ext.papers.hetermoe_rivals import (
+from papers.hetermoe_rivals import (
     EpGroup,
     ep_ideal_tokens_per_s,
     ep_tokens_per_s,
     price_dist_ep,
 )
+from pytest import approx
+
+from ds_moe_ext.core.hardware import Link
 from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses, ZebraShape
 from ds_moe_ext.planning.zebra_planner import price_shape
 from tests.cost.zebra_bounds import Bounds

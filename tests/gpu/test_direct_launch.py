@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from no_device import nowhere
 from torch import Tensor
 
 from ds_moe_ext.core import kernels
 from ds_moe_ext.core.kernels import Kernel
+from tests.launch.no_device import nowhere
 from tests.ranks import forkserver
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

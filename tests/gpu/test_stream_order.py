@@ -14,8 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_world import as_on_cuda, fake_world, on_lanes
-from host_path_contenders import Batch, Ours, Sizes, Way, esp
+from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_lanes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -119,8 +119,8 @@ def save(training: Training, folder: str, form: str) -> None:
 
 
 def load(training: Training, folder: str, form: str) -> None:
+    from gpt_megatron import load_optimizer, start_adam
     from megatron.core import dist_checkpointing
-    from megatron_checkpoint import load_optimizer, start_adam
 
     give_gloo(training)
     start_adam(training.optimizer)

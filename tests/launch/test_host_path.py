@@ -7,26 +7,26 @@ Counts, never times. A change that lowers a count lowers its limit here.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from fake_world import as_on_cuda, fake_world, products_at_once
-from host_counts import counted
-from host_path import BUILDERS, Job, Result, measure, passes, take_step
-from host_path_contenders import OURS, Batch, Sizes
-from host_path_turns import Turns, compare, table_of
-from host_windows import Windows, windows
-from rich.console import Console
+import torch.distributed as dist
+from fake_world import WAYS, Batch, Ours, Sizes, as_on_cuda, fake_world, products_at_once
+from host_path import COLLECTIVES, FETCHES, Job, Place, Result, counted, measure, passes, take_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_moe_ext.core import comm
 from tests.ranks import forkserver
 
 
@@ -44,6 +44,7 @@ class Most(NamedTuple):
     collectives: int
 
 
+WAIT = "ds_moe_ext/core/comm.py ready"
 MOST: Mapping[str, Most] = {
     "ep": Most(1, 1, 5),
     "ep, static capacity": Most(1, 1, 5),  # between steps, for all layers at once
@@ -80,7 +81,7 @@ def results() -> Mapping[str, Result]:
 
 
 def test_every_strategy_has_a_limit() -> None:
-    assert set(MOST) == set(OURS) < set(BUILDERS)
+    assert list(MOST) == [way.name for way in WAYS]
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -96,14 +97,62 @@ def test_counts_do_not_grow(name: str, results: Mapping[str, Result]) -> None:
 def test_passes_wait_in_one_place(name: str, results: Mapping[str, Result]) -> None:
     counts = results[name].counts
     assert counts is not None, results[name].skipped
-    where = [] if name == "ep, static capacity" else ["ds_moe_ext/core/comm.py ready"]
+    where = [] if name == "ep, static capacity" else [WAIT]
     assert counts.waits_in_passes == where
+
+
+class Window:
+    """Is open from the end of a wait for the device to the next call of a communicator."""
+
+    def __init__(self) -> None:
+        self.is_open, self.num_closed = False, 0
+
+    def after(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A method or function for which the host may wait."""
+
+        def fetched(*args: Any, **named: Any) -> Any:
+            place = Place.of_caller(name, sys._getframe(1))
+            out = stock(*args, **named)
+            self.is_open |= f"{place.file} {place.function}" == WAIT
+            return out
+
+        return fetched
+
+    def before(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that calls a communicator."""
+
+        def called(*args: Any, **named: Any) -> Any:
+            self.num_closed += self.is_open
+            self.is_open = False
+            return stock(*args, **named)
+
+        return called
+
+
+@contextmanager
+def watched() -> Iterator[Window]:
+    """Watch, inside the block."""
+    found = Window()
+    with ExitStack() as changed:
+
+        def change(owner: Any, name: str, around: Callable[..., Any], *told: str) -> None:
+            if hasattr(owner, name):
+                new = around(*told, getattr(owner, name))
+                changed.enter_context(mock.patch.object(owner, name, new))
+
+        for name in FETCHES:
+            change(Tensor, name, found.after, name)
+            change(torch, name, found.after, name)
+        for name in COLLECTIVES:
+            change(dist.ProcessGroup, name, found.before)
+        change(comm.Pairs, "post", found.before)
+        yield found
 
 
 class _Launched(TorchDispatchMode):
     """Operations of torch while a window is open, but views."""
 
-    def __init__(self, seen: Windows) -> None:
+    def __init__(self, seen: Window) -> None:
         super().__init__()
         self._seen = seen
         self.names: list[str] = []
@@ -111,7 +160,7 @@ class _Launched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._seen.since_s is not None and not func.is_view:
+        if self._seen.is_open and not func.is_view:
             self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -119,18 +168,19 @@ class _Launched(TorchDispatchMode):
 def _launched_after_waits(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """By contender, in a step of one layer, in the forward pass."""
     sizes = Sizes(layers=1, experts=16, tokens=64, top_k=2)
+    ways = {way.name: way for way in WAYS}
     found: dict[str, Sequence[str]] = {}
     with fake_world(8, 3), as_on_cuda(), products_at_once():
         for name in names:
-            contender = BUILDERS[name](sizes)
+            contender = Ours(ways[name], sizes)
             for number in range(3):
                 take_step(contender, Batch.of(sizes, number), number)
-            with contender.turn(), windows(("ds_moe_ext/core/comm.py ready",)) as seen:
+            with contender.turn(), watched() as seen:
                 step = passes(contender, Batch.of(sizes, 3), 3)
                 with _Launched(seen) as launched:
                     deque(islice(step, 2), maxlen=0)
                 deque(step, maxlen=0)
-            assert len(seen.seconds) == 1, name
+            assert seen.num_closed == 1, name
             found[name] = launched.names
     return found
 
@@ -195,14 +245,3 @@ def test_copies_are_counted_and_the_hosts_own_work_is_not() -> None:
         device.repeat_interleave(device, output_size=6)
         device[there.clamp(max=3)]
     assert counts.waits.total() == 1 and not counts.copies
-
-
-@pytest.mark.slow
-def test_contenders_take_turns() -> None:
-    all_turns = [Turns(f".:{name}", ranks=8, slots=2) for name in ("ep", "fssdp")]
-    found = compare(all_turns, rounds=2, console=Console(quiet=True))
-    for turns in all_turns:
-        turns.end()
-    assert [len(seconds) for seconds in found] == [2, 2]
-    assert min(map(min, found)) > 0
-    assert table_of([turns.where for turns in all_turns], found).row_count == 2

@@ -14,17 +14,13 @@ from pathlib import Path
 import numpy as np
 import planners_table
 import pytest
-import trace_replay
-from priced_cluster import A100, PricedCluster
-from row_ways import Layout, to_home
+from rival_planners import A100, Layout, PricedCluster, to_home
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.planning.load_files import read_table, write_table
 from ds_moe_ext.planning.load_models import zipf_loads
 from ds_moe_ext.planning.loads import Loads, balance_L
 from ds_moe_ext.planning.prices import Prices
-from ds_moe_ext.planning.prophet_planner import place_experts, shadow_experts
 
 RUN_ILCE = zipf_loads((8, 2, 4, 8), rows=1000, skew=1.5)
 """Routed by 4 ranks to 8 experts."""
@@ -145,87 +141,6 @@ def test_the_table(
     assert seconds[as_it_comes][0] >= seconds[papers][0] - 0.01
 
 
-def test_sending_can_be_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Then seconds are those of the busiest rank, and the optimum balances best."""
-    write_loads(tmp_path / "loads.npz", RUN_ILCE[:1].repeat(3, axis=0), range(3))
-    given = ("--width", "64", "--degrees", "4", "--copies", "2", "--free_sending")
-    run_main(monkeypatch, tmp_path / "loads.npz", *given)
-    rows = table(capsys.readouterr().out)
-    loads = [pair(row, "max/mean")[0] for name, row in rows.items() if name.startswith("fssdp")]
-    assert min(loads) == loads[3] < loads[0]
-    assert max(loads[4:]) < 1.01 * min(loads)
-    computed_LC = RUN_ILCE[0].sum(axis=1).reshape(2, 4, 2).sum(axis=-1)
-    busiest = computed_LC.max(axis=1).mean() / computed_LC.sum(axis=1).mean() * 4
-    for row in rows.values():  # both layers have as many rows
-        expected = busiest / pair(row, "max/mean")[0]
-        assert pair(row, "`ep` / it, seconds")[0] == pytest.approx(expected, abs=0.01)
-
-
-def test_the_papers_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two runs of steps, 2 nodes: a row a planner, and what planners must keep."""
-    write_loads(tmp_path / "loads.npz", RUN_ILCE, TWO_RUNS)
-    given = ("--width", "64", "--excluded", "0", "auto", "--degrees", "2", "--copies", "1", "2")
-    run_main(monkeypatch, tmp_path / "loads.npz", "--papers", *given)
-    text = capsys.readouterr().out
-    assert "2 nodes of 2 ranks" in text
-    assert "1,000 rows a rank" in text
-    rows = table(text)
-    assert len(rows) == 1 + 1 + 2 * 2 + 1 + 2 * 3
-    balance = f"{balance_of_ep():.2f}"
-    assert rows["ep"]["max/mean"] == f"{balance} / {balance}"
-    assert rows["ep"]["RB"] == rows["ep"]["eq. (6)"] == rows["ep"]["eq. (8)"] == "1.00 / 1.00"
-    for name, row in rows.items():
-        busiest = max(pair(row, "max/mean"))
-        is_without = name in ("ep", "fssdp, sharding alone")
-        assert (row["copies a rank"] == "0.00 / 0.00") == is_without
-        assert (row["of these after the gate"] == "0.00 / 0.00") == ("calibrated" not in name)
-        # Copies known to be right level the ranks; those by the step before do at these loads.
-        assert is_without or busiest < float(balance)
-    # Algorithm 1 never takes what its own model finds slower.
-    for equation in (6, 8):
-        for n in ("0", "auto"):
-            row = rows[f"prophet eq. {equation}, n = {n}, alpha = 1"]
-            assert pair(row, f"eq. ({equation})")[0] > 1
-
-
-def test_a_score_is_the_planners_own() -> None:
-    """Planned on the rows to come, Pro-Prophet's plans take the seconds they were chosen for."""
-    cluster = priced(rows=1000)
-    home = Placement.block(8, 4)
-    shadow, *prophets = planners_table.replicating([1], [0.5])
-    for planner, is_scheduled in zip(prophets, (False, True)):
-        prices = replace(cluster.block, is_scheduled=is_scheduled)
-        plans = [
-            place_experts(home, rows_CE, prices=prices, num_excluded=1, balance=0.5)
-            for rows_LCE in RUN_ILCE[1:]
-            for rows_CE in rows_LCE
-        ]
-        assert any(plan.selected for plan in plans)
-        found = trace_replay.score(planner, [RUN_ILCE], cluster, window=0, shard_every=1)
-        expected_s = np.mean([plan.seconds.step_s for plan in plans])
-        assert (found.hidden_s if is_scheduled else found.plain_s) == pytest.approx(expected_s)
-        copies = [plan.target.holds_EC.sum() - 8 for plan in plans]
-        assert found.copies == pytest.approx(np.mean(copies) / 4)
-        spreads = [plan.rows.computed_C.std() for plan in plans]
-        assert found.spread == pytest.approx(np.mean(spreads))
-        targets = [plan.target for plan in plans]
-        steps = zip(targets, RUN_ILCE[1:].reshape(-1, 4, 8))
-        sent = [LocalElseHome(home, t).rows_between(r[:, None])[0] for t, r in steps]
-        priced_s = [cluster.row_prices.seconds(each, cluster.node_C) for each in sent]
-        assert found.priced_s == pytest.approx(np.mean(priced_s))
-    # On the rows of the step before: the plan is of the one, its rows are of the other.
-    found = trace_replay.score(shadow, [RUN_ILCE], cluster, window=1, shard_every=1)
-    balances = []
-    for planned_CE, rows_CE in zip(RUN_ILCE[:-1].reshape(-1, 4, 8), RUN_ILCE[1:].reshape(-1, 4, 8)):
-        target = shadow_experts(home, planned_CE, prices=cluster.block).target
-        balances.append(balance_L(LocalElseHome(home, target).computed_C(rows_CE)))
-    assert found.balance == pytest.approx(np.mean(balances))
-
-
 def test_open_copies_take_their_time_both_ways() -> None:
     """Experts 0 and 1, at home in rank 0, copied to ranks 1 and 2 before the gate and after it:
     the second link carries one expert, rank 0's carries two where both are late."""
@@ -234,28 +149,16 @@ def test_open_copies_take_their_time_both_ways() -> None:
     copies_EC[0, 0, 1] = copies_EC[1, 1, 2] = True
     target = home.with_copies(copies_EC.any(axis=0))
     for planned, links in ((target, 0), (home.with_copies(copies_EC[0]), 1), (home, 2)):
-        planner = trace_replay.Planner(
+        planner = planners_table.Planner(
             "a test",
             lambda homes, *_, planned=planned: [Layout.of(target, planned) for _ in homes],
             to_home,
         )
-        found = trace_replay.score(planner, [RUN_ILCE], cluster, window=0, shard_every=1)
+        found = planners_table.score(planner, [RUN_ILCE], cluster, window=0)
         assert found.copies == 2 / 4
         assert found.late == links / 4
         expected_s = found.priced_s + links * 2 * cluster.prices.copy_s
         assert found.open_s == pytest.approx(expected_s)
-
-
-def test_what_calibration_adds_is_late() -> None:
-    """Beside what was planned before."""
-    cluster, homes = priced(rows=1000), [Placement.block(8, 4)] * 2
-    given = RUN_ILCE[0], RUN_ILCE[1], replace(cluster, prices=replace(cluster.prices, copy_s=0.0))
-    planned = planners_table.materialized(homes, *given, degree=4, copies=1)
-    calibrated = planners_table.materialized(homes, *given, degree=4, copies=2, calibrates=True)
-    for before, after in zip(planned, calibrated):
-        assert np.array_equal(after.at_gate.holds_EC, before.target.holds_EC)
-        assert (after.target.holds_EC >= before.target.holds_EC).all()
-    assert any((a.target.holds_EC != a.at_gate.holds_EC).any() for a in calibrated)
 
 
 def test_assumed_costs() -> None:
@@ -300,14 +203,12 @@ def test_a_described_cluster(
     ("given", "message"),
     [
         (("--nodes", "3"), "--nodes is 3, which does not divide 4 ranks"),
-        (("--groups", "3"), "--groups is 3, which does not divide 8 experts"),
         (("--eplb", "1", "-1"), "--eplb is -1; give 0 or more"),
         (("--late_slots", "1", "0"), "--late_slots is 0; give 1 or more"),
         (("--laer", "3", "1"), "--laer is 1, but 8 experts need 2 slots of each of 4 ranks"),
         (("--run", "1"), "--run is 1, but the trace has 1"),
         (("--window", "0"), "--window is 0; give 1 or more"),
         (("--hardware", "none.json"), "none.json' cannot be read"),
-        (("--excluded", "few"), "--excluded"),
     ],
 )
 def test_what_is_refused(

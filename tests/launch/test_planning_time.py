@@ -32,8 +32,7 @@ COPIED = {"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 0}
 def test_every_strategy_is_taken_apart(name: str) -> None:
     rank = OneRank(strategy_of(name, {"fssdp": COPIED}), SIZES, Parts())
     figures = measured(rank, SIZES, 2)
-    assert figures.wall_ms.keys() == figures.cpu_ms.keys()
-    assert sum(figures.wall_ms.values()) > 0
+    assert sum(figures.cpu_ms.values()) > 0
     assert (figures.copies > 0) == (name != "ep")
 
 

@@ -13,15 +13,26 @@ from functools import partial
 
 import numpy as np
 import pytest
-from echo import in_bins, in_one_shot, overflow
-from eplb import balanced_slots, packed, replicated
-from laer import copies_by_rows, laid_out, placed, sent
-from llep import spilled
-from loongforge import transported
 from planners_table import Policy, on_own_node, over_all
-from priced_cluster import A100, PricedCluster
-from row_ways import Layout, evenly_on_node
-from ultraep import quotas
+from rival_planners import (
+    A100,
+    Layout,
+    PricedCluster,
+    balanced_slots,
+    copies_by_rows,
+    evenly_on_node,
+    in_bins,
+    in_one_shot,
+    laid_out,
+    overflow,
+    packed,
+    placed,
+    quotas,
+    replicated,
+    sent,
+    spilled,
+    transported,
+)
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.load_models import zipf_loads
@@ -56,18 +67,6 @@ def test_eplb_copies_whom_it_helps_most() -> None:
         found = (rows_E / replicated(rows_E, 8)).max()
         counts = (c for c in itertools.product(range(1, 6), repeat=4) if sum(c) == 8)
         assert found == min((rows_E / np.array(copies_E)).max() for copies_E in counts)
-
-
-def test_eplb_keeps_groups_on_a_node() -> None:
-    """Where nodes divide them; else, as where there are none, all ranks are one node."""
-    for rows_CE in LOADS:
-        rows_E = rows_CE.sum(axis=0)
-        slots_EC = balanced_slots(rows_E, 8, 3, num_nodes=2, num_groups=4)
-        is_on_GV = slots_EC.reshape(4, 4, 2, 4).any(axis=(1, 3))
-        assert (is_on_GV.sum(axis=1) == 1).all()
-        assert (is_on_GV.sum(axis=0) == 2).all()
-        alone_EC = balanced_slots(rows_E, 8, 3)
-        assert np.array_equal(balanced_slots(rows_E, 8, 3, num_nodes=2, num_groups=1), alone_EC)
 
 
 def test_llep_by_hand() -> None:
@@ -287,7 +286,5 @@ def test_laer_plans_for_the_way_its_rows_go() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="16 experts do not fit 7 ranks x 2 slots"):
         balanced_slots(np.ones(16), 7, 2)
-    with pytest.raises(ValueError, match="16 experts do not divide into 3 groups"):
-        balanced_slots(np.ones(16), 8, 2, num_groups=3)
     with pytest.raises(ValueError, match="16 experts do not fit 8 ranks x 1 slots"):
         laid_out(LOADS[0], 1, NODE_C, lambda sent_CC: 0.0)

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import row_ways
-from priced_cluster import A100, PricedCluster
-from row_ways import Layout
+import rival_planners as row_ways
+from rival_planners import A100, Layout, PricedCluster
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Share

@@ -1,146 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow links between ranks on one machine, and the benchmark that runs on them."""
+"""The benchmark of slow links."""
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import sys
-import textwrap
 from itertools import pairwise
 from pathlib import Path
 
-import cluster
 import numpy as np
 import pytest
 import slow_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pace import bare, union
-from slow_links_figures import (
-    Cards,
-    Result,
-    RowFlow,
-    Travel,
-    flow_of,
-    markdown,
-    rows_between,
-    travel,
-)
+from pace import Pace, bare, union
+from slow_links import Result, Routed, Travel, markdown, rows_between, travel
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome, NearestCopy
 from ds_moe_ext.moe.observation import TimedTask
-from ds_moe_ext.planning.layer_costs import cell_rows
 from ds_moe_ext.planning.load_files import write_table
 from ds_moe_ext.planning.load_models import zipf_loads
 from ds_moe_ext.planning.loads import Loads
-from ds_moe_ext.planning.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
 from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
 from tests.ranks import pool_of
 
-LAUNCH = Path(cluster.__file__).parent
-
-
-@functools.cache
-def why_not() -> str:
-    """Why this machine makes no namespaces; empty if it does."""
-    try:
-        cluster.isolation()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture
-def _links() -> None:
-    if why_not():
-        pytest.skip(why_not())
-
-
-def started(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(LAUNCH / "cluster.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
-
-
-SPEEDS = """
-    import os, pathlib, socket, time
-    rank, size = int(os.environ["RANK"]), 1 << 20
-    said = [socket.gethostname(), os.environ["LOCAL_RANK"]]
-    if rank in (1, 2):
-        sender, _ = socket.create_server(("0.0.0.0", 5000)).accept()
-        while size:
-            size -= len(sender.recv(1 << 16))
-        sender.sendall(b"x")
-    for peer in (1, 2) if rank == 0 else ():
-        while True:
-            try:
-                receiver = socket.create_connection((f"10.77.0.{peer + 1}", 5000))
-                break
-            except OSError:
-                time.sleep(0.02)
-        start = time.perf_counter()
-        receiver.sendall(bytes(size))
-        receiver.recv(1)
-        said.append(str(time.perf_counter() - start))
-    pathlib.Path(__file__).with_name(f"said_by_{rank}").write_text(" ".join(said))
-"""
-
-
-@pytest.mark.usefixtures("_links")
-def test_links_are_as_slow_as_told(tmp_path: Path) -> None:
-    """A mebibyte over 40 Mbit/s takes 0.21 s, over 400 Mbit/s 0.021 s; a burst passes at once."""
-    done = started("--inter_mbit", "40", "--intra_mbit", "400", script(tmp_path, SPEEDS))
-    assert done.returncode == 0, done.stderr
-    said = [(tmp_path / f"said_by_{rank}").read_text().split() for rank in range(4)]
-    near_s, far_s = (float(seconds) for seconds in said[0][2:])
-    places = [tuple(words[:2]) for words in said]
-    assert places == [("node0", "0"), ("node0", "1"), ("node1", "0"), ("node1", "1")]
-    assert far_s > 0.95 * 8 * 2**20 / 40e6
-    assert 0.95 * 8 * 2**20 / 400e6 < near_s < far_s
-
-
-@pytest.mark.usefixtures("_links")
-def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
-    """The others would sleep for longer than the test's patience."""
-    text = """
-        import os, sys, time
-        if os.environ["RANK"] == "1":
-            sys.exit(7)
-        time.sleep(1000)
-    """
-    assert started("--nodes", "3", "--ranks_per_node", "1", script(tmp_path, text)).returncode == 7
-
-
-def test_a_machine_without_the_tools_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="install iproute2 and util-linux"):
-        cluster.isolation()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [((0, 2, 1, 1), "give 1 or more of both"), ((2, 2, 0, 1), "give both a speed above 0")],
-)
-def test_clusters_that_cannot_be(sizes: tuple[int, int, int, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        cluster.Cluster(*sizes)
-
-
-# The benchmark.
-
 SMALL = (
     *("--rows", "64", "--width", "8", "--expert_rows", "4", "--experts", "8", "--layers", "2"),
     *("--attention_ms", "0.1", "--row_us", "1", "--rounds", "1", "--steps_per_round", "1"),
-    *("--copies", "2", "--skews", "1.5"),
+    *("--copies", "2", "--skews", "1.5", "--inter_mbit", "1e6", "--start_us", "0"),
 )
 CHOSEN = ("ep", "m = 2", "the same, late", "prophet", "prophet, not hidden")
 
@@ -149,8 +37,7 @@ def compared(rank: int, world_size: int, words: tuple[str, ...]) -> list[Result]
     given = slow_links.parse_arguments(words)
     (load,) = slow_links.loads(given, world_size)
     chosen = [way for way in slow_links.ways(given) if way.name in CHOSEN]
-    contenders = slow_links.contenders(given, chosen, load)
-    return slow_links.compare(contenders, load, num_rounds=1, steps_per_round=1)
+    return slow_links.compared(given, chosen, load)
 
 
 @pytest.mark.slow
@@ -163,7 +50,7 @@ def test_contenders_agree_and_copies_level_the_ranks() -> None:
     assert tuple(each.name for each in results) == CHOSEN
     plain, *copied, scheduled, bare = results
     assert plain.copy_bytes == 0 and plain.hidden_gather is None
-    assert plain.faster == [1.0] and plain.faster_by_model == 1.0
+    assert plain.faster == [1.0]
     for each in copied:
         assert each.copy_bytes > 0
         assert each.remote < plain.remote
@@ -219,68 +106,18 @@ def with_a_copy() -> Placement:
     return Placement(holds_EC)
 
 
-def test_seconds_of_an_exchange() -> None:
-    """Two nodes of two; each rank is home to one expert."""
-    rows_CE = np.array([[9, 9, 0, 9], [0, 9, 2, 1], [4, 0, 9, 0], [5, 0, 3, 9]])
-    cards = Cards(row_bytes=10, inter_bytes_per_s=100.0, intra_bytes_per_s=1000.0)
-
-    def seconds(plan: Plan) -> float:
-        (exchange_s,) = cards.seconds(rows_between([plan], [rows_CE]), NODE_C)
-        return float(exchange_s)
-
-    # Between nodes rank 3 receives 9 + 1 rows; with the copy rank 0 still receives 4 + 5.
-    copied = with_a_copy()
-    assert seconds(Plan(HOME, HOME, LocalElseHome(HOME, HOME))) == pytest.approx(10 * 10 / 100)
-    assert seconds(Plan(HOME, copied, NearestCopy(copied, NODE_C))) == pytest.approx(10 * 9 / 100)
-
-
 def test_rows_go_as_the_plan_shares_them() -> None:
     """Rank 1's rows for expert 3 go to the copy on its node, or home to the other node."""
     rows_CE = np.array([[0, 0, 0, 8], [0, 0, 0, 6], [0, 0, 0, 0], [0, 0, 0, 1]])
     copied = with_a_copy()
-    shares = (NearestCopy(copied, NODE_C), LocalElseHome(HOME, copied))
     nearest, home = (
-        flow_of(rows_between([Plan(HOME, copied, share)], [rows_CE]), NODE_C) for share in shares
+        Routed.of(rows_between([Plan(HOME, copied, share)], [rows_CE]), NODE_C, Pace(1.0, 0.1))
+        for share in (NearestCopy(copied, NODE_C), LocalElseHome(HOME, copied))
     )
-    assert nearest.computed_LC.tolist() == [[14, 0, 0, 1]]
-    assert nearest.out_LN.tolist() == [[0, 0]]
-    assert home.computed_LC.tolist() == [[8, 0, 0, 7]]
-    assert home.sent_LC.tolist() == [[0, 6, 0, 0]]
-    assert home.received_LC.tolist() == [[0, 0, 0, 6]]
-    assert (home.out_LN.tolist(), home.in_LN.tolist()) == ([[6, 0]], [[0, 6]])
-
-
-@given(st.integers(0, 10**6))
-@settings(deadline=None, derandomize=True)
-def test_flow_is_that_of_the_planners(seed: int) -> None:
-    """Exact where rows are not split; else within a row for each sender and expert."""
-    random = np.random.default_rng(seed)
-    num_cells, num_experts = 4, 8
-    rows_CE = random.integers(0, 50, (num_cells, num_experts))
-    home = Placement.block(num_experts, num_cells)
-    target = home.with_copies(random.random((num_experts, num_cells)) < 0.3)
-
-    def flow(plan: Plan) -> RowFlow:
-        return flow_of(rows_between([plan], [rows_CE]), NODE_C)
-
-    local = flow(Plan(home, target, LocalElseHome(home, target)))
-    cells = cell_rows(home, target, rows_CE)
-    assert np.array_equal(local.computed_LC, [cells.computed_C])
-    assert np.array_equal(local.received_LC, [cells.received_C])
-
-    nearest = flow(Plan(home, target, NearestCopy(target, NODE_C)))
-    planned = nearest_copy_flow([target], [rows_CE], NODE_C)
-    for name, values in vars(nearest).items():
-        assert (abs(values - vars(planned)[name]) <= rows_CE.size).all()
-    assert np.array_equal(nearest.sent_LC, planned.sent_LC)
-    assert np.array_equal(nearest.out_LN, planned.out_LN)
-
-    prices = Prices(
-        row_s=1.0, row_bytes=2.0, copy_s=0.0, inter_bytes_per_s=3.0, intra_bytes_per_s=5.0
-    )
-    plain = flow(Plan(home, home, LocalElseHome(home, home)))
-    expected_L = step_seconds([home], [rows_CE], prices=prices, node_C=NODE_C)
-    assert flow_seconds(plain, prices=prices) == pytest.approx(expected_L)
+    assert (nearest.remote, nearest.abroad) == (6 / 15, 0.0)
+    assert (home.remote, home.abroad) == (6 / 15, 6 / 15)
+    assert (nearest.balance, home.balance) == (14 / 15 * 4, 8 / 15 * 4)
+    assert nearest.limit_s == home.limit_s == pytest.approx(3 * (1.0 + 0.1 * 15 / 4))
 
 
 def timed(op: Op, start_s: float, end_s: float, *, is_adjoint: bool = False) -> TimedTask:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import slow_ranks
-import slow_ranks_model
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import Pace
-from slow_ranks_figures import Durations, Group, Shared, Simulator, Step
-from slow_ranks_model import Model, Shape, balanced
+from slow_ranks import Model, Shape, Simulator, balanced
 
 from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.zebra_costs import RankClass
 
 SHAPE = Shape(layers=4, experts=8, top_k=2, width=16, expert_width=4, length=8, samples=8)
 FREE = Link(bytes_per_s=1e18)
@@ -26,10 +25,9 @@ FREE = Link(bytes_per_s=1e18)
 
 def simulator(attention: float, expert: float, *, slower: float = 1.0, link: Link = FREE):
     """Two ranks of each kind; seconds a token and layer on a new one."""
-    durations = Durations(
-        attention_s=attention, expert_s=expert, attention_slower=slower, expert_slower=1.0
-    )
-    return Simulator(SHAPE, durations, Group(attention_ranks=2, expert_ranks=2), link)
+    new = RankClass(attention_s=attention, expert_s=expert)
+    old = RankClass(attention_s=slower * attention, expert_s=expert)
+    return Simulator(SHAPE, new, old, 2, 2, link)
 
 
 # What the simulator says.
@@ -73,25 +71,16 @@ def test_experts_move_only_where_they_take_longer():
     assert simulator(2.0, 1.0).moved(4) == (0, 0, 0, 0)
 
 
-# Contenders, and paces.
+# Contenders.
 
 
 def test_contenders_have_moved_experts_only_where_some_move():
-    given_ = slow_ranks.parse_arguments(["--stripes", "2", "4"])
-    few = [way.name for way in slow_ranks.ways(given_, simulator(2.0, 1.0))]
-    many = list(slow_ranks.ways(given_, simulator(1.0, 2.0)))
+    few = [way.name for way in slow_ranks.ways([2, 4], simulator(2.0, 1.0))]
+    many = list(slow_ranks.ways([2, 4], simulator(1.0, 2.0)))
     assert few == ["ep", "DistEP", "zebra, R = 2", "zebra, R = 4"]
     assert many[-1].name == "zebra, R = 4, moved 1 1 1 1"
     assert many[-1].block["zebra"]["moved"] == [1, 1, 1, 1]
     assert many[1].block["zebra"]["num_micro_batches"] == 1
-
-
-def test_a_rank_is_paced_by_its_kind():
-    said = simulator(2e-3, 3e-3, slower=2.5)
-    new, old = (slow_ranks.pace_of(said, rank) for rank in (1, 2))
-    assert new.attention_s == pytest.approx(2e-3 * SHAPE.tokens)
-    assert old.attention_s == pytest.approx(2.5 * new.attention_s)
-    assert new.row_s == old.row_s == pytest.approx(1.5e-3)
 
 
 # The model.
@@ -115,7 +104,7 @@ def test_blocks_take_their_share_of_the_pace_twice_as_long_in_backward():
     model = Model(pace, replace(SHAPE, layers=2))
     for block in model.blocks:
         block.experts = _Dense()
-    tokens = slow_ranks_model.batch_of(SHAPE, 0, 0)[:4]
+    tokens = slow_ranks.batch_of(SHAPE, 0, 0)[:4]
     model(tokens, tokens).loss.backward()
     took = [each.end_s - each.start_s - each.late_s for each in pace.take()]
     assert took == pytest.approx([0.01, 0.01, 0.02, 0.02])
@@ -124,38 +113,19 @@ def test_blocks_take_their_share_of_the_pace_twice_as_long_in_backward():
 # What was seen.
 
 
-def step_of(start: float, end: float, *computed: tuple[float, float]) -> Step:
-    return Step(start, end, computed, late_s=0.0, loss=1.0)
-
-
-def test_nobody_computes_where_no_rank_does():
-    seen = Shared.of([step_of(0, 10, (1, 4), (3, 5)), step_of(1, 12, (4, 6), (8, 9))])
-    assert seen.seconds == 12
-    assert seen.use_C == pytest.approx((4 / 12, 3 / 12))
-    assert seen.idle_s == pytest.approx(12 - 5 - 1)
-
-
 def result(name: str, *seconds: float, said: float = 1.0, losses=(2.0, 1.0)):
     return slow_ranks.Result(
         name=name,
         said_s=said,
         seconds=list(seconds),
-        idle_s=[0.1] * len(seconds),
-        use_C=[0.9, 0.7, 0.5, 0.3],
-        late_s=0.001,
         losses=list(losses),
     )
 
 
 def test_ratios_are_paired_by_round():
     rivals = [result("ep", 4.0, 6.0, 8.0, said=3.0), result("DistEP", 5.0, 5.0, 5.0, said=5.0)]
-    rows = list(
-        slow_ranks.markdown(
-            [*rivals, result("zebra", 2.0, 2.0, 4.0)], Group(attention_ranks=2, expert_ranks=2)
-        )
-    )
-    assert "| 2.000 (2.000-3.000) | 3.000 (+50.0%) |" in rows[-1]
-    assert "| 80% / 40% | 100 | 1.0 |" in rows[-1]
+    *_, last = slow_ranks.markdown([*rivals, result("zebra", 2.0, 2.0, 4.0)])
+    assert "| 2.000 (2.000-3.000) | 3.000 (+50.0%) |" in last
 
 
 def test_other_losses_are_refused():

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from papers import fsmoe_figures, hecate_figures, hetermoe_figures, prophet_figures
+from papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
+from papers.figure_page import page_of
+from papers.hecate_steps import GPT_S, System
+from papers.shown import PAPERS
+from papers.zipf_loads import ZipfLoads, second_shares
 from pytest import approx
 
 from ds_moe_ext import cli
-from ds_moe_ext.commands.reproduce import PAPERS
-from ds_moe_ext.papers import fsmoe_figures, hecate_figures, hetermoe_figures, prophet_figures
-from ds_moe_ext.papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
-from ds_moe_ext.papers.figure_page import page_of
-from ds_moe_ext.papers.hecate_steps import GPT_S, System
-from ds_moe_ext.papers.zipf_loads import ZipfLoads, second_shares
+from ds_moe_ext.commands import reproduce as command
 
 # The record.
 
@@ -202,6 +203,18 @@ def test_the_command(
         cli.main()
     assert done.value.code == 2
     assert "whose folder does not exist; make it first" in capsys.readouterr().err
+
+
+def test_the_command_without_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "reproduce", "prophet"])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    told = capsys.readouterr().err
+    assert done.value.code == 2
+    assert str(tmp_path / "papers") in told and "clone the repository" in told
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from ds_moe_ext.papers import fsmoe_layers
-from ds_moe_ext.papers.fsmoe_grid import CLUSTERS, Cluster, PricedLayer, Shape, grid
-from ds_moe_ext.papers.fsmoe_layers import (
+from papers import fsmoe_layers
+from papers.fsmoe_grid import CLUSTERS, Cluster, PricedLayer, Shape, grid
+from papers.fsmoe_layers import (
     Interference,
     Plan,
     Reduced,
@@ -20,6 +19,7 @@ from ds_moe_ext.papers.fsmoe_layers import (
     simulated_s,
     summed,
 )
+
 from ds_moe_ext.planning.layer_costs import LayerCosts
 from ds_moe_ext.planning.prices import AllReduce, LinearCost
 from ds_moe_ext.schedule.orders import PIPELINES, Slices

@@ -2,7 +2,7 @@
 """HeterMoE's tables and figures by the simulator: what it meets, what it misses, by how much.
 
 Means within 10 %, and the sign and order of extremes (spec 6.4, rules 5 and 6). Inputs are in
-``papers/hetermoe_setups.py``; ``docs/zebra_simulator.md`` says why what is missed is.
+``launch/papers/hetermoe_setups.py``; ``docs/zebra_simulator.md`` says why what is missed is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-from pytest import approx
-
-from ds_moe_ext.papers import hetermoe_compared
-from ds_moe_ext.papers.hetermoe_compared import PAPER, Compared, Means, Way
-from ds_moe_ext.papers.hetermoe_setups import (
+from papers import hetermoe_compared
+from papers.hetermoe_compared import PAPER, Compared, Means, Way
+from papers.hetermoe_setups import (
     FIGURE_7,
     FIGURE_8,
     FIGURE_9,
@@ -28,6 +26,8 @@ from ds_moe_ext.papers.hetermoe_setups import (
     T4,
     V100,
 )
+from pytest import approx
+
 from ds_moe_ext.planning.zebra_costs import StepPrice
 
 WAY = Way()

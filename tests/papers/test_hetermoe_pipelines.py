@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.hetermoe_pipelines import PipelinePlan, Pipelines, best_pipelines
 from pytest import approx
 
 from ds_moe_ext.core.hardware import Link
-from ds_moe_ext.papers.hetermoe_pipelines import PipelinePlan, Pipelines, best_pipelines
 from ds_moe_ext.planning.zebra_costs import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
 

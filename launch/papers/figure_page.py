@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Papers' figures beside ours as one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+from ds_moe_ext.report.charts import axis_labels, key, path, thin_bars, tick_label
+from ds_moe_ext.report.markup import Html, joined
+from ds_moe_ext.report.page import html_document
+from ds_moe_ext.report.parts import note, section, table
+from ds_moe_ext.report.units import EN_DASH, round_steps
+from papers.figure import Curve, Figure, Paper, Row
+
+PAPERS, OURS = 0, 1  # colours
+_UNITS = 1000  # of a chart's viewBox, to either side
+_TALL = 180  # pixels
+
+Reproduced = tuple[Paper, Sequence[Figure]]
+
+
+def page_of(papers: Sequence[Reproduced]) -> Html:
+    """All figures of some papers. Pure."""
+    parts = [
+        Html("<h1>The papers' figures, and ours</h1>"),
+        Html(
+            '<p class="facts">Ours come from the planners, prices and simulator of ds-moe-ext; no '
+            "device was used.</p>"
+        ),
+    ]
+    for paper, figures in papers:
+        parts += [_inputs(paper), *map(_figure, figures)]
+    return html_document(" and ".join(paper.name for paper, _ in papers), parts)
+
+
+def _inputs(paper: Paper) -> Html:
+    lists = {
+        "Taken from the paper": paper.inputs,
+        "Assumed": paper.assumed,
+        "Fitted": paper.fitted,
+        "Left out": paper.left_out,
+    }
+    body = joined(
+        Html("<h3>{}</h3>{}").format(name, _listed(texts)) for name, texts in lists.items()
+    )
+    return section(paper.name, Html("<p>{}</p>{}").format(paper.title, body))
+
+
+def _listed(texts: Sequence[str]) -> Html:
+    return Html("<ul>{}</ul>").format(joined(Html("<li>{}</li>").format(text) for text in texts))
+
+
+def _figure(figure: Figure) -> Html:
+    longest = max((max(row.ours, row.paper or 0.0) for row in figure.rows), default=0.0)
+    rows = table(
+        ["", "", key(PAPERS, "paper"), key(OURS, "ours"), "off by", ""],
+        [_row(figure, row, longest) for row in figure.rows],
+    )
+    told = [note(f"{figure.verdict}."), Html('<div class="terms">{}</div>').format(rows)]
+    told.append(_listed([f"{'' if c.holds else 'not so: '}{c.text}" for c in figure.claims]))
+    if figure.assumed:
+        told.append(Html("<p>Assumed: {}.</p>").format("; ".join(figure.assumed)))
+    if figure.because and not figure.is_met:
+        told.append(Html("<p>Missed because {}.</p>").format(figure.because))
+    told += [_chart(list(curves)) for _, curves in groupby(figure.curves, lambda curve: curve.at)]
+    return section(f"{figure.name}: {figure.title}", joined(told))
+
+
+def _row(figure: Figure, row: Row, longest: float) -> list[str]:
+    bars = [(OURS, row.ours)] if row.paper is None else [(PAPERS, row.paper), (OURS, row.ours)]
+    return [
+        row.name,
+        thin_bars(row.name, bars, longest),
+        EN_DASH if row.paper is None else f"{row.paper:.4g}",
+        f"{row.ours:.4g}",
+        EN_DASH if row.miss is None else f"{100 * row.miss:+.1f} %",
+        "missed" if figure.is_beyond(row) else "",
+    ]
+
+
+def _chart(curves: Sequence[Curve]) -> Html:
+    """Ours over an axis that all of them share."""
+    highest = max(value for curve in curves for value in curve.ours)
+    highest = highest if highest > 1e-9 else 1.0
+    step = round_steps(highest, max_ticks=4)
+    top = step * math.ceil(highest / step)
+    ticks = [step * tick for tick in range(round(top / step) + 1)]
+    grid = joined(
+        Html('<line x1="0" x2="100%" y1="{y:.4g}%" y2="{y:.4g}%"/>').format(
+            y=100 * (1 - tick / top)
+        )
+        for tick in ticks
+    )
+    count = len(curves[0].at)
+    lefts = [100 * (place + 0.5) / count for place in range(count)]
+    return Html(
+        '<figure class="lines"><figcaption class="legend">{legend}</figcaption>'
+        '<div class="axes"><div class="marks">{marks}</div>'
+        '<svg class="plot" height="{height}" role="img" aria-label="ours">{grid}'
+        '<svg width="100%" height="100%" viewBox="0 0 {units} {units}" '
+        'preserveAspectRatio="none">{lines}</svg></svg>{labels}</div></figure>'
+    ).format(
+        legend=joined(
+            Html("<span>{}</span>").format(key(slot, curve.name))
+            for slot, curve in enumerate(curves)
+        ),
+        marks=joined(tick_label(f"{tick:.3g}", tick / top) for tick in ticks),
+        height=_TALL,
+        grid=grid,
+        units=_UNITS,
+        lines=joined(
+            Html('<g class="s{}">{}</g>').format(slot, path(_points(curve, lefts, top)))
+            for slot, curve in enumerate(curves)
+        ),
+        labels=axis_labels(curves[0].at, lefts),
+    )
+
+
+def _points(curve: Curve, lefts: Sequence[float], top: float) -> list[str]:
+    return [
+        f"{_UNITS * left / 100:.0f} {_UNITS * (1 - value / top):.0f}"
+        for left, value in zip(lefts, curve.ours)
+    ]

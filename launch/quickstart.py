@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two steps of quickstart.sh, told in words that need no glossary.
+
+`compile`: DeepSpeed's CPU collectives are compiled before ranks wait for them. `tell FOLDER`: what
+the quickstart's runs have shown, and where to look next.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ds_moe_ext.commands.compare import EQUAL, Finished, equal_steps, largest_difference
+from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, told_of_old_lock
+from ds_moe_ext.report.time_saved import ON_CPU
+
+BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+TOLD_EVERY_S = 15.0
+
+
+def compile_collectives() -> None:
+    """Compile, unless that was done, and say how long that goes on."""
+    if told := told_of_old_lock():
+        raise SystemExit(f"quickstart: {told}")
+    if is_compiled():
+        return
+    print(
+        "quickstart: compiling DeepSpeed's CPU collectives (C++, the first time only): 20 to 60 s, "
+        "minutes on a busy machine",
+        flush=True,
+    )
+    start_s = time.monotonic()
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while True:
+        try:
+            compiler.wait(TOLD_EVERY_S)
+            break
+        except subprocess.TimeoutExpired:
+            print(f"quickstart: still compiling, {time.monotonic() - start_s:.0f} s", flush=True)
+    if not is_compiled():  # DeepSpeed then says why, as it tries again on every rank
+        print("quickstart: that failed; DeepSpeed tries again as it starts", flush=True)
+
+
+WIDTH = 96
+BUSY = 1.5  # load of a core: slow motion itself makes less
+PUBLIC = "Mixtral 8x7B"  # what quickstart.sh prices: as many experts, and choices of a token
+
+
+def learned(plain: Finished, copied: Finished) -> str:
+    """Of losses."""
+    ours, theirs = plain.told.losses, copied.told.losses
+    alike, worst = equal_steps(ours, theirs), largest_difference(ours, theirs)
+    if alike == len(ours):
+        until = f"in each of {alike} steps (largest difference {worst.loss:.0e})"
+    else:
+        until = f"in the first {alike} of {len(ours)} steps; then a last bit decides otherwise"
+    return (
+        "It learns the same. Each expert at one place "
+        f"({plain.name}) and copies of busy ones ({copied.name}) give losses within {EQUAL:.0e} "
+        f"{until}: from {ours[0]:.3f} to {ours[-1]:.3f}. Only who computes what differs."
+    )
+
+
+def levelled(plain: Finished, copied: Finished) -> str:
+    """Of rows."""
+    before, after = plain.outcome, copied.outcome
+    assert before is not None and after is not None
+    return (
+        "Work is spread more evenly. Some experts are asked far more often than others, and every "
+        f"rank waits for the one that holds them. That one had {before.balance:.2f} times the "
+        f"average work; with {after.copies:.0f} copies of busy experts on idle ranks, made for one "
+        f"step at a time, {after.balance:.2f} times."
+    )
+
+
+def timed(seen: Mapping[str, Any], training: Finished) -> str:
+    """Of slow motion."""
+    plain, *others = seen["results"]
+    gains = " and ".join(f"{median(each['faster']):.2f} times ({each['name']})" for each in others)
+    text = (
+        "That saves time where waiting costs time. In slow motion, on 4 GPUs with a network "
+        f"between them, steps were {gains} as fast as with {plain['name']}: the busiest rank has "
+        "less to compute and to receive, and copies travel while ranks compute."
+    )
+    if seen["load"] > BUSY * seen["cores"]:
+        text += (
+            f" (Other work kept this machine busy, load {seen['load']:.0f} on {seen['cores']} "
+            "cores, which hides part of that.)"
+        )
+    if training.told.device == ON_CPU:
+        text += (
+            " (The training above tells nothing of speed: its ranks share the cores of this "
+            "machine, where copying costs and nobody waits.)"
+        )
+    return text
+
+
+def priced(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Of clusters."""
+    told = "; ".join(f"on {_cluster(each)} {_gains(each)}" for each in documents)
+    return (
+        f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
+        f"asked as unevenly as those of this young model, {told}. (esp splits each expert over the "
+        "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that "
+        "was trained longer is often more even: less to gain."
+    )
+
+
+def _cluster(document: Mapping[str, Any]) -> str:
+    (cluster,) = document["clusters"]
+    ranks = cluster["num_nodes"] * cluster["ranks_per_node"]
+    return f"{ranks} {cluster['device']['name']}"
+
+
+def _gains(document: Mapping[str, Any]) -> str:
+    """Of each strategy on the best grid of ranks that fits into memory."""
+    best: dict[str, float] = {}
+    base = next(way["strategy"] for way in document["ways"] if way["is_base"])
+    for way in document["ways"]:
+        if way["fits"] and way["strategy"] != base:
+            best[way["strategy"]] = max(way["gain"], best.get(way["strategy"], 0.0))
+    told = ", ".join(f"{name} {gain:.2f}" for name, gain in best.items())
+    return f"{told} times as fast as {base}"
+
+
+def screen(root: Path) -> Iterator[str]:
+    """Lines.
+
+    Args:
+        root: where quickstart.sh left everything.
+    """
+    runs = [Finished.read(root / name) for name in ("ep", "fssdp")]
+    prices = sorted(root.glob("price_*.json"))
+    said = (
+        learned(*runs),
+        levelled(*runs),
+        timed(read_document(root / "slow_motion.json"), runs[0]),
+        priced([read_document(path) for path in prices]),
+    )
+    yield "What you have seen"
+    for number, text in enumerate(said, start=1):
+        yield textwrap.fill(text, WIDTH, initial_indent=f" {number}. ", subsequent_indent="    ")
+    pages = [runs[1].folder / "report.html", *(path.with_suffix(".html") for path in prices)]
+    yield "Where to look next"
+    yield f"    pictures           {pages[0]}"
+    for page in pages[1:]:
+        yield f"                       {page}"
+    yield "    which strategy     docs/choosing.md"
+    yield "    your own job       source .venv/bin/activate"
+    yield "                       ds-moe-ext price YOUR_DEEPSPEED.json --model YOUR_CONFIG.json \\"
+    yield "                         --hardware dgx_h100 --nodes 8"
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["compile"]:
+            compile_collectives()
+        case ["tell", folder]:
+            print("\n".join(screen(Path(folder))))
+        case _:
+            sys.exit("usage: quickstart.py compile | tell FOLDER")
