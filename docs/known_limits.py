@@ -15,7 +15,6 @@ from ds_moe_ext.hosts.attachment.block_hooks import MIXED
 from ds_moe_ext.hosts.attachment.notices import Refusal
 from ds_moe_ext.hosts.attachment.replacement import SEVERAL_HOMES
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
-from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
 from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE
@@ -115,7 +114,7 @@ SECTIONS = (
     Section("Under DeepSpeed, where ranks have roles (`zebra`)", deepspeed.WITH_ROLES),
     Section(
         "Under DeepSpeed, where dense gradients are sliced (`slice_gradients` true)",
-        slices.UNSLICED,
+        deepspeed.UNSLICED,
     ),
     Section(
         "Under Megatron-core",

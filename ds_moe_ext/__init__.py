@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule, Share
     from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
     from ds_moe_ext.hosts.attachment.host_layer import InOne, OneEach, Stored
-    from ds_moe_ext.hosts.deepspeed.export import full_state_dict
+    from ds_moe_ext.hosts.deepspeed.checkpoint import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
     from ds_moe_ext.hosts.steps.host import joined
     from ds_moe_ext.hosts.steps.training_run import recorder_of
@@ -35,7 +35,7 @@ __all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
     "attachment.stored_weights": ("InOne", "OneEach", "Stored"),
-    "hosts.deepspeed.export": ("full_state_dict",),
+    "hosts.deepspeed.checkpoint": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
     "moe.feed_forward": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
 from ds_moe_ext.hosts.attachment.startup_check import is_first
-from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import functools
 import sys
+from functools import partial
 from typing import Any
 
-from ds_moe_ext.patches.patch import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all, by
 
 
-def _all_experts(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if sys.modules.get("deepspeed"):  # accelerate goes without it too
-            from ds_moe_ext.hosts.deepspeed import export
-            from ds_moe_ext.hosts.steps.training_run import run_of
+def _get_state_dict(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if sys.modules.get("deepspeed"):  # accelerate goes without it too
+        from ds_moe_ext.hosts.deepspeed import checkpoint
+        from ds_moe_ext.hosts.steps.training_run import run_of
 
-            if run_of(model) is not None:
-                return export.full_state_dict(model.module)
-        return original(self, model, *args, **kwargs)
-
-    return get_state_dict
+        if run_of(model) is not None:
+            return checkpoint.full_state_dict(model.module)
+    return original(self, model, *args, **kwargs)
 
 
 PATCHES = (
@@ -30,11 +26,9 @@ PATCHES = (
         "accelerate.accelerator:Accelerator.get_state_dict",
         ">=1.10,<2",
         "a saved model has all experts, not rank 0's alone",
-        _all_experts,
+        by(_get_state_dict),
     ),
 )
 
-
-def apply() -> None:
-    """Apply it, or say why not."""
-    apply_all(PATCHES)
+apply = partial(apply_all, PATCHES)
+"""Apply it, or say why not."""

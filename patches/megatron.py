@@ -15,227 +15,186 @@ import torch.distributed as dist
 
 from ds_moe_ext.hosts.attachment.startup_check import Start, starting
 from ds_moe_ext.hosts.megatron import active_settings, worlds
-from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
+from ds_moe_ext.patches.patch import Patch, PatchError, apply_all, by
 from ds_moe_ext.schedule.watch import WATCH
 
 VERSIONS = ">=0.14,<0.21"
 
 
-def _adopted(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from ds_moe_ext.hosts.megatron import moe_layers
+def _arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return inspect.signature(function).bind(*args, **kwargs).arguments
 
-        original(self, *args, **kwargs)
-        asked = active_settings.chosen()
+
+def _moe_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    from ds_moe_ext.hosts.megatron import moe_layers
+
+    original(self, *args, **kwargs)
+    asked = active_settings.chosen()
+    if asked is not None:
+        try:
+            given = _arguments(original, self, *args, **kwargs)
+            moe_layers.constructed(self, given.get("pg_collection"))
+        except ValueError as error:
+            asked.tell(error)
+            raise
+
+
+def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from ds_moe_ext.hosts.megatron import engine, role_setup
+
+    asked = active_settings.chosen()
+    if asked is None:
+        return original(*args, **kwargs)
+    model = _arguments(original, *args, **kwargs)["model_chunks"]
+    start = engine.start if asked.worlds is None else role_setup.start
+    with starting(Start(engine.OPTIMIZER, is_wanted=True)) as begun:
+        with asked.whole_world(), begun.together():
+            pass  # all have their models
+        optimizer = original(*args, **kwargs)
+        with asked.whole_world():
+            start(asked, model, optimizer)
+    return optimizer
+
+
+def _initialize_model_parallel(original: Any, *args: Any, **kwargs: Any) -> Any:
+    asked, parted = active_settings.chosen(), active_settings.worlds()
+    if parted is None:
         if asked is not None:
-            try:
-                given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-                moe_layers.constructed(self, given.get("pg_collection"))
-            except ValueError as error:
-                asked.tell(error)
-                raise
+            sizes = {
+                f"{name} of initialize_model_parallel": str(size)
+                for name, size in _arguments(original, *args, **kwargs).items()
+                if isinstance(size, (int, str))
+            }
+            asked.agree(sizes)
+        return original(*args, **kwargs)
+    from ds_moe_ext.hosts.megatron import role_models
 
-    return __init__
-
-
-def _started(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine, role_setup
-
-        asked = active_settings.chosen()
-        if asked is None:
-            return original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        start = engine.start if asked.worlds is None else role_setup.start
-        with starting(Start(engine.OPTIMIZER, is_wanted=True)) as begun:
-            with asked.whole_world(), begun.together():
-                pass  # all have their models
-            optimizer = original(*args, **kwargs)
-            with asked.whole_world():
-                start(asked, given["model_chunks"], optimizer)
-        return optimizer
-
-    return get_megatron_optimizer
+    return role_models.with_sizes(parted, original)(*args, **kwargs)
 
 
-def _sized(original: Any) -> Any:
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        asked, parted = active_settings.chosen(), active_settings.worlds()
-        if parted is None:
-            if asked is not None:
-                asked.agree(_sizes(inspect.signature(original).bind(*args, **kwargs).arguments))
-            return original(*args, **kwargs)
+def _initialize_aside(original: Any, *args: Any, **kwargs: Any) -> Any:
+    Start(active_settings.USE).stand_aside("off")
+    return original(*args, **kwargs)
+
+
+def _distributed_data_parallel(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    parted = active_settings.worlds()
+    if parted is not None and not parted.is_attention:
         from ds_moe_ext.hosts.megatron import role_models
 
-        return role_models.with_sizes(parted, original)(*args, **kwargs)
-
-    return initialize_model_parallel
-
-
-def _aside(original: Any) -> Any:
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        Start(active_settings.USE).stand_aside("off")
-        return original(*args, **kwargs)
-
-    return initialize_model_parallel
+        role_models.keep_experts(_arguments(original, self, *args, **kwargs)["module"])
+    original(self, *args, **kwargs)
 
 
-def _sizes(given: Mapping[str, Any]) -> dict[str, str]:
-    """Of the ranks, as Megatron is told them."""
-    return {
-        f"{name} of initialize_model_parallel": str(size)
-        for name, size in given.items()
-        if isinstance(size, (int, str))
-    }
+def _save(
+    original: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    parted, chosen = active_settings.worlds(), active_settings.chosen()
+    if chosen is None:
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums, role_checkpoint
+
+    checksums, routing = chosen.settings.checkpoint.checksums, checkpoint.routing()
+    sealed = functools.partial(checkpoint_sums.save_sealed, checksums, routing, original)
+    if parted is None:
+        return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    state = sharded_state_dict, checkpoint_dir
+    return role_checkpoint.save_together(sealed, parted, *state, *args, **kwargs)
 
 
-def _stripped(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        parted = active_settings.worlds()
-        if parted is not None and not parted.is_attention:
-            from ds_moe_ext.hosts.megatron import role_models
+def _load(
+    original: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if active_settings.chosen() is None:
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums
 
-            role_models.keep_experts(
-                inspect.signature(original).bind(self, *args, **kwargs).arguments["module"]
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
+    checkpoint_sums.check(checkpoint_dir)
+    state = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    checkpoint.compare_routing(checkpoint_sums.routing_of(checkpoint_dir), checkpoint_dir)
+    return state
 
 
-def _saved(original: Any) -> Any:
-    @functools.wraps(original)
-    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        parted, chosen = active_settings.worlds(), active_settings.chosen()
-        if chosen is None:
-            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums, role_checkpoint
+def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from ds_moe_ext.hosts.megatron import engine, forward_backward, monitoring
 
-        sealed = functools.partial(
-            checkpoint_sums.save_sealed,
-            chosen.settings.checkpoint.checksums,
-            checkpoint.routing(),
-            original,
-        )
-        if parted is None:
-            return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        state = sharded_state_dict, checkpoint_dir
-        return role_checkpoint.save_together(sealed, parted, *state, *args, **kwargs)
+    stock = original(*args, **kwargs)
 
-    return save
+    @functools.wraps(stock)
+    def counted(*, num_microbatches: int, **given: Any) -> Any:
+        is_evaluation = bool(given.get("forward_only"))
+        engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
+        run = forward_backward.steps_of(given["model"]) or stock
+        try:
+            with WATCH.host_pass("a step's passes"):
+                stored = run(num_microbatches=num_microbatches, **given)
+        finally:
+            engine.SCHEDULES.end()
+        if not is_evaluation:
+            engine.SCHEDULES.losses = monitoring.losses_of(stored)
+        return stored
 
-
-def _checked(original: Any) -> Any:
-    @functools.wraps(original)
-    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if active_settings.chosen() is None:
-            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums
-
-        checkpoint_sums.check(checkpoint_dir)
-        state = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        checkpoint.compare_routing(checkpoint_sums.routing_of(checkpoint_dir), checkpoint_dir)
-        return state
-
-    return load
+    return counted
 
 
-def _counted(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine, forward_backward, monitoring
-
-        stock = original(*args, **kwargs)
-
-        @functools.wraps(stock)
-        def counted(*, num_microbatches: int, **given: Any) -> Any:
-            is_evaluation = bool(given.get("forward_only"))
-            engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
-            run = forward_backward.steps_of(given["model"]) or stock
-            try:
-                with WATCH.host_pass("a step's passes"):
-                    stored = run(num_microbatches=num_microbatches, **given)
-            finally:
-                engine.SCHEDULES.end()
-            if not is_evaluation:
-                engine.SCHEDULES.losses = monitoring.losses_of(stored)
-            return stored
-
-        return counted
-
-    return get_forward_backward_func
-
-
-PATCHES = (
-    Patch(
-        "adopt",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-        VERSIONS,
-        "flags are checked, and expert weights marked, before they are wrapped",
-        _adopted,
-    ),
-    Patch(
-        "sizes",
-        "megatron.core.parallel_state:initialize_model_parallel",
-        VERSIONS,
-        "settings are compared; where ranks have roles, only expert ranks share experts",
-        _sized,
-    ),
-    Patch(
-        "strip",
-        "megatron.core.distributed:DistributedDataParallel.__init__",
-        VERSIONS,
-        "where ranks have roles, expert ranks drop all but experts before they are wrapped",
-        _stripped,
-    ),
-    Patch(
-        "save",
-        "megatron.core.dist_checkpointing.serialization:save",
-        VERSIONS,
-        "checksums are written beside; where ranks have roles, they write one checkpoint together",
-        _saved,
-    ),
-    Patch(
-        "check",
-        "megatron.core.dist_checkpointing.serialization:load",
-        VERSIONS,
-        "damaged files are refused before Megatron reads them",
-        _checked,
-    ),
-    Patch(
-        "start",
-        "megatron.core.optimizer:get_megatron_optimizer",
-        VERSIONS,
-        "layers are adopted when model and optimizer are there, by all ranks together",
-        _started,
-    ),
-    Patch(
-        "count",
-        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        VERSIONS,
-        "the last pass of a step is known: gradients of copies wait for it",
-        _counted,
-    ),
+PATCHES = tuple(
+    Patch(id, f"megatron.core.{target}", VERSIONS, reason, by(ours))
+    for id, target, reason, ours in (
+        (
+            "adopt",
+            "transformer.moe.moe_layer:MoELayer.__init__",
+            "flags are checked, and expert weights marked, before they are wrapped",
+            _moe_layer,
+        ),
+        (
+            "sizes",
+            "parallel_state:initialize_model_parallel",
+            "settings are compared; where ranks have roles, only expert ranks share experts",
+            _initialize_model_parallel,
+        ),
+        (
+            "strip",
+            "distributed:DistributedDataParallel.__init__",
+            "where ranks have roles, expert ranks drop all but experts before they are wrapped",
+            _distributed_data_parallel,
+        ),
+        (
+            "save",
+            "dist_checkpointing.serialization:save",
+            "checksums are written beside; ranks with roles write one checkpoint together",
+            _save,
+        ),
+        (
+            "check",
+            "dist_checkpointing.serialization:load",
+            "damaged files are refused before Megatron reads them",
+            _load,
+        ),
+        (
+            "start",
+            "optimizer:get_megatron_optimizer",
+            "layers are adopted when model and optimizer are there, by all ranks together",
+            _get_megatron_optimizer,
+        ),
+        (
+            "count",
+            "pipeline_parallel.schedules:get_forward_backward_func",
+            "the last pass of a step is known: gradients of copies wait for it",
+            _get_forward_backward_func,
+        ),
+    )
 )
-
 
 OFF = Patch(
     "stand-aside",
     "megatron.core.parallel_state:initialize_model_parallel",
     VERSIONS,
     "where the block is not enabled, ranks where it is learn of that",
-    _aside,
+    by(_initialize_aside),
 )
 
-
-def apply() -> None:
-    """Apply them, or say why not. They do nothing but where settings are in use."""
-    apply_all(PATCHES)
+apply = functools.partial(apply_all, PATCHES)
+"""Apply them, or say why not. They do nothing but where settings are in use."""
 
 
 def use(given: str | Path | Mapping[str, Any]) -> None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ds_moe_ext.hosts.megatron.flag import FLAG
-from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
+from ds_moe_ext.patches.patch import Patch, PatchError, apply_all, by
 
 
 class _Use(argparse.Action):
@@ -42,12 +42,8 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _with_flag(original: Any) -> Any:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        return add_flag(original(parser))
-
-    return add_megatron_arguments
+def _add_megatron_arguments(original: Any, parser: Any) -> Any:
+    return add_flag(original(parser))
 
 
 PATCHES = (
@@ -56,11 +52,9 @@ PATCHES = (
         "megatron.training.arguments:add_megatron_arguments",
         ">=0.12",  # what the flag asks for is checked against the version when it is given
         "pretrain_gpt.py and its like know --ds-moe-ext-config",
-        _with_flag,
+        by(_add_megatron_arguments),
     ),
 )
 
-
-def apply() -> None:
-    """Apply it, or say why not."""
-    apply_all(PATCHES)
+apply = partial(apply_all, PATCHES)
+"""Apply it, or say why not."""

@@ -17,6 +17,22 @@ from packaging.specifiers import SpecifierSet
 Wrap = Callable[[Any], Any]  # the original -> what stands in its place
 
 
+def by(ours: Callable[..., Any]) -> Wrap:
+    """A wrap of a function or method: ours gets the original and its arguments."""
+
+    def wrap(original: Any) -> Any:
+        if isinstance(original, staticmethod):
+            return staticmethod(wrap(original.__func__))
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return ours(original, *args, **kwargs)
+
+        return replacement
+
+    return wrap
+
+
 CHECKOUTS = {"megatron": "megatron.core"}
 """Package -> its module that knows its version: a checkout may stand before what is installed."""
 

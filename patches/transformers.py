@@ -3,33 +3,25 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
-from ds_moe_ext.patches.patch import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all, by
 
 VERSIONS = ">=5.5,<6"
 TRAINER = "transformers.trainer:Trainer"
 
 
-def _refuse_metrics(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.compute_metrics is not None and not self.args.prediction_loss_only:
-            _refuse_logits(self, "compute_metrics was given to the Trainer", "leave it out")
-
-    return __init__
+def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.compute_metrics is not None and not self.args.prediction_loss_only:
+        _refuse_logits(self, "compute_metrics was given to the Trainer", "leave it out")
 
 
-def _refuse_predictions(original: Any) -> Any:
-    @functools.wraps(original)
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.args.prediction_loss_only:
-            _refuse_logits(self, "the Trainer's predict was called", "use evaluate")
-        return original(self, *args, **kwargs)
-
-    return predict
+def _predict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not self.args.prediction_loss_only:
+        _refuse_logits(self, "the Trainer's predict was called", "use evaluate")
+    return original(self, *args, **kwargs)
 
 
 def _refuse_logits(trainer: Any, what: str, remedy: str) -> None:
@@ -54,18 +46,16 @@ PATCHES = (
         f"{TRAINER}.__init__",
         VERSIONS,
         "under zebra compute_metrics would get no logits, which is said at start",
-        _refuse_metrics,
+        by(_init),
     ),
     Patch(
         "refuse-predictions",
         f"{TRAINER}.predict",
         VERSIONS,
         "under zebra there are no predictions but losses",
-        _refuse_predictions,
+        by(_predict),
     ),
 )
 
-
-def apply() -> None:
-    """Apply both, or none and say why."""
-    apply_all(PATCHES)
+apply = partial(apply_all, PATCHES)
+"""Apply both, or none and say why."""

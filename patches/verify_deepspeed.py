@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 from ds_moe_ext.hosts.verification import of_deepspeed
-from ds_moe_ext.patches.patch import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all, by
 
 
-def _watched(original: Any) -> Any:
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        return of_deepspeed.initialize(original, args, kwargs)
-
-    return initialize
+def _initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return of_deepspeed.initialize(original, args, kwargs)
 
 
 PATCHES = (
@@ -24,11 +20,9 @@ PATCHES = (
         "deepspeed:initialize",
         ">=0.19.7,<0.20",
         "one run of two has the block off, and both are watched",
-        _watched,
+        by(_initialize),
     ),
 )
 
-
-def apply() -> None:
-    """Apply it, or say why not."""
-    apply_all(PATCHES)
+apply = partial(apply_all, PATCHES)
+"""Apply it, or say why not."""

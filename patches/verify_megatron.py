@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +14,35 @@ from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.verification.recording import turned
 from ds_moe_ext.hosts.verification.this_run import undrawn
 from ds_moe_ext.patches.megatron import VERSIONS
-from ds_moe_ext.patches.patch import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all, by
 
 
-def _turned(original: Any) -> Any:
-    @functools.wraps(original)
-    def use(given: str | Path | Mapping[str, Any]) -> None:
-        source, document = read_document(given)
-        original(turned(document, f"{source}, which {FLAG} names,"))
-        apply_all(CORE)
-
-    return use
+def _use(original: Any, given: str | Path | Mapping[str, Any]) -> None:
+    source, document = read_document(given)
+    original(turned(document, f"{source}, which {FLAG} names,"))
+    apply_all(CORE)
 
 
-def _unwatched_first(original: Any) -> Any:
-    @functools.wraps(original)
-    def forget() -> None:
-        for patch in CORE:  # which are around ours
-            patch.undo()
-        original()
-
-    return forget
+def _forget(original: Any) -> None:
+    for patch in CORE:  # which are around ours
+        patch.undo()
+    original()
 
 
-def _watched(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.verification import of_megatron
+def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from ds_moe_ext.hosts.verification import of_megatron
 
-        with undrawn():
-            optimizer = original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        of_megatron.watch(optimizer, given["config"], given["model_chunks"])
-        return optimizer
-
-    return get_megatron_optimizer
+    with undrawn():
+        optimizer = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    of_megatron.watch(optimizer, given["config"], given["model_chunks"])
+    return optimizer
 
 
-def _counted(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.verification import of_megatron
+def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from ds_moe_ext.hosts.verification import of_megatron
 
-        return of_megatron.watched(original(*args, **kwargs))
-
-    return get_forward_backward_func
+    return of_megatron.watched(original(*args, **kwargs))
 
 
 CORE = (
@@ -67,14 +51,14 @@ CORE = (
         "megatron.core.optimizer:get_megatron_optimizer",
         VERSIONS,
         "a model that is ready to be trained is watched",
-        _watched,
+        by(_get_megatron_optimizer),
     ),
     Patch(
         "verify-steps",
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         VERSIONS,
         "losses are seen, and steps counted",
-        _counted,
+        by(_get_forward_backward_func),
     ),
 )
 
@@ -84,18 +68,16 @@ PATCHES = (
         "ds_moe_ext.patches.megatron:use",
         ">=0",
         "one run of two has the block off, and both are watched",
-        _turned,
+        by(_use),
     ),
     Patch(
         "verify-no-more",
         "ds_moe_ext.patches.megatron:forget",
         ">=0",
         "Megatron is left as it was",
-        _unwatched_first,
+        by(_forget),
     ),
 )
 
-
-def apply() -> None:
-    """Apply both, or none and say why; Megatron-core's follow where its settings are read."""
-    apply_all(PATCHES)
+apply = partial(apply_all, PATCHES)
+"""Apply both, or none and say why; Megatron-core's follow where its settings are read."""

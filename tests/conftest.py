@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from ds_moe_ext.hosts.deepspeed.op_lock import told_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import told_of_old_lock
 from tests import ranks
 
 # A busy machine is slow: that is no failure of what is tested.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,9 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import take_first
 from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, RoutedOf, Slot, keep_marks
+from ds_moe_ext.hosts.attachment.modules import named_modules
 from ds_moe_ext.hosts.attachment.notices import Refusal
 from ds_moe_ext.hosts.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
-from ds_moe_ext.hosts.own_initializers import (
-    DONE,
-    REMEDY,
-    Named,
-    Overwritten,
-    have_run,
-    initialize,
-    outermost,
-    overwritten,
-    tensors_of,
-    tie,
-)
 from ds_moe_ext.moe.sharding import Shard
 
 META = "lies on the meta device"
@@ -68,9 +58,6 @@ class MetaModel:
 
     Attributes:
         sources: what was made, and what without elements it took the place of.
-
-    Args:
-        model: before its layers are replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,11 +68,7 @@ class MetaModel:
 
     def drawing(self, found: Found) -> Found:
         """A layer that draws the experts of this rank as it is replaced, if it is on the meta
-        device.
-
-        Raises:
-            ValueError: some of its weights are there, and some are not.
-        """
+        device."""
         module = self._model.get_submodule(found.name)
         weights = dict(module.named_parameters())
         empty = [name for name, weight in weights.items() if weight.is_meta]
@@ -107,30 +90,31 @@ class MetaModel:
         """Give all but the experts of these layers elements, as the model itself initialises them.
         Collective.
 
-        Args:
-            found: layers that will be replaced.
-            device: where.
-
         Returns:
             What was done, for a person; empty if all was there.
-
-        Raises:
-            ValueError: the model does not say how something is initialised.
         """
         model = self._model
         if not is_on_meta(model):
             return ""
-        tie(model)
+        tying: Iterable[Any] = outermost(model)
+        for each in tying:  # init_empty_weights makes a parameter of each place
+            each.tie_weights()
         experts = {p for each in found for p in model.get_submodule(each.name).parameters()}
         empty = [*_empty(model)]
-        counts, have_elsewhere_run = [named.tensor._version for named in empty], have_run(model)
-        self._device, self._seed = device, _drawn_seed(device)
+        counts = [named.tensor._version for named in empty]
+        have_run = any(hasattr(module, DONE) for module in model.modules())
+        # One of torch's random numbers, of which a constructor would have taken some; rank 0's.
+        seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu").to(device)
+        self._device, self._seed = device, int(take_first(seed, None))
         there = [named.tensor for named in tensors_of(model) if not named.tensor.is_meta]
         for tensor in there:  # as buffers behind init_empty_weights
             if tensor not in experts:
                 tensor.data = tensor.data.to(device)
         made = {n.tensor: _blank(n, device) for n in empty if n.tensor not in experts}
-        _put(model, made)
+        for module in model.modules():  # wherever they are: tied ones stay tied
+            places: Iterable[dict[str, Any]] = (module._parameters, module._buffers)
+            for own in places:
+                own.update((name, made[tensor]) for name, tensor in own.items() if tensor in made)
         self.sources = {real: old for old, real in made.items()}
         now = [named._replace(tensor=made.get(named.tensor, named.tensor)) for named in empty]
         self._writes = Writes(set(map(key_of, experts)), set(map(key_of, there)))
@@ -141,9 +125,7 @@ class MetaModel:
         self._check(dense)
         for each in found:
             self._check_experts(each, model.get_submodule(each.name))
-        _check_overwritten(
-            overwritten(model, [*zip(now, counts)], self._writes), have_elsewhere_run
-        )
+        _check_overwritten(model, zip(now, counts), self._writes, have_run)
         return _told(model, found, dense)
 
     def _check(self, made: Sequence[Named]) -> None:
@@ -194,7 +176,11 @@ class MetaModel:
         slots = hosted.slots()
         names = range(len(found.stored))
         columns = [[slot.parameters[number] for slot in slots] for number in names]
-        stacks = [_stack_of(column, self._device) for column in columns if column]
+        # Of each weight of all slots, behind each other as in a model that is real.
+        shapes = [
+            ((len(column), *column[0].shape), column[0].dtype) for column in columns if column
+        ]
+        stacks = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         with _random_from(self._device):
             for place, expert in enumerate(held.tolist()):
                 torch.manual_seed(_seed_of(self._seed, found.name, expert))
@@ -233,25 +219,27 @@ def _loose(model: nn.Module) -> list[str]:
     ]
 
 
-def _check_overwritten(names: Overwritten, have_run_before: bool) -> None:
-    """Tell of values that are lost. Where initialisers of transformers ran before, on weights
-    without elements, nobody can say what others wrote.
-
-    Raises:
-        ValueError: a constructor wrote them.
-    """
-    if names.of_others:
+def _check_overwritten(
+    model: nn.Module, before: Iterable[tuple[Named, int]], writes: Writes, have_run: bool
+) -> None:
+    """Tell of what was written to more often, while it had no elements, than initialisers do:
+    values of somebody else's, which are lost. Where initialisers of transformers ran before, on
+    weights without elements, nobody can say what others wrote."""
+    known = {key_of(named.tensor) for each in outermost(model) for named in tensors_of(each)}
+    more = [named for named, count in before if writes.count(named.tensor) < count]
+    of_transformers = [named.name for named in more if key_of(named.tensor) in known]
+    of_others = [named.name for named in more if key_of(named.tensor) not in known]
+    if of_others:
         raise ValueError(
-            f"the model {META}, and a constructor wrote to {_some(names.of_others)} behind the "
+            f"the model {META}, and a constructor wrote to {_some(of_others)} behind the "
             "reset_parameters of the modules that have it, so that these would start with other "
             "values; let the module that did so have a reset_parameters() or an "
             f"_init_weights(module) that does it, or {REMEDY}"
         )
-    if names.of_transformers and not have_run_before and dist.get_rank() == 0:
+    if of_transformers and not have_run and dist.get_rank() == 0:
         warnings.warn(
-            f"the model {META}, where something wrote to {_some(names.of_transformers)}: that is "
-            "lost, and it starts with what its own initialiser gives; load a checkpoint, or "
-            f"{REMEDY}",
+            f"the model {META}, where something wrote to {_some(of_transformers)}: that is lost, "
+            f"and it starts with what its own initialiser gives; load a checkpoint, or {REMEDY}",
             stacklevel=2,
         )
 
@@ -272,31 +260,10 @@ def _blank(named: Named, device: torch.device) -> Tensor:
     return real
 
 
-def _put(model: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
-    """Replace tensors of a model, wherever they are: tied ones stay tied."""
-    for module in model.modules():
-        places: Iterable[dict[str, Any]] = (module._parameters, module._buffers)
-        for own in places:
-            own.update((name, made[tensor]) for name, tensor in own.items() if tensor in made)
-
-
-def _stack_of(column: Sequence[Tensor], device: torch.device) -> Tensor:
-    """For one weight of all slots, ``[S, ...]``, behind each other as in a model that is real."""
-    first = column[0]
-    return torch.empty((len(column), *first.shape), dtype=first.dtype, device=device)
-
-
 def _like(own: Tensor, old: nn.Parameter) -> nn.Parameter:
     parameter = nn.Parameter(own, requires_grad=old.requires_grad)
     keep_marks(parameter, old)
     return parameter
-
-
-def _drawn_seed(device: torch.device) -> int:
-    """One of torch's random numbers, of which a constructor would have taken some; rank 0's.
-    Collective."""
-    own = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
-    return int(take_first(own.to(device), None))
 
 
 def _seed_of(seed: int, layer: str, expert: int) -> int:
@@ -323,3 +290,107 @@ def _told(model: nn.Module, found: Sequence[Found], dense: Sequence[Named]) -> s
         f"own experts of {len(found)} layers, by the initialisers of {', '.join(sorted(by))}; "
         "load a checkpoint for other values"
     )
+
+
+# Weights and buffers as a model itself initialises them, module by module. Models of transformers
+# have an initialiser for all that they have (``initialize_weights``), which is also what
+# ``from_pretrained`` calls for weights that a file lacks. Other modules have torch's
+# ``reset_parameters``, and maybe an ``_init_weights(module)`` that their constructor applies.
+
+
+DONE = "_is_hf_initialized"
+"""Mark of transformers on what its initialisers shall leave alone."""
+
+
+class Named(NamedTuple):
+    """A weight or a buffer of a model."""
+
+    name: str  # dotted, of the first place where it is
+    tensor: Tensor  # it
+    module: nn.Module  # that has it there
+
+
+def tensors_of(model: nn.Module) -> Iterator[Named]:
+    """All weights and buffers, each once, in model order."""
+    seen = set[int]()
+    for path, module in named_modules(model):
+        for name, tensor in own_tensors(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Named(f"{path}.{name}".removeprefix("."), tensor, module)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights and buffers of a module without those within."""
+    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether it is a model that initialises all within it."""
+    return hasattr(module, "initialize_weights") and hasattr(module, "_init_weights")
+
+
+def outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """The models of transformers, without those within others."""
+    if is_of_transformers(module):
+        yield module
+        return
+    for child in module.children():
+        yield from outermost(child)
+
+
+def initialize(model: nn.Module, writes: Writes) -> None:
+    """Run the initialisers of a model."""
+    for module in model.modules():
+        if hasattr(module, DONE):
+            delattr(module, DONE)
+    with torch.no_grad(), writes.recording():
+        _initialize(model, set())
+    within = [module for each in outermost(model) for module in each.modules()]
+    for module in dict.fromkeys(within):  # what transformers does not know, as a user's experts
+        own = [tensor for _, tensor in own_tensors(module)]
+        left = [tensor for tensor in own if not writes.count(tensor)]
+        if left and (reset := _reset_of(module)) is not None:
+            writes.keep(tensor for tensor in own if writes.count(tensor))
+            with torch.no_grad(), writes.recording():
+                _run_initializer(module, reset)
+
+
+def _initialize(module: nn.Module, seen: set[int]) -> None:
+    """As constructors do: what is within a module first."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    code: Any = module
+    if is_of_transformers(module):
+        _run_initializer(module, code.initialize_weights)
+        return
+    for child in module.children():
+        _initialize(child, seen)
+    if (reset := _reset_of(module)) is not None:
+        _run_initializer(module, reset)
+    if hasattr(module, "_init_weights"):  # as in nanoGPT
+        _run_initializer(module, lambda: code.apply(code._init_weights))
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset: Callable[[], Any] | None = getattr(module, name, None)
+        if callable(reset):
+            return reset
+    return None
+
+
+def _run_initializer(module: nn.Module, initializer: Callable[[], Any]) -> None:
+    try:
+        initializer()
+    except Exception as error:  # whatever a model of the user's raises
+        raise ValueError(
+            f"the model lies on the meta device, and the initialiser of {type(module).__name__} "
+            f"fails there ({error!r}); {REMEDY}"
+        ) from error
+
+
+REMEDY = "build the model on the CPU, where each rank can hold all of it, or under zero.Init"

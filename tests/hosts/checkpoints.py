@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
+from ds_moe_ext.hosts.deepspeed import dcp_folder, zero_3
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Region
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
-from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 from ds_moe_ext.hosts.steps.expert_moves import MASTER
 from ds_moe_ext.hosts.steps.training_run import run_of
 from tests.hosts import jobs
@@ -84,7 +84,7 @@ def names_of(engine: Any) -> dict[nn.Parameter, str]:
 
 
 def pieces_of(engine: Any) -> dict[Key, Piece]:
-    with shards.whole(engine.module.parameters()):
+    with zero_3.whole(engine.module.parameters()):
         return _pieces_of(engine)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_moe_ext.hosts.deepspeed import dcp_folder
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
     MOVING,

@@ -113,7 +113,7 @@ class Counted:
 
 def counted(rank: int, world_size: int, job: Job) -> Counted:
     """Three steps by one plan."""
-    from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+    from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
     from ds_moe_ext.hosts.steps.training_run import run_of
 
     census = Census()

@@ -121,7 +121,7 @@ def in_part(ratio: float) -> Job:
 @beside_a_device
 def classes_and_rates(rank: int, world_size: int, ratio: float) -> list[tuple[str, float]]:
     """Of what steps each parameter, after a rate was written to the engine's optimizer."""
-    from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+    from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 
     engine = engine_of(in_part(ratio), world_size)
     run_steps(rank, world_size, engine, range(1))

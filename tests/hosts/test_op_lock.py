@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.hosts.deepspeed.op_lock import QUIET_S, old_lock
+from ds_moe_ext.hosts.deepspeed.guard import QUIET_S, old_lock
 
 ROOT = Path(__file__).parents[2]
 

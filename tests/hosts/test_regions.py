@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.hosts.deepspeed.dcp_folder import Box
-from ds_moe_ext.hosts.deepspeed.regions import Region, rectangles
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Box, Region, rectangles
 from ds_moe_ext.moe.sharding import Along, Shard
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)

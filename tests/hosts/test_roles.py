@@ -109,7 +109,7 @@ class Part(nn.Module):
     """What one rank holds; its loss is what its weights contribute."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        from ds_moe_ext.hosts.deepspeed.role_engine import experts_factor
+        from ds_moe_ext.hosts.deepspeed.rank_groups import experts_factor
 
         super().__init__()
         self.case, self.rank = case, rank
@@ -225,16 +225,16 @@ def trained(rank: int, world_size: int, case: Case) -> Outcome:
     import deepspeed
     from deepspeed.utils import groups
 
-    from ds_moe_ext.hosts.deepspeed import engine_record
-    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
+    from ds_moe_ext.hosts.deepspeed import gradients
+    from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit
 
     groups._create_expert_and_data_parallel(case.roles.size)
     model = Part(case, rank)
     engine, *_ = deepspeed.initialize(
         model=model, config=document(case, world_size), mpu=RoleUnit.build(case.roles)
     )
-    engine_record.begin(engine).last.update(map(model.get_parameter, model.experts))
-    engine_record.share(engine)
+    gradients.begin_record(engine).last.update(map(model.get_parameter, model.experts))
+    gradients.share_record(engine)
     assert groups.mpu is None, "an engine that comes next has no roles"
     norms, rates, scales = [], [], []
     for step in range(case.steps):
@@ -372,7 +372,7 @@ def read(rank: int, world_size: int, case: Case) -> list[int]:
     import deepspeed
     from deepspeed.utils import groups
 
-    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
+    from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     groups._create_expert_and_data_parallel(case.roles.size)
@@ -399,7 +399,7 @@ SIZES = st.integers(1, 4)
 def test_every_weight_counts_once(attention: int, experts: int, num_groups: int) -> None:
     """One rank stands for dense weights, and one for the experts at a place of the groups; what a
     rank's experts are multiplied by is what DeepSpeed divides by, over the ranks with a loss."""
-    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit, experts_factor
+    from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, experts_factor
 
     roles, none = Roles.first(attention, experts), mock.Mock()
     world_size = roles.size * num_groups

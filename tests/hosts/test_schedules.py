@@ -149,7 +149,7 @@ def train(rank: int, world_size: int, job: Job, plan: Plan) -> Run:
 
 
 def rates_of(engine: Any, optimizer: Any, schedule: Any) -> Rates:
-    from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+    from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 
     states = OptimizerStates(engine)
     of_weights = {}

@@ -39,7 +39,7 @@ def steps(engine: Any, rank: int, world_size: int, number: int) -> None:
 
 def kept(rank: int, world_size: int, job: Job) -> tuple[set[float], set[float], bool]:
     """Shares of dense weights and of its experts, and whether experts are gathered by a copy."""
-    from ds_moe_ext.hosts.deepspeed.shards import whole
+    from ds_moe_ext.hosts.deepspeed.zero_3 import whole
     from ds_moe_ext.hosts.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
@@ -147,12 +147,12 @@ def test_other_plans_do_not_disturb_what_is_fetched_beforehand() -> None:
 def built_under_init(job: Job, world_size: int) -> nn.Module:
     import deepspeed
 
-    from ds_moe_ext.hosts.deepspeed.shards import take
+    from ds_moe_ext.hosts.deepspeed.zero_3 import take_shards
 
     document = jobs.document_of(replace(job, block=False), world_size)
     with deepspeed.zero.Init(config_dict_or_path=document):
         model = jobs.model_of(job)
-    take(model, jobs.model_of(job).state_dict())
+    take_shards(model, jobs.model_of(job).state_dict())
     return model
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Fragment, Region, read_fragments
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
-from ds_moe_ext.hosts.deepspeed.regions import Fragment, Region, read_fragments
 from ds_moe_ext.moe.sharding import Along, Shard
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (

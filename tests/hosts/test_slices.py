@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.hosts.attachment.notices import SLICES, settle
-from ds_moe_ext.hosts.deepspeed.slices import UNSLICED, GradientSlices
+from ds_moe_ext.hosts.deepspeed.gradients import GradientSlices
+from ds_moe_ext.hosts.deepspeed.refusals import UNSLICED
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
 from ds_moe_ext.strategies.esp import ExpertSharding
@@ -189,14 +190,14 @@ def sliced(
         blocks: name of the model's list of those behind each of which, in backward, is a window.
     """
     from ds_moe_ext.hosts.deepspeed import engine as replacing
-    from ds_moe_ext.hosts.deepspeed import engine_record
+    from ds_moe_ext.hosts.deepspeed import gradients
 
     replace_layers = replacing.replace_layers
 
     def replace_then_slice(engine: Any, model: nn.Module, sources: Any) -> None:
         replace_layers(engine, model, sources)
         windows.slices = GradientSlices.of(engine, piece_bytes, key=KEY)
-        engine_record.begin(engine).slices = windows.slices
+        gradients.begin_record(engine).slices = windows.slices
         for window, block in enumerate(model.get_submodule(blocks).children() if blocks else ()):
             block.register_full_backward_hook(lambda *_, window=window: windows.run(window))
 
@@ -414,18 +415,18 @@ WAIT_S = 20.0
 def overlapping(rank: int, world_size: int, case: Case) -> tuple[Trained, Trained, list[int]]:
     """Train, but the first slice begun does not end before a gradient of the block that follows
     has become ready; nor does backward go on from there before the slice has begun."""
-    from ds_moe_ext.hosts.deepspeed import buckets, slices
+    from ds_moe_ext.hosts.deepspeed import gradients
 
     begun, may_end = threading.Event(), threading.Event()
     ready: list[int] = []
-    sum_in_place, add = buckets.sum_in_place, slices.GradientSlices.add
+    sum_in_place, add = gradients.sum_in_place, gradients.GradientSlices.add
 
     def held(total: Tensor, group: Any) -> Tensor:
         begun.set()
         assert may_end.wait(WAIT_S), "backward waited for what it had begun"
         return sum_in_place(total, group)
 
-    def seen(self: slices.GradientSlices, gradient: slices.Gradient) -> None:
+    def seen(self: gradients.GradientSlices, gradient: gradients.Gradient) -> None:
         add(self, gradient)
         if self.reduced.beside_dense and not may_end.is_set():
             assert begun.wait(WAIT_S), "the slice did not begin beside backward"
@@ -434,8 +435,8 @@ def overlapping(rank: int, world_size: int, case: Case) -> tuple[Trained, Traine
                 may_end.set()
 
     with (
-        mock.patch.object(buckets, "sum_in_place", held),
-        mock.patch.object(slices.GradientSlices, "add", seen),
+        mock.patch.object(gradients, "sum_in_place", held),
+        mock.patch.object(gradients.GradientSlices, "add", seen),
     ):
         got = train(rank, world_size, case, True)
     return train(rank, world_size, case, False), got, ready

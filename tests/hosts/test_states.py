@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 from ds_moe_ext.hosts.steps.expert_moves import MASTER, Group, ParameterStates
 from tests.marks import slow
 from tests.ranks import pool_of

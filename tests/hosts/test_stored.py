@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from ds_moe_ext.hosts.deepspeed import dcp_folder
-from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
-from ds_moe_ext.hosts.deepspeed.regions import Region
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Part, Region
 from tests.ranks import pool_of
 
 Cuts = list[int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_moe_ext
-from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
+from ds_moe_ext.hosts.deepspeed.gradients import EngineAccumulation
 from ds_moe_ext.hosts.steps.host import Schedules
 from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.moe.copy_memory import KeptInGrad, KeptMeanwhile

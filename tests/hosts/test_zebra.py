@@ -65,7 +65,7 @@ def told_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
     """As if the ranks had these."""
     from ds_moe_ext.hosts.deepspeed import startup
 
-    monkeypatch.setattr(startup, "agree", lambda document, model, mpu: None)
+    monkeypatch.setattr(startup, "agree", lambda given: None)
     monkeypatch.setattr(startup, "device_names", lambda device: devices)
 
 

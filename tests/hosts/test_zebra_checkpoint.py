@@ -16,7 +16,7 @@ import torch
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
     WEIGHT,

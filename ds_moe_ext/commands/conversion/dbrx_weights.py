@@ -8,7 +8,7 @@ from ds_moe_ext.commands.conversion.form_names import DeepSpeedNames, HuggingFac
 from ds_moe_ext.commands.conversion.listed_model import ListedModel, numbered, pieces_of, same_names
 from ds_moe_ext.commands.conversion.model import AnyPart, Family, Shape, Weight
 from ds_moe_ext.commands.conversion.tables import Row
-from ds_moe_ext.hosts.dbrx import NAMES
+from ds_moe_ext.hosts.huggingface import DBRX_NAMES
 
 _LAYER = "transformer.blocks.{}."
 
@@ -27,7 +27,7 @@ def model_of(document: Document) -> ListedModel:
     pieces = {
         (layer, name): pieces_of(f"{layer}.{name}", num_experts)
         for layer in layers
-        for name in NAMES
+        for name in DBRX_NAMES
     }
     shapes: dict[AnyPart, Shape] = {Weight(name): shape for name, shape in dense.items()}
     files = tuple(Row(f"{layer}.mlp.{name}", own) for (layer, name), own in pieces.items())

@@ -19,74 +19,68 @@ flat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-import torch
+import numpy as np
+import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.attachment.modules import plain
-from ds_moe_ext.hosts.deepspeed import pipeline, shards
-from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
-from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
-from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.hosts.steps.expert_moves import Expert
+from ds_moe_ext.hosts.deepspeed import dcp_folder, rank_groups, zero_3
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Fragment, Part, Region, read_fragments
+from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
+from ds_moe_ext.hosts.deepspeed.parameter_groups import (
+    ADAMS,
+    OF_A_PART,
+    OptimizerStates,
+    base_optimizer,
+)
+from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, num_stages
+from ds_moe_ext.hosts.steps.expert_moves import MASTER, Expert, ParameterStates
 from ds_moe_ext.hosts.steps.training_run import Run
 
 SCALARS, ABOUT = "scalars", "about"
+
 OPTIMIZER, REMEMBERED = "optimizer", "remembered"
 
 
 class Named(NamedTuple):
-    """What a parameter is called in a checkpoint, and which part of what is kept there it is.
+    """What a parameter is called in a checkpoint, and which part of what is kept there it is."""
 
-    Attributes:
-        name: its own.
-        kind: the part of it that all experts of a layer share.
-        shape: of the weight, whole.
-        region: what this rank has of it, as its tensors are kept.
-        is_expert: whether it is one's weight.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    region: Region
-    is_expert: bool
-
-    @classmethod
-    def dense(cls, name: str, parameter: nn.Parameter, tensor_parallel: TensorParallel) -> Named:
-        """Of a weight that is no expert's. Tensor parallel ranks have others by the same name."""
-        if tensor_parallel.size > 1:
-            name = f"part {tensor_parallel.rank} of {name}"
-        shape = shards.shape_of(parameter)
-        return cls(name, name, tuple(shape), Region.all_of((shape.numel(),)), False)
+    name: str  # its own
+    kind: str  # the part of it that all experts of a layer share
+    shape: tuple[int, ...]  # of the weight, whole
+    region: Region  # what this rank has of it, as its tensors are kept
+    is_expert: bool  # whether it is one's weight
 
 
 def named_parameters(
     engine: Any, run: Run, slots: Mapping[Expert, Slot]
 ) -> dict[nn.Parameter, Named]:
     """All parameters of this rank that have elements, if its experts lie in these slots."""
-    tensor_parallel = TensorParallel.of(engine.mpu)
-    named = {
-        p: Named.dense(plain(name), p, tensor_parallel)
-        for name, p in engine.module.named_parameters()
-    }
+    tensor_parallel = TensorParallel.of(engine.mpu)  # whose ranks have others by the same name
+    before = f"part {tensor_parallel.rank} of " if tensor_parallel.size > 1 else ""
+    named = dict[nn.Parameter, Named]()
+    for name, p in engine.module.named_parameters():
+        own, called = zero_3.shape_of(p), before + plain(name)
+        named[p] = Named(called, called, tuple(own), Region.all_of((own.numel(),)), False)
     for expert, slot in slots.items():
-        layer = run.layers[expert.layer]
-        shard = layer.hosted.shard
+        layer, shard = run.layers[expert.layer], run.layers[expert.layer].hosted.shard
         for index, (weight, p) in enumerate(zip(layer.hosted.weight_names, slot.parameters)):
-            own = shards.shape_of(p)
+            own = zero_3.shape_of(p)
             kind, shape = f"{layer.name}.{weight}", shard.whole_shape(index, own)
             region = Region.of_shard(shard, index, own)
             named[p] = Named(f"{kind}.{expert.number}", kind, shape, region, True)
     stacks = {stack for slot in slots.values() for stack in slot.stacks}
     return {
-        p: names for p, names in named.items() if shards.shape_of(p).numel() and p not in stacks
+        p: names for p, names in named.items() if zero_3.shape_of(p).numel() and p not in stacks
     }
 
 
@@ -103,23 +97,15 @@ def kept_of(
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """All that this rank's optimizer keeps, and its experts; frozen dense weights are the host's.
 
-    Args:
-        engine: DeepSpeed's.
-        named: its parameters.
-        excludes_frozen: leave out experts that are not trained.
-
     Returns:
         Parts of tensors, and objects, by name.
-
-    Raises:
-        ValueError: the optimizer keeps what has no part for each element.
     """
     states = OptimizerStates(engine)
     parts, objects = dict[str, Part](), {OPTIMIZER: wrapper_settings(engine)}
     for parameter, names in named.items():
         if not names.is_expert and not is_stepped(states, parameter):
             continue
-        if pipeline.is_of_another_stage(engine.module, parameter):
+        if rank_groups.is_of_another_stage(engine.module, parameter):
             continue
         if names.is_expert and excludes_frozen and not parameter.requires_grad:
             continue
@@ -140,21 +126,6 @@ def is_stepped(states: OptimizerStates, parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and states.options(parameter) is not None
 
 
-def has_dense_weights(run: Run) -> bool:
-    """Whether this rank has weights that are no expert's."""
-    roles = run.blueprint.strategy.roles
-    return roles is None or roles.is_attention(run.rank)
-
-
-def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
-    """The optimizer inside DeepSpeed's wrapper."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedOptimizer):
-        optimizer = optimizer.optimizer
-    inner: torch.optim.Optimizer | None = optimizer
-    return inner
-
-
 def wrapper_settings(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's wrapper of the optimizer keeps beside tensors and their layout, under a name
     that tells which wrapper may take it."""
@@ -170,3 +141,335 @@ def wrapper_name(engine: Any) -> str:
     """Wrappers of one name keep the same settings, and mean the same by them."""
     scaled = " with a loss scale" if engine.fp16_enabled() else ""
     return f"{type(engine.optimizer).__name__}{scaled}"
+
+
+# Reading: into host memory, and checked, before anything is changed.
+
+
+class Asked(NamedTuple):
+    """What a call of ``load_checkpoint`` asks for."""
+
+    folder: Path  # of the checkpoint
+    is_strict: bool  # no weight may be missing
+    weights_alone: bool  # and no counters, nor where experts live
+    with_optimizer: bool  # the optimizer's states too
+    with_schedule: bool  # and that of the learning rate's schedule
+
+    @classmethod
+    def of(cls, engine: Any, arguments: Mapping[str, Any]) -> Asked:
+        """From the arguments of DeepSpeed's ``_load_checkpoint``."""
+        alone, states = arguments["load_module_only"], arguments["load_optimizer_states"]
+        return cls(
+            folder=Path(arguments["load_dir"]) / str(arguments["tag"]),
+            is_strict=arguments["load_module_strict"],
+            weights_alone=alone,
+            with_optimizer=bool(states and not alone and engine.optimizer is not None),
+            with_schedule=bool(arguments["load_lr_scheduler_states"] and not alone),
+        )
+
+
+class Seats(NamedTuple):
+    """Where experts shall lie."""
+
+    homes: tuple[Placement, ...]  # of each layer
+    slots: dict[Expert, Slot]  # of this rank's experts
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What is to become of an engine; states, options and settings are empty where they were not
+    asked for."""
+
+    layout: SavedLayout  # of the run that saved
+    seats: Seats  # of its experts
+    weights: Mapping[nn.Parameter, Tensor]  # of experts, all that this rank has of them
+    remembered_ILCE: np.ndarray  # see ``Planning.resume``
+    states: Mapping[nn.Parameter, ParameterStates] = field(default_factory=dict)
+    options: Mapping[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by wrapper
+
+
+def read(engine: Any, run: Run, asked: Asked) -> Loaded:
+    """Read what this rank needs. Collective.
+
+    Raises:
+        ValueError: on all ranks, with what is wrong on the first that finds something; nothing has
+            been changed.
+    """
+
+    def reads(step: Callable[[], T]) -> T:
+        return agreed(asked.folder, step)
+
+    # Of all stages.
+    told = gather_objects(_num_experts(run), None)
+    num_experts = {name: number for theirs in told for name, number in theirs.items()}
+    layout = reads(lambda: _checked_layout(engine, num_experts, asked))
+    place, num_places = dist.get_rank(), dist.get_world_size()
+    reads(lambda: layout.check(asked.folder, place=place, num_places=num_places))
+    if layout.save is None:
+        run.planning.tell(
+            f"{asked.folder} was saved before saves had an id and files a checksum: whether all of "
+            "it is of one save, and whole, is not known; save anew"
+        )
+    seats = _seats(engine, run, layout, asked)
+    return reads(lambda: _Reading(engine, run, asked, seats).loaded(layout))
+
+
+T = TypeVar("T")
+
+
+def agreed(folder: Path, step: Callable[[], T]) -> T:
+    """Do it on all ranks or fail on all: one that failed alone would leave the others waiting.
+    Collective.
+
+    Raises:
+        ValueError: on all ranks, with what the first that failed told.
+    """
+    results: list[T] = []
+    text, cause = "", None
+    try:
+        results.append(step())
+    except Exception as error:
+        is_told = isinstance(error, ValueError)
+        text = str(error) if is_told else f"the checkpoint {folder} cannot be read: {error!r}"
+        cause = error
+    wrong = next(filter(None, gather_objects(text, None)), None)
+    if wrong is not None:
+        raise ValueError(wrong) from cause
+    return results[0]
+
+
+def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedLayout:
+    if engine.load_universal_checkpoint():
+        raise ValueError(
+            "checkpoint.load_universal is true, which is not supported with replaced experts; set "
+            "it to false and load a regular checkpoint: it may have been saved by any number of "
+            "ranks"
+        )
+    folder, layout = asked.folder, SavedLayout.read(asked.folder)
+    size = TensorParallel.of(engine.mpu).size
+    if layout.tensor_parallel_size != size:
+        raise ValueError(
+            f"the checkpoint {folder} was saved by {layout.tensor_parallel_size} tensor parallel "
+            f"rank(s), but this run has {size}, which have other parts of the dense weights; run "
+            f"with {layout.tensor_parallel_size}"
+        )
+    # DeepSpeed reads its files by their number.
+    path = Path(engine._get_ckpt_name(folder.parent, folder.name))
+    if layout.pipeline_stages == num_stages(engine.module) and not path.exists():
+        raise ValueError(f"{folder} has no {path.name}: copy the whole folder again")
+    names = [Path(each).name for each in engine._get_all_ckpt_names(folder.parent, folder.name)]
+    number, parts = layout.tensor_parallel_size, "tensor parallel rank(s)"
+    if layout.pipeline_stages > 1:
+        number, parts = layout.pipeline_stages, "pipeline stages"
+    if len(names) != number:
+        raise ValueError(
+            f"{folder} has {' and '.join(names)}, but was saved by {number} {parts}, which have a "
+            "file each; leave no file of another save there, and none out"
+        )
+    theirs = layout.num_experts
+    differ = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
+    if differ:
+        told = "; ".join(
+            f"{name} has {theirs.get(name, 'none')} there and {own.get(name, 'none')} here"
+            for name in differ
+        )
+        raise ValueError(
+            f"the checkpoint {folder} has other num_experts than this run: {told}; build the model "
+            "with as many, and replace the same layers"
+        )
+    name = base_optimizer(engine).__class__.__name__
+    is_same = layout.optimizer == name or {layout.optimizer, name} <= ADAMS
+    if asked.with_optimizer and not is_same:
+        raise ValueError(
+            f"the checkpoint {folder} has states of {layout.optimizer}, but this run steps with "
+            f"{name}, to which they mean other things; use {layout.optimizer}, or "
+            "load_optimizer_states=False"
+        )
+    layout.check_homes(folder)
+    return layout
+
+
+def _num_experts(run: Run) -> dict[str, int]:
+    return {layer.name: layer.routed.site.plan.home.num_experts for layer in run.layers}
+
+
+def _is_of_these_cells(run: Run, layout: SavedLayout) -> bool:
+    """Whether the same cells route the same layers, in the same order."""
+    has_these_cells = layout.expert_parallel_size == run.blueprint.grid.num_cells
+    own = _num_experts(run)
+    return has_these_cells and [name for name in layout.num_experts if name in own] == list(own)
+
+
+def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
+    """As they were saved, if this run may have them so; as they are otherwise. Collective.
+
+    With the same seats a run goes on to the last digit, in which even the order of slots counts:
+    norms are summed in it.
+    """
+    homes = run.planning.job.homes
+    present = Seats(homes, run.mover.slots(homes))
+    if asked.weights_alone or not run.blueprint.moves_experts:
+        return present
+    is_alike = _is_of_these_cells(run, layout)
+    saved = agreed(
+        asked.folder,
+        lambda: _saved_seats(engine, run, layout, present) if is_alike else None,
+    )
+    fit = gather_objects("" if saved is None else "fits", None)
+    return saved if saved is not None and all(fit) else present
+
+
+def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> Seats | None:
+    num_cells = run.blueprint.grid.num_cells
+    homes = tuple(
+        Placement.owned_by(np.array(layout.homes[layer.name]), num_cells) for layer in run.layers
+    )
+    slots: dict[Expert, Slot] = {}
+    for pool in run.blueprint.pools:
+        free = {
+            slot_name(engine, slot): slot
+            for expert, slot in present.slots.items()
+            if expert.layer in pool.layers
+        }
+        for layer in pool.layers:
+            names = layout.slots[run.layers[layer].name]
+            cell = run.layers[layer].routed.site.layout.index("ep")
+            for number in homes[layer].experts_of(cell).tolist():
+                slot = free.pop(names[number], None)
+                if slot is None:
+                    return None
+                slots[Expert(layer, number)] = slot
+        if free:
+            return None
+    return Seats(homes, slots)
+
+
+def slot_name(engine: Any, slot: Slot) -> str:
+    """What the slot's first weight was called when the engine was made: it keeps its place in the
+    optimizer, whatever expert comes to lie in it."""
+    if not slot.stacks:
+        return plain(engine.param_names[slot.parameters[0]])
+    return f"{plain(engine.param_names[slot.stacks[0]])}.{slot.number}"
+
+
+class _Reading:
+    """One rank's reading of tensors."""
+
+    def __init__(self, engine: Any, run: Run, asked: Asked, seats: Seats) -> None:
+        self._run, self._asked, self._seats = run, asked, seats
+        self._num_stages = num_stages(engine.module)
+        self._named = named_parameters(engine, run, seats.slots)
+        self._states = OptimizerStates(engine)
+        self._path = asked.folder / FOLDER
+        self._contents = dcp_folder.contents(self._path)
+        self._kinds: dict[str, set[str]] = {}  # of states, by parameter
+        for key in self._contents.shapes:
+            name, _, kind = key.rpartition("/")
+            self._kinds.setdefault(name, set()).add(kind)
+
+    def loaded(self, layout: SavedLayout) -> Loaded:
+        wanted = {p: names for p, names in self._named.items() if self._is_wanted(p, names)}
+        remembered_by = remembered_name(self._run)
+        names = {OPTIMIZER, remembered_by, SAVE}
+        for each in wanted.values():
+            names |= {f"{each.name}/{SCALARS}", f"{each.kind}/{ABOUT}"}
+        objects = dcp_folder.load(self._path, {}, names & self._contents.objects)
+        layout.check_save(self._path, objects.get(SAVE))
+        for each in wanted.values():
+            self._check(each, objects.get(f"{each.kind}/{ABOUT}"))
+        weights = self._weights({p: each for p, each in wanted.items() if each.is_expert})
+        remembers = layout.pipeline_stages == self._num_stages
+        for name in (OPTIMIZER, remembered_by)[: 1 + remembers]:
+            if name not in objects:
+                raise ValueError(f"{self._path} has no {name!r}: copy the whole folder again")
+        remembered = objects[remembered_by] if remembers else np.zeros(0)
+        if not _is_of_these_cells(self._run, layout):
+            remembered = remembered[:0]
+        if not self._asked.with_optimizer:
+            return Loaded(layout, self._seats, weights, remembered)
+        states = self._parameter_states(wanted, objects)
+        try:
+            self._states.check(states)
+        except ValueError as error:
+            raise ValueError(
+                f"the states in {self._asked.folder} do not fit this run's optimizer: {error}; or "
+                "load the checkpoint with load_optimizer_states=False"
+            ) from error
+        options = {p: objects[f"{each.kind}/{ABOUT}"]["options"] for p, each in wanted.items()}
+        given = {p: theirs for p, theirs in options.items() if theirs is not None}
+        return Loaded(layout, self._seats, weights, remembered, states, given, objects[OPTIMIZER])
+
+    def _is_wanted(self, parameter: nn.Parameter, names: Named) -> bool:
+        """Other dense weights are the host's; a frozen expert may have been left out on saving."""
+        if names.is_expert:
+            may_lack = not (self._asked.is_strict or parameter.requires_grad)
+            return not may_lack or names.name in self._kinds
+        return self._asked.with_optimizer and is_stepped(self._states, parameter)
+
+    def _check(self, names: Named, about: Mapping[str, Any] | None) -> None:
+        """Of one parameter."""
+        if about is None or MASTER not in self._kinds.get(names.name, ()):
+            raise ValueError(
+                f"the checkpoint {self._asked.folder} has nothing of {names.name}, which this run "
+                "has: it was not in the model, or not trained; build the model as it was"
+                + ("" if names.is_expert else ", or load with load_optimizer_states=False")
+            )
+        if about["shape"] != names.shape:
+            raise ValueError(
+                f"the checkpoint {self._asked.folder} has {names.name} of shape {about['shape']}, "
+                f"but this run of shape {names.shape}; build the model as it was"
+            )
+
+    def _weights(self, experts: Mapping[nn.Parameter, Named]) -> dict[nn.Parameter, Tensor]:
+        """All of this rank's, though its optimizer may keep a fragment of them only."""
+        shapes = {p: zero_3.shape_of(p) for p in experts}
+        fragments = {
+            f"{names.name}/{MASTER}": Fragment(names.region, 0, shapes[p].numel(), p.dtype)
+            for p, names in experts.items()
+        }
+        read = read_fragments(self._path, self._contents.shapes, fragments)
+        return {p: read[f"{each.name}/{MASTER}"].view(shapes[p]) for p, each in experts.items()}
+
+    def _parameter_states(
+        self, wanted: Mapping[nn.Parameter, Named], objects: Mapping[str, Any]
+    ) -> dict[nn.Parameter, ParameterStates]:
+        own = {p: self._states.of(p) for p in wanted}
+        fragments = {
+            f"{each.name}/{kind}": Fragment(
+                each.region, own[p].start, own[p].stop, own[p].tensors[MASTER].dtype
+            )
+            for p, each in wanted.items()
+            for kind in self._kinds[each.name]
+        }
+        read = read_fragments(self._path, self._contents.shapes, fragments)
+        return {
+            p: ParameterStates(
+                start=own[p].start,
+                stop=own[p].stop,
+                tensors={kind: read[f"{each.name}/{kind}"] for kind in self._kinds[each.name]},
+                scalars=objects.get(f"{each.name}/{SCALARS}", {}),
+            )
+            for p, each in wanted.items()
+        }
+
+
+def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:
+    """Whether the module would take a state."""
+    own = engine.module.state_dict()
+    shapes = {name: each.shape for name, each in own.items() if isinstance(each, Tensor)}
+    named = engine.module.named_parameters(remove_duplicate=False)
+    shapes |= {name: zero_3.shape_of(p) for name, p in named}
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if asked.is_strict and (missing or unknown):
+        raise ValueError(
+            f"the checkpoint {asked.folder} has no {missing or 'other names'} and this model no "
+            f"{unknown or 'other names'}; build the model as it was, or load with "
+            "load_module_strict=False"
+        )
+    for name in own.keys() & given.keys():
+        if name in shapes and shapes[name] != given[name].shape:
+            raise ValueError(
+                f"the checkpoint {asked.folder} has {name} of shape {tuple(given[name].shape)}, "
+                f"but this model of shape {tuple(shapes[name])}; build the model as it was"
+            )

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaced layers inside an unmodified DeepSpeed engine: surgery, groups, optimizer, clipping."""
+"""Replaced layers inside an unmodified DeepSpeed engine.
+
+Patches call what is here in the order in which an engine is made and used: ``replace_layers`` puts
+ours in the place of the model's (``DeepSpeedHost`` is what ``steps.host`` asks of it),
+``count_experts`` and ``check_optimizer`` let the engine know of them, ``clip_by_global_norm`` and
+its like clip by the norm over all experts, and ``begin_forward`` to ``after_step`` are called at
+each pass and step.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +24,7 @@ from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -22,31 +32,18 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import gather_objects, sum_in_place
 from ds_moe_ext.core.layout import GRID, Grid
 from ds_moe_ext.hosts.attachment import replacement
+from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.grid import grid_of
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found
 from ds_moe_ext.hosts.attachment.modules import named_modules
 from ds_moe_ext.hosts.attachment.notices import SLICES, settle
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import cluster_of, start_of
-from ds_moe_ext.hosts.deepspeed import (
-    engine_record,
-    parameter_groups,
-    pipeline,
-    startup,
-    zero_0,
-    zero_3,
-    zero_init,
-)
-from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
-from ds_moe_ext.hosts.deepspeed.linked_states import link_states
-from ds_moe_ext.hosts.deepspeed.pipeline import Stages
-from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
-from ds_moe_ext.hosts.deepspeed.slices import UNSLICED, GradientSlices
-from ds_moe_ext.hosts.deepspeed.stacking import numbers_of_groups, stacked
+from ds_moe_ext.hosts.deepspeed import gradients, parameter_groups, rank_groups, startup, zero_3
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates, link_states
+from ds_moe_ext.hosts.deepspeed.rank_groups import Stages, TensorParallel
+from ds_moe_ext.hosts.deepspeed.refusals import UNSLICED, Given
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
-from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.meta_model import MetaModel
 from ds_moe_ext.hosts.steps.expert_moves import States
 from ds_moe_ext.hosts.steps.host import Built, Seats, of_stage, run_on, settle_alike
@@ -54,12 +51,14 @@ from ds_moe_ext.hosts.steps.optimizers import ELEMENT_BY_ELEMENT, Stepping, chec
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import MONITORED, Run, run_of
 from ds_moe_ext.hosts.zebra.passage import Here
-from ds_moe_ext.hosts.zebra.profile import profiled
+from ds_moe_ext.hosts.zebra.profile import Training, profiled
+from ds_moe_ext.hosts.zebra.rehearsal import Scene
 from ds_moe_ext.hosts.zebra.stripe_model import Gradients, Pausing, Role, stripe
 from ds_moe_ext.moe.copy_memory import Accumulation
 from ds_moe_ext.moe.gate import TokenParts
 from ds_moe_ext.planning.strategy import Strategy
-from ds_moe_ext.schedule.watch import JOINED
+from ds_moe_ext.planning.zebra_planner import WeightBytes
+from ds_moe_ext.schedule.watch import JOINED, WATCH
 from ds_moe_ext.strategies.settings import BLOCK, Settings, read_settings
 
 
@@ -78,19 +77,12 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if strategy is None:
         start_of(INITIALIZE).stand_aside(off_by(document) or "off")
         return
-    with zero_init.described(model):
+    with zero_3.described(model):
         run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
 
 
 class DeepSpeedHost:
-    """A DeepSpeed engine under construction; a ``steps.host.Host``.
-
-    Args:
-        engine: see ``replace_layers``.
-        model: likewise.
-        document: the whole configuration.
-        sources: see ``replace_layers``.
-    """
+    """A DeepSpeed engine under construction; a ``steps.host.Host``."""
 
     name = INITIALIZE
     remedy = JOINED
@@ -107,7 +99,8 @@ class DeepSpeedHost:
         self.dtype: torch.dtype = engine.get_data_types()[0]
         self.micro_batch = startup.micro_batch_of(document)
         self.num_micro_batches: int = engine.gradient_accumulation_steps()
-        self._model, self._document, self._sources = model, document, sources
+        self._model, self._sources = model, sources
+        self._given = Given(document, model, engine.mpu, engine.mesh_device)
         self._here = Here()
         self._role: Role | None = None
         self._shards_weights: bool = engine.zero_optimization_partition_weights()
@@ -115,18 +108,11 @@ class DeepSpeedHost:
         self._meta = MetaModel(model)
 
     def devices(self) -> Sequence[str]:
-        return startup.devices_of(self._document, self._model, self.carrier.mpu)
+        return startup.devices_of(self._given)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         engine = self.carrier
-        strategy = startup.checked(
-            self._document,
-            settings,
-            strategy,
-            model=self._model,
-            mpu=engine.mpu,
-            mesh=engine.mesh_device,
-        )
+        strategy = startup.checked(self._given, settings, strategy)
         stages = self._stages
         if (dist.get_world_size() if stages is None else stages.size) > 1:
             tell = start_of(INITIALIZE).settled.append
@@ -137,20 +123,20 @@ class DeepSpeedHost:
 
     def find(self, settings: Settings) -> list[Found]:
         found = replacement.found_in(self._model, FINDERS, settings)
-        return [zero_init.gathering(self._model, self._meta.drawing(layer)) for layer in found]
+        return [zero_3.gathering(self._model, self._meta.drawing(layer)) for layer in found]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        startup.agree(self._document, self._model, self.carrier.mpu)
+        startup.agree(self._given)
         cluster = cluster_of(settings, self.device, start_of(INITIALIZE))
         stages = self._stages
         size = dist.get_world_size() if stages is None else stages.size
-        needs = startup.needs_of(self._document, optimizer_of(self.carrier))
+        needs = startup.needs_of(self._given.document, optimizer_of(self.carrier))
         grid, why = grid_of(settings, strategy, found, size, cluster, needs=needs)
-        alike = startup.description(self._document, self._model, self.carrier.mpu, grid)
+        alike = startup.description(self._given, grid)
         if stages is None or len(stages.ranks) == 1:
             return Seats(grid, (), alike, why)
         start_of(INITIALIZE).agree({startup.GRID: alike[startup.GRID]})  # as DeepSpeed has groups
-        grids = stages.grids(grid)
+        grids = tuple(replace(grid, members=ranks) for ranks in stages.ranks)
         return Seats(grids[stages.own], grids, alike, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
@@ -167,12 +153,18 @@ class DeepSpeedHost:
         blueprint = replace(blueprint, made=self._made(blueprint))
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
-        if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
+        if not self._given.is_sharded:  # which gave all ranks the first one's weights
             stage = None if self._stages is None else self._stages.group
             replacement.take_first_ranks_experts(self._model, blueprint, self.device, stage)
-        make_groups(self.carrier)
+        rank_groups.make_groups(self.carrier)
         TensorParallel.of(self.carrier.mpu).check()
-        return blueprint, self._around(blueprint)
+        # What layers call in the place of their experts alone.
+        settings, shares_tokens = blueprint.settings, TensorParallel.of(self.carrier.mpu).group
+        if blueprint.strategy.roles is not None:
+            return blueprint, Pausing(self._here, settings.capacity_factor)
+        if shares_tokens is None or settings.sequence_parallel:
+            return blueprint, None
+        return blueprint, lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
 
     def _made(self, blueprint: Blueprint) -> str:
         """See ``Blueprint.made``. Collective."""
@@ -183,21 +175,12 @@ class DeepSpeedHost:
         self._sources.discarded.update(before.difference(map(id, self._model.parameters())))
         return made
 
-    def _around(self, blueprint: Blueprint) -> Around | None:
-        """What layers call in the place of their experts alone."""
-        settings, shares_tokens = blueprint.settings, TensorParallel.of(self.carrier.mpu).group
-        if blueprint.strategy.roles is not None:
-            return Pausing(self._here, settings.capacity_factor)
-        if shares_tokens is None or settings.sequence_parallel:
-            return None
-        return lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
-
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         sources, strategy = self._sources, blueprint.strategy
-        record = engine_record.begin(self.carrier)
+        record = gradients.begin_record(self.carrier)
         if replacement.stays_in_slots(blueprint) and takes_each_number_alone(self.carrier):
-            numbers = numbers_of_groups(self.carrier.client_optimizer)
-            built = [(layer, stacked(layer, adopted, numbers)) for layer, adopted in built]
+            users = self.carrier.client_optimizer
+            built = [(layer, stacked(layer, adopted, users)) for layer, adopted in built]
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
             if self._shards_weights:
@@ -208,7 +191,7 @@ class DeepSpeedHost:
             self._role = self._role_of(blueprint, [layer for layer, _ in built])
             sources.discarded.update(map(id, self._role.left))
         if self._stages is not None:
-            pipeline.go_back_once(self._model, self._stages)
+            rank_groups.go_back_once(self._model, self._stages)
         if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
             kept = next(self._model.parameters())
             sources.sources[id(kept)] = [kept]
@@ -217,17 +200,32 @@ class DeepSpeedHost:
         """Make the model do what this rank's role is. Collective."""
         roles = blueprint.strategy.roles
         assert roles is not None
-        factor = experts_factor(roles, dist.get_rank())
-        gradients = Gradients(self.device, factor, _scale_of(self.carrier))
-        role = stripe(self._model, blueprint, layers, gradients, self._here)
-        _check_both_learn(self.carrier, self._model)
+        factor = rank_groups.experts_factor(roles, dist.get_rank())
+        engine = weakref.ref(self.carrier)  # which layers must not keep alive
+
+        def scale() -> float:
+            """Of losses, which optimizers of float16 change."""
+            return float(getattr(getattr(engine(), "optimizer", None), "loss_scale", 1.0))
+
+        role_gradients = Gradients(self.device, factor, scale)
+        role = stripe(self._model, blueprint, layers, role_gradients, self._here)
+        # ZeRO's optimizers cannot bear to have nothing to train.
+        learns = any(p.requires_grad for p in self._model.parameters())
+        told, stage = gather_objects(str(learns), None), self.carrier.zero_optimization_stage()
+        if stage and len(set(told)) > 1:
+            idle = [rank for rank, learns in enumerate(told) if learns != str(True)]
+            raise ValueError(
+                f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights "
+                "of one role only, all of which are frozen; set the stage to 0, or train some of "
+                "them"
+            )
         return role
 
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
         if self._stages is not None:
             assert isinstance(layer.hosted, nn.Module)
-            schedules = engine_record.record_of(self.carrier).schedules
-            return pipeline.counted(layer.hosted, schedules).is_last
+            schedules = gradients.record_of(self.carrier).schedules
+            return rank_groups.counted(layer.hosted, schedules).is_last
         engine = weakref.ref(self.carrier)
 
         def is_boundary() -> bool:
@@ -239,7 +237,7 @@ class DeepSpeedHost:
         return is_boundary
 
     def accumulation(self, layer: AttachedLayer) -> Accumulation:
-        return EngineAccumulation(self.carrier, layer)
+        return gradients.EngineAccumulation(self.carrier, layer)
 
     def optimizer_states(self) -> Callable[[], States]:
         engine = weakref.ref(self.carrier)
@@ -251,7 +249,9 @@ class DeepSpeedHost:
         engine, group = self.carrier, None
         if blueprint.strategy.slices_gradients and blueprint.grid.world_size > 1:
             key = blueprint.strategy.keys.slices_gradients
-            slices = engine_record.record_of(engine).slices = GradientSlices.of(engine, key=key)
+            slices = gradients.record_of(engine).slices = gradients.GradientSlices.of(
+                engine, key=key
+            )
             group = slices.group
             for layer in layers:
                 layer.routed.slices = slices
@@ -259,17 +259,13 @@ class DeepSpeedHost:
 
     def watch_steps(self, run: Run) -> None:
         """A patch calls ``after_step``."""
-        engine_record.record_of(self.carrier).run = run
+        gradients.record_of(self.carrier).run = run
         run.planning.tell(replacement.told_homes(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides
 
 
 def _check_groups(grid: Grid) -> None:
-    """DeepSpeed has one set of groups of a size, for all engines of a process.
-
-    Raises:
-        ValueError: an engine with other stages made them.
-    """
+    """DeepSpeed has one set of groups of a size, for all engines of a process."""
     name, rank = f"ep_size_{grid.size}", dist.get_rank()
     own = next(ranks for ranks in grid.along(GRID) if rank in ranks)
     made = list(groups._get_expert_parallel_group_ranks(name))
@@ -294,6 +290,53 @@ def optimizer_of(engine: Any) -> str:
     return engine.optimizer_name() or "" if given is None else type(given).__name__
 
 
+def stacked(layer: AttachedLayer, adopted: Adopted, users: Any) -> Adopted:
+    """With one parameter for a weight of all experts of a rank, so that what the engine does for
+    each parameter it does once; where the experts are no modules of their own, and all of them are
+    trained or none, by one group of the user's optimizer."""
+    if not isinstance(layer.hosted, HostedExperts):
+        return adopted
+    # DeepSpeed refuses one parameter from several groups by itself.
+    made_groups = users.param_groups if isinstance(users, torch.optim.Optimizer) else ()
+    group_of = {id(p): n for n, group in enumerate(made_groups) for p in group["params"]}
+    columns = list(zip(*(slot.parameters for slot in layer.hosted.slots())))
+    for column in columns:
+        kinds = {(p.requires_grad, group_of.get(id(q))) for p in column for q in adopted.sources[p]}
+        if len(kinds) > 1:
+            return adopted
+    of_first = {
+        column[0]: chain.from_iterable(adopted.sources[p] for p in column) for column in columns
+    }
+    apart = set(layer.parameters)
+    made = {
+        stack: tuple(dict.fromkeys(of_first[one])) for stack, one in layer.hosted.stack().items()
+    }
+    others = {new: old for new, old in adopted.sources.items() if new not in apart}
+    return replace(adopted, sources=others | made)
+
+
+NUM_STATES = {"sgd": 1, "lion": 1, "adagrad": 1}
+"""Tensors of an optimizer's state; of any other two are counted, as Adam has."""
+
+
+def training_of(engine: Any, device: torch.device) -> Training:
+    """How an engine under construction is going to train, for what is measured before it does. Its
+    model has not been cast or moved yet."""
+    is_cast = engine.fp16_enabled() or engine.bfloat16_enabled()
+    dtype, gradient_dtype = engine.get_data_types()
+    num_states = NUM_STATES.get(optimizer_of(engine).lower(), 2)
+    return Training(
+        scene=Scene(device, dtype if is_cast else None, partial(autocast_if_enabled, engine)),
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        weight_bytes=WeightBytes(
+            weight=dtype.itemsize,
+            gradient=gradient_dtype.itemsize,
+            optimizer=4 * (num_states + is_cast),
+            zero_stage=engine.zero_optimization_stage(),
+        ),
+    )
+
+
 def _make_known(
     layer: AttachedLayer, adopted: Adopted, grid: Grid, sources: ReplacementSourceMap
 ) -> None:
@@ -312,31 +355,6 @@ def _make_known(
     )
 
 
-def _check_both_learn(engine: Any, model: nn.Module) -> None:
-    """Collective. Raises ValueError on all ranks where those of one role have nothing to train,
-    which ZeRO's optimizers cannot bear."""
-    told = gather_objects(str(any(p.requires_grad for p in model.parameters())), None)
-    stage = engine.zero_optimization_stage()
-    if stage and len(set(told)) > 1:
-        idle = [rank for rank, learns in enumerate(told) if learns != str(True)]
-        raise ValueError(
-            f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights of "
-            "one role only, all of which are frozen; set the stage to 0, or train some of them"
-        )
-
-
-def _scale_of(engine: Any) -> Callable[[], float]:
-    """Scale of losses, which optimizers of float16 change; layers must not keep their engine
-    alive."""
-    alive = weakref.ref(engine)
-
-    def scale() -> float:
-        optimizer = getattr(alive(), "optimizer", None)
-        return float(getattr(optimizer, "loss_scale", 1.0))
-
-    return scale
-
-
 def count_experts(engine: Any) -> None:
     """Tell the engine of experts that it did not recognise: its own MoE class it counts itself."""
     run = run_of(engine)
@@ -344,7 +362,6 @@ def count_experts(engine: Any) -> None:
         return
     engine.has_moe_layers = True
     if engine.zero_optimization_partition_weights():
-        zero_3.open_layers(engine.module, run.layers)
         zero_3.gather_with_blocks(engine.module, run.layers)
     native = {name for name, module in named_modules(engine.module) if isinstance(module, MoE)}
     engine.num_experts += [
@@ -353,12 +370,7 @@ def count_experts(engine: Any) -> None:
 
 
 def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Look at the optimizer that an engine is about to wrap, and give it back the user's groups.
-
-    Raises:
-        ValueError: experts that may change places are optimized differently, or it would not do
-            what it does without us.
-    """
+    """Look at the optimizer that an engine is about to wrap, and give it back the user's groups."""
     run = run_of(engine)
     if run is not None:
         stage, cell_size = engine.zero_optimization_stage(), run.blueprint.grid.cell_size
@@ -372,7 +384,7 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
             has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)
-        parameter_groups.restore(engine, optimizer)
+        parameter_groups.restore_groups(engine, optimizer)
         parameter_groups.pair_with_weights(optimizer)
         settle_alike(run, optimizer)
 
@@ -389,7 +401,7 @@ def clip_by_global_norm(engine: Any) -> bool:
     if run is None:
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    clip_gradients(engine, parameters, _global_norm(engine, run, parameters))
+    rank_groups.clip_gradients(engine, parameters, _global_norm(engine, run, parameters))
     return True
 
 
@@ -398,9 +410,6 @@ def clip_halves_by_global_norm(engine: Any) -> None:
 
     DeepSpeed's wrapper of an optimizer that takes no flat weights leaves all experts out. What it
     reports is the norm of scaled gradients, as before.
-
-    Args:
-        engine: whose optimizer has just been made.
     """
     run, optimizer = run_of(engine), engine.optimizer
     if run is None or not isinstance(optimizer, FP16_UnfusedOptimizer):
@@ -420,7 +429,7 @@ def _global_norm(engine: Any, run: Run, parameters: Iterable[nn.Parameter]) -> T
     Collective."""
     of_experts, of_parts, of_wholes = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for parameter in parameters:
-        if pipeline.is_of_another_stage(engine.module, parameter):  # which counts it
+        if rank_groups.is_of_another_stage(engine.module, parameter):  # which counts it
             continue
         square = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         if is_moe_param(parameter):
@@ -440,36 +449,55 @@ def _global_norm(engine: Any, run: Run, parameters: Iterable[nn.Parameter]) -> T
     return total.sqrt()
 
 
-def after_step(engine: Any) -> None:
+def after_step(engine: Any, *_: Any, **__: Any) -> None:
     """Record the optimizer step that has just been taken."""
     run = run_of(engine)
     if run is not None:
-        record = engine_record.record_of(engine)
+        record = gradients.record_of(engine)
         record.take_averaged()  # which the optimizer has used
         link_states(engine.optimizer, record)
         with zero_3.at_hand(engine, run):
             run.after_step(engine.global_steps - 1)
-        _show(engine, run)
-
-
-def _show(engine: Any, run: Run) -> None:
-    """Let DeepSpeed's monitor have scalars, on the rank and the axis of its own."""
-    every = engine.steps_per_print() or MONITORED
-    is_writer = engine.global_rank == 0 and engine.monitor.enabled
-    if is_writer and run.monitor.is_on and engine.global_steps % every == 0:
-        run.monitor.show(run.recorder, engine.monitor.write_events, engine.global_samples)
+        # DeepSpeed's monitor has scalars on the rank and the axis of its own.
+        every = engine.steps_per_print() or MONITORED
+        is_writer = engine.global_rank == 0 and engine.monitor.enabled
+        if is_writer and run.monitor.is_on and engine.global_steps % every == 0:
+            run.monitor.show(run.recorder, engine.monitor.write_events, engine.global_samples)
 
 
 def begin_forward(engine: Any, *_: Any, **__: Any) -> None:
-    """No backward pass is under way, so that what one has left is of one that failed."""
-    engine_record.record_of(engine).drop_slices()
+    """No backward pass is under way, so that what slices have of one is of one that failed."""
+    record = gradients.record_of(engine)
+    if record.slices is not None:
+        record.slices.drop()
+        record.averaged.clear()
+        record.order.clear()
 
 
 def begin_backward(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
     """Make ready for a backward pass, and keep the loss that it is given for the report, which
-    reads it later."""
-    zero_0.begin_backward(engine)
+    reads it later.
+
+    Where it comes behind the one that was the last of the step, DeepSpeed will average what that
+    left once more. Of dense gradients, which all ranks have alike by then, this leaves what they
+    are; those of experts are multiplied by what would be missing.
+    """
+    for own, factor in gradients.record_of(engine).take_averaged():
+        torch._foreach_mul_(own, factor)
     run = run_of(engine)
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if run is not None and run.recorder.ranks is not None and is_one:
         run.recorder.ranks.own.saw_loss(loss.reshape(()))
+
+
+def train_batch(engine: Any, arguments: Mapping[str, Any], train: Callable[..., Any]) -> Any:
+    """All passes of a step."""
+    if run_of(engine) is None:
+        return train(**arguments)
+    schedules = gradients.record_of(engine).schedules
+    schedules.begin(engine.micro_batches, forward_only=False)
+    try:
+        with WATCH.host_pass("engine.train_batch"):
+            return train(**arguments)
+    finally:
+        schedules.end()

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +29,56 @@ def refuse_if_asked(deepspeed: Any, error: Exception) -> None:
         return result
 
     deepspeed.initialize = initialize
+
+
+# A lock that a killed compilation of DeepSpeed's CPU collectives has left behind.
+
+
+OP = "deepspeed_shm_comm"
+
+QUIET_S = 120.0
+"""A compiler that writes nothing for so long is taken for dead; the whole takes 20 to 60 s."""
+
+
+def old_lock() -> Path | None:
+    """The lock of a compilation in whose folder nothing has changed for a while; else None."""
+    for lock in extensions().glob(f"**/{OP}/lock"):
+        try:
+            latest_s = max(path.stat().st_mtime for path in lock.parent.iterdir())
+        except (OSError, ValueError):
+            continue  # it has just been released
+        if time.time() - latest_s > QUIET_S:
+            return lock
+    return None
+
+
+def extensions() -> Path:
+    """Where torch compiles extensions."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
+
+
+def told_of_old_lock() -> str:
+    """What to do about it, before DeepSpeed waits for it; empty where there is none."""
+    lock = old_lock()
+    if lock is None:
+        return ""
+    return (
+        f"{lock} was left by a compilation of DeepSpeed's CPU collectives that did not end, and "
+        "every start waits for it: unless another process is compiling there now, delete it "
+        f"(rm {lock}) and start again"
+    )
+
+
+def tell_of_old_lock() -> None:
+    """Say so."""
+    if told := told_of_old_lock():
+        print(f"ds_moe_ext: {told}", flush=True)
+
+
+def is_compiled() -> bool:
+    """Whether a compilation has come to its end there."""
+    return any(extensions().glob(f"**/{OP}/{OP}.so"))

@@ -17,54 +17,42 @@ from ds_moe_ext.files.file_sums import FileSum
 from ds_moe_ext.strict import check_object, read_record
 
 LAYOUT_FILE = "ds_moe_ext.json"
+
 FORMAT = 4  # of the checkpoint; 1 had a file an expert
+
 READ = (2, 3, FORMAT)
 """2 had experts flattened, as dense weights still are, and none was split. Before 4 a save had no
 id, and its files no checksums."""
 
 FOLDER = "ds_moe_ext"  # in the checkpoint, beside DeepSpeed's files
+
 SAVE = "ds_moe_ext_save"  # name of the save's id in DeepSpeed's file and in the folder
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """What the file says.
+    """What the file says."""
 
-    Attributes:
-        strategy: that the run had.
-        expert_parallel_size: cells.
-        expert_sharding_size: ranks of a cell, which split its experts between them.
-        world_size: ranks.
-        zero_stage: of DeepSpeed.
-        num_experts: of each layer, in model order.
-        homes: of each layer, the cell where each expert lives.
-        slots: of each layer, the slot there that each expert lies in: the name that the slot's
-            first weight had when the run started.
-        optimizer: class that steps the weights; None without one.
-        step: optimizer steps that were taken.
-        tensor_parallel_size: ranks that share the dense weights of one copy of the model.
-        pipeline_stages: of a ``PipelineModule``, each with a file of dense weights; else 1.
-        save: id of the save; None before format 4.
-        files: lengths and checksums, by name from the folder; of all files but this, and those that
-            DeepSpeed goes on writing.
-        routing: of each layer how it routed, see ``attachment/routing_facts``; None where a
-            checkpoint does not say.
-    """
-
-    strategy: str
-    expert_parallel_size: int
-    expert_sharding_size: int
-    world_size: int
-    zero_stage: int
-    num_experts: Mapping[str, int]
-    homes: Mapping[str, Sequence[int]]
+    strategy: str  # that the run had
+    expert_parallel_size: int  # cells
+    expert_sharding_size: int  # ranks of a cell, which split its experts between them
+    world_size: int  # ranks
+    zero_stage: int  # of DeepSpeed
+    num_experts: Mapping[str, int]  # of each layer, in model order
+    homes: Mapping[str, Sequence[int]]  # of each layer, the cell where each expert lives
+    # of each layer, the slot there that each expert lies in: the name that the slot's first weight
+    # had when the run started
     slots: Mapping[str, Sequence[str]]
-    optimizer: str | None
-    step: int
-    tensor_parallel_size: int = 1
-    pipeline_stages: int = 1
-    save: str | None = None
+    optimizer: str | None  # class that steps the weights; None without one
+    step: int  # optimizer steps that were taken
+    tensor_parallel_size: int = 1  # ranks that share the dense weights of one copy of the model
+    pipeline_stages: int = 1  # of a ``PipelineModule``, each with a file of dense weights; else 1
+    save: str | None = None  # id of the save; None before format 4
+    # lengths and checksums, by name from the folder; of all files but this, and those that
+    # DeepSpeed goes on writing
     files: Mapping[str, FileSum] | None = None
+    # of each layer how it routed, see ``attachment/routing_facts``; None where a checkpoint does
+    # not say
     routing: Mapping[str, Mapping[str, Any]] | None = None
 
     def write(self, folder: Path) -> None:
@@ -100,26 +88,17 @@ class SavedLayout:
                 "damaged); load it with that version"
             )
         try:
-            return cls._of(document)
+            if kind == FORMAT:
+                told = document.pop("crc32", 0)  # null where a person has changed something
+                if told is not None and told != file_sums.sum_of_document(document):
+                    raise ValueError("its crc32 is another")
+            document.pop("format", None)
+            return read_record(cls, {"expert_sharding_size": 1, **document}, "it")
         except (ValueError, TypeError) as error:
             raise _damaged(path, error) from error
 
-    @classmethod
-    def _of(cls, document: Mapping[str, Any]) -> SavedLayout:
-        if document["format"] == FORMAT:
-            document = dict(document)
-            told = document.pop("crc32", 0)  # null where a person has changed something
-            if told is not None and told != file_sums.sum_of_document(document):
-                raise ValueError("its crc32 is another")
-        given = {key: value for key, value in document.items() if key != "format"}
-        return read_record(cls, {"expert_sharding_size": 1, **given}, "it")
-
     def check_homes(self, folder: Path) -> None:
-        """Whether it says of all experts where they live.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Whether it says of all experts where they live."""
         cells = range(self.expert_parallel_size)
         for name, number in self.num_experts.items():
             homes, slots = self.homes.get(name, ()), self.slots.get(name, ())
@@ -129,11 +108,7 @@ class SavedLayout:
 
     def check(self, folder: Path, *, place: int = 0, num_places: int = 1) -> None:
         """Whether the checkpoint's files are what was written: one part of them each by so many
-        readers.
-
-        Raises:
-            ValueError: a file is missing, damaged or of another save.
-        """
+        readers."""
         files = self.files or {}
         names = list(files)[place::num_places]
         try:
@@ -143,15 +118,7 @@ class SavedLayout:
         file_sums.check(folder, sums, LAYOUT_FILE)
 
     def check_save(self, path: Path, told: Any) -> None:
-        """Whether a part of the checkpoint is of this save.
-
-        Args:
-            path: of the part.
-            told: id of the save that it is of; None where it has none.
-
-        Raises:
-            ValueError: it is of another.
-        """
+        """Whether a part of the checkpoint is of this save."""
         if told != self.save:
             raise ValueError(
                 f"{path} is of another save than {LAYOUT_FILE} beside it ({told} and {self.save}): "

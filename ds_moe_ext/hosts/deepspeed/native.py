@@ -128,15 +128,7 @@ def _code(expert: nn.Module) -> nn.Module:
 
 
 class HostedMoE(nn.Module):
-    """In the place of DeepSpeed's ``MOELayer``: same gate, same names, our way of the rows.
-
-    Args:
-        gate: DeepSpeed's ``TopKGate``.
-        experts: DeepSpeed's ``Experts`` with this rank's experts.
-        shard: the part of them that it has.
-        routed: the program of the layer.
-        weight_names: parameter names of one expert, in the order that the program takes them.
-    """
+    """In the place of DeepSpeed's ``MOELayer``: same gate, same names, our way of the rows."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.attachment import experts, startup_check
 from ds_moe_ext.hosts.attachment.grid import Needs
 from ds_moe_ext.hosts.attachment.host_layer import Found
-from ds_moe_ext.hosts.attachment.notices import HOMES, settle
+from ds_moe_ext.hosts.attachment.notices import ENABLED, HOMES, refuse, settle
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.hosts.attachment.startup_check import (
     PATIENCE_S,
@@ -37,18 +38,16 @@ from ds_moe_ext.hosts.attachment.startup_check import (
     start_of,
     starting,
 )
-from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
-from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
-from ds_moe_ext.hosts.deepspeed.pipeline import Stages
+from ds_moe_ext.hosts.deepspeed import native, zero_3
+from ds_moe_ext.hosts.deepspeed.guard import tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, Stages, TensorParallel
 from ds_moe_ext.hosts.deepspeed.refusals import (
+    AT_STAGE_3,
     HOMES_AT_STAGE_3,
+    UNSUPPORTED,
+    WITH_ROLES,
     Given,
-    refuse_at_stage_3,
-    refuse_unsupported,
-    refuse_with_roles,
 )
-from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.steps.host import device_names
 from ds_moe_ext.hosts.steps.optimizers import takes_whole_weights
 from ds_moe_ext.planning.strategy import Strategy
@@ -82,13 +81,13 @@ def blueprint_of(
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
-    devices = partial(devices_of, document, model, mpu)
-    strategy = strategy.settled(devices, micro_batch_of(document))
-    strategy = checked(document, settings, strategy, model=model, mpu=mpu, mesh=mesh)
+    given = Given(document, model, mpu, mesh)
+    strategy = strategy.settled(partial(devices_of, given), micro_batch_of(document))
+    strategy = checked(given, settings, strategy)
     size = world_size()
     if size is None:
         return None
-    with zero_init.described(model):
+    with zero_3.described(model):
         stages = Stages.of(model)
         if stages is not None:
             stages.check(_found(settings, model))
@@ -106,41 +105,24 @@ def shards_weights(document: Mapping[str, Any]) -> bool:
 
 
 def needs_of(document: Mapping[str, Any], optimizer: str = "") -> Needs:
-    """What is needed of sizes that the block leaves open.
-
-    Args:
-        document: the whole configuration.
-        optimizer: name of the one that will step; empty where it is not known.
-    """
+    """What is needed of sizes that the block leaves open."""
     return Needs(
         even="zero_optimization.stage is 3" if shards_weights(document) else "",
         whole=f"the optimizer is {optimizer}" if takes_whole_weights(optimizer) else "",
     )
 
 
-def checked(
-    document: Mapping[str, Any],
-    settings: Settings,
-    strategy: Strategy,
-    *,
-    model: nn.Module,
-    mpu: Any,
-    mesh: Any,
-) -> Strategy:
-    """The strategy as it can be had with the rest of the document.
-
-    Raises:
-        ValueError: the settings cannot.
-    """
-    refuse_unsupported(document, model, mpu, mesh)
-    if shards_weights(document):
-        refuse_at_stage_3(document, model, mpu, strategy)
-    given = Given(document, model, mpu, mesh)
+def checked(given: Given, settings: Settings, strategy: Strategy) -> Strategy:
+    """The strategy as it can be had with the rest of what was given."""
+    given = replace(given, strategy=strategy)
+    refuse(UNSUPPORTED, given)
+    if shards_weights(given.document):
+        refuse(AT_STAGE_3, given, context=f"{ENABLED} and zero_optimization.stage is 3")
     tell = start_of(INITIALIZE).settled.append
     strategy = settle(HOMES, strategy, (HOMES_AT_STAGE_3,), given, tell)
     if strategy.roles is not None:
-        refuse_with_roles(document, settings, model, mpu)
-    if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
+        refuse(WITH_ROLES, given, context=f"{BLOCK}.strategy is {settings.strategy!r}")
+    if settings.sequence_parallel and TensorParallel.of(given.mpu).group is None:
         raise ValueError(
             f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
             "to deepspeed.initialize; pass it, or leave sequence_parallel out"
@@ -148,43 +130,28 @@ def checked(
     return strategy
 
 
-def agree(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+def agree(given: Given) -> None:
     """Compare what the ranks start with, once a start, before their grid is known. Collective.
-
-    Args:
-        document: see ``blueprint_of``.
-        model: as the user made it.
-        mpu: see ``blueprint_of``.
-
-    Raises:
-        ValueError: on all ranks, where something differs.
-    """
-    _begin()
-    start_of(INITIALIZE).agree(description(document, model, mpu))
+    ValueError on all ranks, where something differs."""
+    _make_world()
+    start_of(INITIALIZE).agree(description(given))
 
 
-def description(
-    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
-) -> Description:
+def description(given: Given, grid: Grid | None = None) -> Description:
     """What all ranks must start with alike, as texts; ``grid`` where it is known."""
-    with zero_init.described(model):
-        return _described(document, model, mpu, grid)
-
-
-def _described(
-    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
-) -> Description:
+    document, model = given.document, given.model
     settings, _ = read_settings(document)
     told = {
         **startup_check.settings_of(settings, document[BLOCK]),
         "train_micro_batch_size_per_gpu": str(micro_batch_of(document)),
         **startup_check.versions("deepspeed", deepspeed.__version__),
     }
-    if Stages.of(model) is None or grid is not None:  # else others have other layers
-        told.update(startup_check.layers_of(_found(settings, model)))
-        if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
-            told.update(startup_check.weights_of(model))
-            told.update(startup_check.empty_of(model))
+    with zero_3.described(model):
+        if Stages.of(model) is None or grid is not None:  # else others have other layers
+            told.update(startup_check.layers_of(_found(settings, model)))
+            if TensorParallel.of(given.mpu).group is None:  # else a rank has parts of weights
+                told.update(startup_check.weights_of(model))
+                told.update(startup_check.empty_of(model))
     if grid is not None:
         told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told
@@ -202,26 +169,20 @@ def initializing() -> Iterator[None]:
         try:
             yield
         except ValueError as error:
-            if start.is_wanted and not dist.is_initialized() and _knows_where_to_meet():
-                _meet_to_tell(error)
+            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            knows_where = all(name in os.environ for name in names) and world_size() != 1
+            if start.is_wanted and not dist.is_initialized() and knows_where:
+                # Others, who found nothing wrong, wait for the world and then ask why.
+                said = (
+                    f"{error} (this rank tells the others, which have not come to {INITIALIZE} yet)"
+                )
+                timer = threading.Timer(PATIENCE_S, warnings.warn, [said])
+                timer.start()
+                try:
+                    _make_world()
+                finally:
+                    timer.cancel()
             raise
-
-
-def _knows_where_to_meet() -> bool:
-    """Whether a launcher has told this rank where the others are."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return all(name in os.environ for name in names) and world_size() != 1
-
-
-def _meet_to_tell(error: ValueError) -> None:
-    """Make the world, which ranks that found nothing wrong wait for, and then ask why."""
-    said = f"{error} (this rank tells the others, which have not come to {INITIALIZE} yet)"
-    timer = threading.Timer(PATIENCE_S, warnings.warn, [said])
-    timer.start()
-    try:
-        _begin()
-    finally:
-        timer.cancel()
 
 
 def check_initialize(
@@ -242,11 +203,13 @@ def check_initialize(
         return bound
     is_wanted = off_by(document) is None
     start_of(INITIALIZE).is_wanted = is_wanted
-    if is_wanted and _compiles():
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_on_cpu = get_accelerator().device_name() == "cpu"  # where DeepSpeed has its own collectives
+    if is_wanted and is_first_of_node and is_on_cpu and not dist.is_initialized():
         tell_of_old_lock()
     blueprint = blueprint_of(document, model, mpu, given["mesh_param"])
     if blueprint is not None and blueprint.strategy.roles is not None:
-        agree(document, model, mpu)
+        agree(Given(document, model, mpu))
         given["mpu"] = RoleUnit.build(blueprint.strategy.roles)
     return bound
 
@@ -260,24 +223,16 @@ def off_by(document: Mapping[str, Any]) -> str | None:
     return "off" if isinstance(block, Mapping) and not block.get("enabled") else None
 
 
-def _compiles() -> bool:
-    """Whether the process group is yet to come, on a CPU: DeepSpeed then loads its own collectives.
-    One rank a node says so."""
-    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    is_coming = not dist.is_initialized() and get_accelerator().device_name() == "cpu"
-    return is_first_of_node and is_coming
-
-
-def _begin() -> None:
+def _make_world() -> None:
     """Make the world of all ranks, as ``deepspeed.initialize`` would."""
     if not dist.is_initialized():
         backend = get_accelerator().communication_backend_name()
         init_distributed(dist_backend=backend, dist_init_required=True)
 
 
-def devices_of(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> list[str]:
+def devices_of(given: Given) -> list[str]:
     """Name of each rank's device; ranks agree first. Collective."""
-    agree(document, model, mpu)
+    agree(given)
     return device_names(torch.device(get_accelerator().current_device_name()))
 
 
@@ -289,11 +244,7 @@ def micro_batch_of(document: Mapping[str, Any]) -> int | None:
 
 
 def check_inference(given: Mapping[str, Any]) -> None:
-    """Refuse the block in the arguments of ``deepspeed.init_inference``.
-
-    Raises:
-        ValueError: it is there.
-    """
+    """Refuse the block in the arguments of ``deepspeed.init_inference``."""
     document = document_of({"config": given["config"]}) or {}
     if BLOCK in document or BLOCK in given["kwargs"]:
         raise ValueError(

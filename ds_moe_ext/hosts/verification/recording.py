@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.hosts import llama4, switch_transformers
+from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.attachment.host_layer import Found, Place
 from ds_moe_ext.hosts.steps.training_run import Run
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
@@ -184,7 +184,7 @@ class Recording:
     def watch_in_block(self, model: nn.Module, name: str) -> None:
         """Of experts by this name, as their block calls them."""
         block = model.get_submodule(name.rpartition(".")[0])
-        if llama4.is_block(block):
+        if huggingface.is_llama4_block(block):
             self.watch_layer(name, block)
             self.watch_router(name, block.get_submodule("router"), has_map=False)
         else:
@@ -198,7 +198,7 @@ class Recording:
                 return
             rows, expert_TK, score_TK = (*given, *named.values())[:3]
             if expert_TK.dim() == 3:  # Switch Transformers' own
-                expert_TK = switch_transformers.ids_of(expert_TK)
+                expert_TK = huggingface.ids_of(expert_TK)
             token_T1 = torch.arange(len(expert_TK), device=expert_TK.device)[:, None]
             # Not those of LongCat-Flash's that are the identity.
             is_chosen = (expert_TK >= 0) & (expert_TK < self._num_experts_of[name])

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unmodified DeepSpeed engine whose ranks have two roles: attention, and experts only.
+"""Ranks that do not all have the same dense weights: which of them share what.
 
-HeterMoE, section 3 (spec 2.1, rule 47, A10). DeepSpeed takes every rank for a replica of the others
-but for its experts. Here only ranks of one role are replicas, and no rank has all weights; so
+Tensor parallelism is known by the ``mpu`` that a user passes, or made by AutoTP; stages are those
+of DeepSpeed's ``PipelineModule``. Roles (HeterMoE, section 3; spec 2.1, rule 47, A10) are ours:
+some ranks have attention and others experts only, in an unmodified engine, which takes every rank
+for a replica of the others but for its experts. There only ranks of one role are replicas, and no
+rank has all weights; so
 
 * an ``mpu``, ``RoleUnit``, answers that the data-parallel group is the ranks of the own role, over
   which DeepSpeed averages, partitions and broadcasts dense weights;
-* the gradient norm and the vote on overflow are over all ranks: ``join`` sees to it;
+* the gradient norm and the vote on overflow are over all ranks: ``join_roles`` sees to it;
 * experts are reduced as DeepSpeed always does it: over the ranks at the same place of all groups.
 
 DeepSpeed divides every gradient of a rank, an expert's too, by the size of the rank's data-parallel
@@ -15,8 +18,8 @@ group, at ZeRO 0, 1 and 2 alike; see ``experts_factor``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +28,166 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import Tensor, nn
 
-from ds_moe_ext.core.comm import max_in_place, sum_in_place
+from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import Roles, group_among
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.deepspeed.overrides import during
+from ds_moe_ext.hosts.steps.host import Passes, Schedules
+from ds_moe_ext.strategies.settings import BLOCK
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """The ranks that share the dense weights of one copy of the model."""
+
+    size: int = 1  # their number; 1 without tensor parallelism
+    rank: int = 0  # this one's place among them
+    group: dist.ProcessGroup | None = None  # them; None where there is one
+
+    @classmethod
+    def of(cls, mpu: Any) -> TensorParallel:
+        """From an mpu that ``refusals`` let through, or None. One of sequence parallel ranks, which
+        have all dense weights, calls them model parallel too."""
+        if mpu is None or is_of_sequences(mpu):
+            return cls()
+        size = bwc_tensor_model_parallel_world_size(mpu)
+        if size == 1:
+            return cls()
+        return cls(size, bwc_tensor_model_parallel_rank(mpu), bwc_tensor_model_parallel_group(mpu))
+
+    def check(self) -> None:
+        """Collective."""
+        if self.group is None:
+            return
+        ranks = [int(text) for text in gather_objects(str(dist.get_rank()), self.group)]
+        first = ranks[0]
+        if first % self.size or ranks != list(range(first, first + self.size)):
+            raise ValueError(
+                f"tensor parallel ranks {ranks} are not neighbours; ds_moe_ext needs mpu groups of "
+                f"{self.size} consecutive ranks, as Megatron makes them"
+            )
+
+
+def is_of_sequences(mpu: Any) -> bool:
+    """Whether an mpu tells of sequence parallel groups, as DeepSpeed asks it."""
+    return hasattr(mpu, "initialize_sequence_parallel")
+
+
+def make_groups(engine: Any) -> None:
+    """Make AutoTP's groups, if the JSON asks for it, and give the engine their mpu: it would a
+    moment later, but layers that share tokens are made before it divides dense weights.
+    Collective."""
+    if engine.autotp_size() > 1:
+        groups._init_tp_mesh_device(tensor_model_parallel_size=engine.autotp_size())
+        engine.mpu = groups
+
+
+# Stages of a pipeline.
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Who runs which layers of a pipeline."""
+
+    ranks: tuple[tuple[int, ...], ...]  # of each stage, in their order
+    own: int  # number of this rank's stage
+    group: dist.ProcessGroup  # the ranks of this one
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Stages | None:
+        """Of a model that ``refusals`` let through; None where it is no ``PipelineModule``."""
+        if not isinstance(model, PipelineModule):
+            return None
+        ranks = tuple(tuple(each) for each in model.topology().get_axis_comm_lists("data"))
+        mpu = model.mpu()
+        return cls(ranks, mpu.get_pipe_parallel_rank(), mpu.get_data_parallel_group())
+
+    @property
+    def size(self) -> int:
+        """Ranks of a stage."""
+        return len(self.ranks[self.own])
+
+    def check(self, found: Iterable[Found]) -> None:
+        """Whether this rank's stage can take part."""
+        names = [layer.name for layer in found]
+        if not names:
+            raise ValueError(
+                f"{BLOCK} is enabled, but stage {self.own} of {len(self.ranks)} of this "
+                "PipelineModule has no MoE layer that it knows or that it was asked for, and "
+                "stages reduce the norms of experts together; use fewer stages, or a "
+                "partition_method (as 'type:NAME', with the class of the MoE blocks) by which each "
+                "has some"
+            )
+        tied = [name for name in names if name.startswith("tied_modules.")]
+        if tied:
+            raise ValueError(
+                f"{BLOCK} is enabled, but {', '.join(tied)} is of a TiedLayerSpec, whose experts "
+                "several stages have; give it a LayerSpec, or leave it out with "
+                f"{BLOCK}.moe_layer_pattern"
+            )
+
+
+def num_stages(model: nn.Module) -> int:
+    """Of a ``PipelineModule``; 1 of any other model."""
+    stages = Stages.of(model)
+    return 1 if stages is None else len(stages.ranks)
+
+
+def is_of_another_stage(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether this rank's stage has a copy of a weight that it shares with an earlier one."""
+    return isinstance(model, PipelineModule) and bool(getattr(parameter, PIPE_REPLICATED, False))
+
+
+def go_back_once(model: nn.Module, stages: Stages) -> None:
+    """Let a stage's backward, which DeepSpeed starts from one output after the other, wait for the
+    gradients of all: a layer's program, and what it sends, can be gone back through once."""
+    if stages.own + 1 < len(stages.ranks):  # the last one has one loss
+        model.register_forward_hook(lambda _, __, made: _apart(made))
+
+
+def _apart(made: Any) -> Any:
+    """What a stage hands on; where that is several tensors with gradients, cut off behind."""
+    if not isinstance(made, tuple):
+        return made
+    floats = [x for x in made if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(floats) < 2 or not all(x.requires_grad for x in floats):
+        return made
+    leaves = [x.detach().requires_grad_() for x in floats]
+
+    def go_back(_: Tensor) -> None:
+        outputs, grads = tuple(floats), [leaf.grad for leaf in leaves]
+        floats.clear()
+        leaves.clear()  # which hold this hook, where no garbage collector looks
+        torch.autograd.backward(outputs, grads)
+
+    leaves[-1].register_post_accumulate_grad_hook(go_back)  # DeepSpeed takes them in order
+    left = iter(leaves)
+    return tuple(next(left) if any(x is each for each in floats) else x for x in made)
+
+
+def counted(hosted: nn.Module, schedules: Schedules) -> Passes:
+    """Count a layer's passes, of which several are under way at once."""
+    passes = Passes(schedules)
+    hosted.register_forward_pre_hook(lambda module, _: passes.begins(is_training=module.training))
+    hosted.register_forward_hook(lambda _, __, output: passes.watch(output))
+    return passes
+
+
+# Roles.
+
 
 LARGEST_SQUARE = 1e36
 """Of a norm that is not taken for an overflow. DeepSpeed squares in float32, which ends at 3e38; a
@@ -43,23 +198,16 @@ rank that found its own part beyond that would skip a step by itself."""
 class RoleUnit:
     """The ``mpu`` of an engine with roles.
 
-    Attributes:
-        roles: of the ranks of every ZP group.
-        rank: this one.
-        world_size: ranks, of both roles and all groups.
-        group: the ranks of the own role.
-        alone: this rank, which shares its weights with no other.
-
     All ranks read data: the batches of expert ranks are run by attention ranks. So what
     DeepSpeed's batch arithmetic and its data loader get to know is the whole world, whereas what it
     averages over is ``group``.
     """
 
-    roles: Roles
-    rank: int
-    world_size: int
-    group: dist.ProcessGroup
-    alone: dist.ProcessGroup
+    roles: Roles  # of the ranks of every ZP group
+    rank: int  # this one
+    world_size: int  # ranks, of both roles and all groups
+    group: dist.ProcessGroup  # the ranks of the own role
+    alone: dist.ProcessGroup  # this rank, which shares its weights with no other
 
     @classmethod
     def build(cls, roles: Roles) -> RoleUnit:
@@ -108,11 +256,7 @@ class RoleUnit:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all weights of both roles, each counted once; float64 scalar,
-        the same on all ranks, inf where any of them is not finite. Collective.
-
-        Args:
-            parameters: this rank's, their gradients averaged and whole.
-        """
+        the same on all ranks, inf where any of them is not finite. Collective."""
         return joint_norm(
             parameter.grad
             for parameter in parameters
@@ -137,31 +281,19 @@ def experts_factor(roles: Roles, rank: int) -> float:
 def joint_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Norm of all ranks' gradients as of one vector; float64 scalar, inf where it is not finite.
     Collective."""
-    square = _sum_of_squares(gradients)
+    device = get_accelerator().current_device_name()
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        square += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    sum_in_place(square, None)
     is_sound = square < LARGEST_SQUARE  # false for NaN
     return torch.where(is_sound, square, torch.inf).sqrt()
 
 
-def _sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    device = get_accelerator().current_device_name()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-    return sum_in_place(total, None)
-
-
-@contextmanager
-def own_groups(engine: Any) -> Iterator[None]:
+def own_groups(engine: Any) -> Any:
     """Let DeepSpeed's module of groups answer for this engine. It keeps the last ``mpu`` for ever,
     by which an engine without roles would be built next to one that has them."""
-    if not has_roles(engine):
-        yield
-        return
-    before, groups.mpu = groups.mpu, engine.mpu
-    try:
-        yield
-    finally:
-        groups.mpu = before
+    return during(groups, mpu=engine.mpu) if has_roles(engine) else nullcontext()
 
 
 def has_roles(engine: Any) -> bool:
@@ -169,7 +301,7 @@ def has_roles(engine: Any) -> bool:
     return isinstance(engine.mpu, RoleUnit)
 
 
-def clip(engine: Any) -> bool:
+def clip_with_roles(engine: Any) -> bool:
     """Clip at ZeRO stage 0 in float32 by the norm over both roles.
 
     Returns:
@@ -191,13 +323,9 @@ def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor
     engine._global_grad_norm = float(norm)
 
 
-def join(engine: Any) -> None:
+def join_roles(engine: Any) -> None:
     """Let both roles clip by one norm, skip a step together, and save in one way. Does nothing
-    without roles.
-
-    Args:
-        engine: whose optimizer has just been made.
-    """
+    without roles."""
     if not has_roles(engine):
         return
     engine.has_moe_layers = True
