@@ -16,12 +16,11 @@ from ds_moe_ext.hosts.attachment.notices import Refusal
 from ds_moe_ext.hosts.attachment.replacement import SEVERAL_HOMES
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.megatron import refusals as megatron
-from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
-from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE
+from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE
 from ds_moe_ext.hosts.plain import plain_host as plain
 from ds_moe_ext.hosts.steps import optimizers
 from ds_moe_ext.hosts.steps.host import UNLIKE
-from ds_moe_ext.hosts.zebra.early_refusals import EARLY
+from ds_moe_ext.hosts.zebra.profile import EARLY
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 
@@ -126,7 +125,7 @@ SECTIONS = (
     ),
     Section(
         "Under Megatron-core, where ranks have roles (`zebra`)",
-        (*EARLY, *megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),
+        (*EARLY, *megatron.BLOCKS, *megatron.WITH_ROLES, *megatron.ARGUMENTS),
     ),
     Section("In plain PyTorch", plain.REFUSALS),
     Section("Optimizers", optimizers.OPTIMIZERS),

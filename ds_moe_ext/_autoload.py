@@ -38,7 +38,7 @@ VERIFY = "DS_MOE_EXT_VERIFY"
 """Set by ``ds-moe-ext verify`` in the runs that it starts, and by nobody else."""
 
 VERIFIERS = {
-    "torch": "ds_moe_ext.hosts.verification.this_run",
+    "torch": "ds_moe_ext.hosts.verification.recording",
     "deepspeed": "ds_moe_ext.patches.verify_deepspeed",
     "ds_moe_ext.patches.megatron": "ds_moe_ext.patches.verify_megatron",
     "ds_moe_ext.hosts.plain.training_loop": "ds_moe_ext.patches.verify_torch",

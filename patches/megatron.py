@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_moe_ext.hosts.attachment.startup_check import Start, starting
-from ds_moe_ext.hosts.megatron import active_settings, worlds
+from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.patches.patch import Patch, PatchError, apply_all, by
 from ds_moe_ext.schedule.watch import WATCH
 
@@ -26,27 +26,27 @@ def _arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _moe_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    from ds_moe_ext.hosts.megatron import moe_layers
+    from ds_moe_ext.hosts.megatron import engine
 
     original(self, *args, **kwargs)
     asked = active_settings.chosen()
     if asked is not None:
         try:
             given = _arguments(original, self, *args, **kwargs)
-            moe_layers.constructed(self, given.get("pg_collection"))
+            engine.constructed(self, given.get("pg_collection"))
         except ValueError as error:
             asked.tell(error)
             raise
 
 
 def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from ds_moe_ext.hosts.megatron import engine, role_setup
+    from ds_moe_ext.hosts.megatron import engine, roles
 
     asked = active_settings.chosen()
     if asked is None:
         return original(*args, **kwargs)
     model = _arguments(original, *args, **kwargs)["model_chunks"]
-    start = engine.start if asked.worlds is None else role_setup.start
+    start = engine.start if asked.worlds is None else roles.start
     with starting(Start(engine.OPTIMIZER, is_wanted=True)) as begun:
         with asked.whole_world(), begun.together():
             pass  # all have their models
@@ -67,9 +67,9 @@ def _initialize_model_parallel(original: Any, *args: Any, **kwargs: Any) -> Any:
             }
             asked.agree(sizes)
         return original(*args, **kwargs)
-    from ds_moe_ext.hosts.megatron import role_models
+    from ds_moe_ext.hosts.megatron import roles
 
-    return role_models.with_sizes(parted, original)(*args, **kwargs)
+    return roles.with_sizes(parted, original)(*args, **kwargs)
 
 
 def _initialize_aside(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,9 +80,9 @@ def _initialize_aside(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _distributed_data_parallel(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     parted = active_settings.worlds()
     if parted is not None and not parted.is_attention:
-        from ds_moe_ext.hosts.megatron import role_models
+        from ds_moe_ext.hosts.megatron import roles
 
-        role_models.keep_experts(_arguments(original, self, *args, **kwargs)["module"])
+        roles.keep_experts(_arguments(original, self, *args, **kwargs)["module"])
     original(self, *args, **kwargs)
 
 
@@ -92,14 +92,14 @@ def _save(
     parted, chosen = active_settings.worlds(), active_settings.chosen()
     if chosen is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums, role_checkpoint
+    from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums, roles
 
     checksums, routing = chosen.settings.checkpoint.checksums, checkpoint.routing()
     sealed = functools.partial(checkpoint_sums.save_sealed, checksums, routing, original)
     if parted is None:
         return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     state = sharded_state_dict, checkpoint_dir
-    return role_checkpoint.save_together(sealed, parted, *state, *args, **kwargs)
+    return roles.save_together(sealed, parted, *state, *args, **kwargs)
 
 
 def _load(
@@ -116,7 +116,7 @@ def _load(
 
 
 def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from ds_moe_ext.hosts.megatron import engine, forward_backward, monitoring
+    from ds_moe_ext.hosts.megatron import engine, roles
 
     stock = original(*args, **kwargs)
 
@@ -124,14 +124,14 @@ def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
     def counted(*, num_microbatches: int, **given: Any) -> Any:
         is_evaluation = bool(given.get("forward_only"))
         engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
-        run = forward_backward.steps_of(given["model"]) or stock
+        run = roles.steps_of(given["model"]) or stock
         try:
             with WATCH.host_pass("a step's passes"):
                 stored = run(num_microbatches=num_microbatches, **given)
         finally:
             engine.SCHEDULES.end()
         if not is_evaluation:
-            engine.SCHEDULES.losses = monitoring.losses_of(stored)
+            engine.SCHEDULES.losses = engine.losses_of(stored)
         return stored
 
     return counted
@@ -220,7 +220,7 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
         _stand_aside()
         return
     if asked.strategy.roles is not None:
-        asked = replace(asked, worlds=worlds.part(asked.strategy.roles, asked.agree))
+        asked = replace(asked, worlds=active_settings.part(asked.strategy.roles, asked.agree))
     active_settings.set_chosen(asked)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ds_moe_ext.hosts.megatron.flag import FLAG
+from ds_moe_ext.hosts.megatron import FLAG
 from ds_moe_ext.patches.patch import Patch, PatchError, apply_all, by
 
 

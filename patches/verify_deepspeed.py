@@ -6,12 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ds_moe_ext.hosts.verification import of_deepspeed
+from ds_moe_ext.hosts.verification import of_hosts
 from ds_moe_ext.patches.patch import Patch, apply_all, by
 
 
 def _initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return of_deepspeed.initialize(original, args, kwargs)
+    return of_hosts.initialize(original, args, kwargs)
 
 
 PATCHES = (

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.hosts.megatron import FLAG
 from ds_moe_ext.hosts.megatron.active_settings import read_document
-from ds_moe_ext.hosts.megatron.flag import FLAG
-from ds_moe_ext.hosts.verification.recording import turned
-from ds_moe_ext.hosts.verification.this_run import undrawn
+from ds_moe_ext.hosts.verification.recording import turned, undrawn
 from ds_moe_ext.patches.megatron import VERSIONS
 from ds_moe_ext.patches.patch import Patch, apply_all, by
 
@@ -30,19 +29,19 @@ def _forget(original: Any) -> None:
 
 
 def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from ds_moe_ext.hosts.verification import of_megatron
+    from ds_moe_ext.hosts.verification import of_hosts
 
     with undrawn():
         optimizer = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    of_megatron.watch(optimizer, given["config"], given["model_chunks"])
+    of_hosts.watch_model(optimizer, given["config"], given["model_chunks"])
     return optimizer
 
 
 def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from ds_moe_ext.hosts.verification import of_megatron
+    from ds_moe_ext.hosts.verification import of_hosts
 
-    return of_megatron.watched(original(*args, **kwargs))
+    return of_hosts.watched(original(*args, **kwargs))
 
 
 CORE = (

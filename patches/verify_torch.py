@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ds_moe_ext.hosts.verification import of_torch
+from ds_moe_ext.hosts.plain import training_loop
+from ds_moe_ext.hosts.verification import of_hosts
 from ds_moe_ext.patches.patch import Patch, apply_all, by
 
-LOOP = "ds_moe_ext.hosts.plain.training_loop"
+LOOP = training_loop.__name__
 
 
 PATCHES = (
@@ -18,24 +19,24 @@ PATCHES = (
         f"{LOOP}:attach",
         ">=0",
         "one run of two has the block off, and both are watched",
-        by(of_torch.attach),
+        by(of_hosts.attach),
     ),
     Patch(
-        "verify-steps", f"{LOOP}:Attachment.watch", ">=0", "steps are counted", by(of_torch.watch)
+        "verify-steps", f"{LOOP}:Attachment.watch", ">=0", "steps are counted", by(of_hosts.watch)
     ),
     Patch(
         "verify-norm",
         f"{LOOP}:Attachment.clip_grad_norm_",
         ">=0",
         "the norm of all gradients is seen",
-        by(of_torch.clip),
+        by(of_hosts.clip),
     ),
     Patch(
         "verify-loss",
         "torch:Tensor.backward",
         ">=2.9",
         "a loop's losses are what it goes back from",
-        by(of_torch.backward),
+        by(of_hosts.backward),
     ),
 )
 

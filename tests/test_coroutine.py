@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.hosts.zebra.coroutine import Abandoned, Ask, Asked, Coroutine, Returned
+from ds_moe_ext.hosts.zebra.passage import Abandoned, Ask, Asked, Coroutine, Returned
 
 
 @pytest.fixture

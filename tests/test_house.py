@@ -162,6 +162,7 @@ LATE = {
     "patches.megatron": "loads Megatron's models, which have to be patched first",
     "patches.megatron_training": "loads Megatron-core, where the flag is used",
     "patches.verify_megatron": "loads Megatron's models, which have to be patched first",
+    "hosts.verification.of_hosts": "each host's are loaded where that host runs",
     "patches.transformers": "strategies are loaded where the block is read",
 }
 """Modules that import ours when a function runs, and why."""
@@ -236,7 +237,7 @@ def distributed_names(source: Source) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.attr
 
 
-WORLDS = "hosts.megatron.worlds"  # makes the default groups of both roles
+WORLDS = "hosts.megatron.active_settings"  # makes the default groups of both roles
 
 
 @rule
@@ -377,7 +378,7 @@ def markup_is_literal(source: Source) -> Iterator[Finding]:
 def no_reaching_by_name(source: Source) -> Iterator[Finding]:
     """``getattr`` and its like are for objects that are not ours: a host's and its model's in
     hosts, patches and attach (adapters, a user's own router); what a user's forward returns in
-    zebra.outcomes; the engine that a run lives with in steps.training_run; what the doctor is asked
+    zebra.batches; the engine that a run lives with in steps.training_run; what the doctor is asked
     to look at. Whatever is ours has its attributes, by their names."""
     if not source.lies_in(*REACHES):
         for node in source.nodes:
@@ -503,8 +504,12 @@ def no_dumping_grounds(source: Source) -> Iterator[Finding]:
 def packages_are_empty(source: Source) -> Iterator[Finding]:
     if Path(source.path).name == "__init__.py" and source.text.strip():
         num_lines = len(source.text.splitlines())
-        if source.module != "":
-            yield None, "a package's __init__.py is empty"
+        others = [s for s in source.tree.body if not isinstance(s, (ast.Expr, ast.Assign))]
+        if source.module != "" and others:
+            yield (
+                others[0],
+                "a package's __init__.py says what it is for, and has constants at most",
+            )
         elif num_lines > 64:
             yield None, f"the public names take {num_lines} lines; let them be 64"
 

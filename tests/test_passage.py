@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.zebra import stripe_model
 from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage, Question
-from ds_moe_ext.hosts.zebra.serving import GradientSums
+from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.schedule.task import Span

@@ -29,12 +29,10 @@ from ds_moe_ext.core.comm import Traffic
 from ds_moe_ext.core.layout import Grid, ParallelLayout, Roles, group_among
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome, NearestCopy
-from ds_moe_ext.hosts.zebra import stack as zebra_stack
 from ds_moe_ext.hosts.zebra import stripe_model
-from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage
-from ds_moe_ext.hosts.zebra.serving import GradientSums
-from ds_moe_ext.hosts.zebra.stack import Stack
-from ds_moe_ext.hosts.zebra.stripe import Stripe
+from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage, Stripe
+from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
+from ds_moe_ext.hosts.zebra.stripe_model import Stack
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
@@ -273,9 +271,10 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
                 for layer in routed:
                     layer.after_step()
             sums = GradientSums() if case.is_graded else None
+            add = None if sums is None else sums.add
             stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
             with cut(model, stack.here):
-                issued = stack.run(case.num_stripes, stripes, sums, counts=True, control=control)
+                issued = stack.run(case.num_stripes, stripes, add, counts=True, control=control)
     one = torch.ones(())
     taken = {} if sums is None else {name: sums.take(p, one) for name, p in parameters.items()}
     passages = [passage for stripe in stripes for passage in stripe.passages]
@@ -462,7 +461,7 @@ SWAPPED = ("dispatch[0,0]", "dispatch[0,1]")
 def _tampered(rank: int, world_size: int) -> str:
     """A rank that swaps two collectives is found out, on all ranks."""
     case = Case(1, 1, (0, 0), 2)
-    check_orders = zebra_stack.check_orders
+    check_orders = stripe_model.check_orders
 
     def swapped(issued: Schedule, control: dist.ProcessGroup) -> None:
         tasks = list(issued.tasks)
@@ -472,7 +471,7 @@ def _tampered(rank: int, world_size: int) -> str:
         check_orders(replace(issued, tasks=tuple(tasks)), control)
 
     with (
-        mock.patch.object(zebra_stack, "check_orders", swapped),
+        mock.patch.object(stripe_model, "check_orders", swapped),
         pytest.raises(RuntimeError) as raised,
     ):
         run_case(rank, world_size, case)

@@ -118,7 +118,7 @@ class OfDeepSpeed:
         self._engine.load_checkpoint(folder)
 
     def tensors(self) -> Iterator[Tensor]:
-        from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+        from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 
         states = OptimizerStates(self._engine)
         for _, parameter in sorted(self._engine.module.named_parameters()):

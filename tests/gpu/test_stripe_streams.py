@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext.hosts.zebra import coroutine
+from ds_moe_ext.hosts.zebra import passage
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.executor import Carried
 from tests import test_striped
@@ -71,7 +71,7 @@ def mistakes_of(rank: int, world_size: int, case: Case, dtype: torch.dtype) -> l
         on_this_way(lanes),
         mock.patch.object(test_striped, "_lanes", lambda: lanes),
         mock.patch.object(Case, "model", lambda case: model(case).to(dtype)),
-        mock.patch.object(coroutine, "Carried", Carrying(queues, books)),
+        mock.patch.object(passage, "Carried", Carrying(queues, books)),
         books,
     ):
         test_striped.run_case(rank, world_size, case)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.core.layout import Roles
-from ds_moe_ext.hosts.zebra.batches import BatchExchange, Shared
-from ds_moe_ext.hosts.zebra.outcomes import Outcome
+from ds_moe_ext.hosts.zebra.batches import BatchExchange, Outcome, Shared
 from ds_moe_ext.schedule.stripes import Samples
 from tests.hosts.families import build
 from tests.ranks import pool_of

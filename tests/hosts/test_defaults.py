@@ -367,7 +367,7 @@ def test_homes_stay_where_megatron_cannot_move_states(fields: Mapping[str, Any],
 
 
 def homes_on_megatron(rank: int, world_size: int, fields: Mapping[str, Any], says: str) -> bool:
-    from ds_moe_ext.hosts.megatron.state_places import UNMOVABLE
+    from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE
 
     optimizer, told = Optimizer(SimpleNamespace(**fields)), []
     stays = settle(HOMES, FullySharded(), UNMOVABLE, optimizer, told.append)

@@ -113,7 +113,7 @@ def own_routing(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether Megatron's router, and another, are said to be a user's own."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from ds_moe_ext.hosts.megatron.choices import has_own_routing
+    from ds_moe_ext.hosts.megatron.layers import has_own_routing
 
     stock = has_own_routing(TopKRouter.__new__(TopKRouter))
     with own_router():

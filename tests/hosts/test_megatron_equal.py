@@ -214,7 +214,7 @@ class Neighbours(NamedTuple):
 
 def neighbours(training: Training) -> list[Neighbours]:
     """Of all MoE layers of this rank."""
-    from ds_moe_ext.hosts.megatron.expert_modules import RunsHosted
+    from ds_moe_ext.hosts.megatron.layers import RunsHosted
 
     found = []
     for number, chunk in enumerate(training.chunks):

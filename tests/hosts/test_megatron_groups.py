@@ -100,7 +100,7 @@ def test_a_layer_is_built_where_there_is_no_parallel_state() -> None:
 
 
 def places(rank: int, world_size: int) -> str:
-    from ds_moe_ext.hosts.megatron.ranks import Place, place_in
+    from ds_moe_ext.hosts.megatron.engine import Place, place_in
 
     class Collection:
         def __init__(self) -> None:

@@ -86,7 +86,7 @@ def owners_of(training: Training) -> list[list[int]]:
 
 def states_of(training: Training) -> dict[str, Tensor]:
     """What Adam keeps of each piece of the model that is whole on this rank, by name."""
-    from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
+    from ds_moe_ext.hosts.megatron.checkpoint import OptimizerStates
     from tests.hosts.megatron_weights import pieces
 
     states = OptimizerStates(training.optimizer)
@@ -223,7 +223,7 @@ def test_in_every_layout(name: str) -> None:
 
 def contents(training: Training) -> dict[str, Tensor]:
     """All that this rank has of its experts, by layer and number, wherever they lie."""
-    from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
+    from ds_moe_ext.hosts.megatron.checkpoint import OptimizerStates
 
     states, found = OptimizerStates(training.optimizer), {}
     for layer, experts in enumerate(experts_of(training)):

@@ -79,12 +79,12 @@ def test_what_is_done_is_not_told(run: MegatronRun, spoil: Any) -> None:
 
 def with_newer(rank: int, world_size: int) -> list[str]:
     """What is, where Megatron's fused SwiGLU takes a clamp, as that of later versions does."""
-    from ds_moe_ext.hosts.megatron import activations
+    from ds_moe_ext.hosts.megatron import layers
 
     def newer(input: Any, bias: Any, weights: Any, clamp_value: float | None = None) -> Any:
         raise AssertionError("experts run by our program")
 
-    with mock.patch.object(activations, "weighted_bias_swiglu_impl", newer):
+    with mock.patch.object(layers, "weighted_bias_swiglu_impl", newer):
         return warned(rank, world_size, FUSED, untouched)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_moe_ext.core.layout import Roles
-from ds_moe_ext.hosts.megatron.worlds import part
+from ds_moe_ext.hosts.megatron.active_settings import part
 from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
 from tests.hosts.megatron_skewed import train_skewed
 from tests.hosts.megatron_toy import MegatronRun
@@ -336,7 +336,7 @@ def test_a_file_a_rank_is_refused() -> None:
     ],
 )
 def test_arguments_of_the_script_are_refused(given: dict[str, Any], told: str) -> None:
-    from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
+    from ds_moe_ext.hosts.megatron.refusals import refuse_arguments
 
     script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**given))
     loaded = mock.patch.dict(sys.modules, {"megatron.training.global_vars": script})

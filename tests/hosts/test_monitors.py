@@ -378,7 +378,7 @@ class Loop:
 
 @contextmanager
 def loop_of(folder: Path) -> Iterator[Loop]:
-    from ds_moe_ext.hosts.megatron.monitoring import LOOP
+    from ds_moe_ext.hosts.megatron.engine import LOOP
 
     loop = Loop(folder, writes=dist.get_rank() == dist.get_world_size() - 1)
     sys.modules[LOOP] = loop  # type: ignore[assignment]
@@ -444,7 +444,7 @@ def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: Megatron
 
 def test_losses_are_those_that_loss_functions_tell() -> None:
     """A mean, or a sum and its tokens; of several values only Megatron-LM's own."""
-    from ds_moe_ext.hosts.megatron.monitoring import LOSS, losses_of
+    from ds_moe_ext.hosts.megatron.engine import LOSS, losses_of
 
     mean, of_tokens = torch.tensor(2.0), torch.tensor([12.0, 4.0])
     stored = [{LOSS: mean, "z": of_tokens}, {LOSS: of_tokens}, {"mine": mean}]

@@ -449,7 +449,7 @@ def test_a_run_in_half_precision_takes_the_profile() -> None:
 
 def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
     """The model that is there now will have left; a device is nobody else's."""
-    from ds_moe_ext.hosts.zebra.profile_exchange import RankHere, least_free_bytes
+    from ds_moe_ext.hosts.zebra.profile import RankHere, least_free_bytes
 
     def here(node: str, *, is_shared: bool) -> RankHere:
         return RankHere(node=node, free_bytes=100, model_bytes=7, is_shared=is_shared, dense=None)

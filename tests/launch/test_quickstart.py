@@ -16,7 +16,7 @@ import quickstart
 from console import Summary
 
 from ds_moe_ext.commands.compare import Finished
-from ds_moe_ext.hosts.deepspeed.op_lock import OP
+from ds_moe_ext.hosts.deepspeed.guard import OP
 from ds_moe_ext.report.record import LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are Megatron's own, in every form it knows.
+"""Checkpoints are Megatron's own, in every form it knows; and where its optimizers keep states.
 
 Experts that have moved go home before anything is told of the parameters by name: each into the
 very slot that Megatron built for it. So what is written is what stock Megatron would write, and can
@@ -13,13 +13,21 @@ rank that asks alone for ``state_dict`` would wait for the others where experts 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import Tensor, nn
+
 from ds_moe_ext.hosts.attachment.host_layer import Facts
-from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts
-from ds_moe_ext.hosts.megatron.state_places import main_gradient
+from ds_moe_ext.hosts.attachment.notices import ENABLED, Refusal, refuse
+from ds_moe_ext.hosts.megatron.layers import HostedExperts
+from ds_moe_ext.hosts.megatron.refusals import MOVING
+from ds_moe_ext.hosts.steps.expert_moves import Group, States
 from ds_moe_ext.hosts.steps.training_run import Run
 
 ASKS = ("state_dict", "sharded_state_dict", "save_parameter_state")
@@ -42,81 +50,55 @@ def routing() -> Facts | None:
 
 
 def compare_routing(saved: Facts | None, folder: Any) -> None:
-    """Warn where a checkpoint was saved by a model that routes otherwise than the one that has
-    asked for its weights.
-
-    Args:
-        saved: see ``routing``; None where the checkpoint does not say.
-        folder: it lies in.
-    """
+    """Warn where the checkpoint in a folder was saved by a model that routes otherwise than the one
+    that has asked for its weights. ``saved`` is as of ``routing``; None where it does not say."""
     run = _last_asked()
     if run is not None and saved is not None:
         names = [layer.name for layer in run.layers]
         run.routing.compare(dict.fromkeys(names, saved), str(folder))
 
 
-class FirstHomes:
-    """Where Megatron has put the experts of a run, and brings them back to.
+def watch(run: Run, optimizer: Any) -> None:
+    """Let experts be where Megatron thinks they are, whenever it looks, from the start of a run on.
+    No expert has moved yet."""
+    planning, layers, mover = run.planning, run.layers, run.mover
+    homes, this_run = planning.job.homes, weakref.ref(run)
+    seats = mover.slots(homes)
 
-    Args:
-        run: that begins: no expert has moved.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._planning, self._layers, self._mover = run.planning, run.layers, run.mover
-        self._run = weakref.ref(run)
-        self._homes = run.planning.job.homes
-        self._seats = run.mover.slots(self._homes)
-
-    def come_home(self) -> None:
+    def come_home() -> None:
         """Bring the experts home, if they are not; also within a step. Collective."""
-        _LAST_ASKED[:] = [self._run]
-        planning = self._planning
-        if planning.job.homes is self._homes:  # as nothing has moved since, on every rank alike
+        _LAST_ASKED[:] = [this_run]
+        if planning.job.homes is homes:  # as nothing has moved since, on every rank alike
             return
         planning.tell("experts go home: Megatron asks for them by name, as for a checkpoint")
-        self._mover.move(planning.job.homes, self._homes, self._seats, main_gradient)
-        planning.resume(self._homes, planning.remembered_ILCE)
+        mover.move(planning.job.homes, homes, seats, main_gradient)
+        planning.resume(homes, planning.remembered_ILCE)
 
-    def begin_anew(self) -> None:
+    def begin_anew() -> None:
         """Be ready for other weights, by name. Collective."""
-        self.come_home()
-        planning = self._planning
+        come_home()
         if len(planning.remembered_ILCE):
-            planning.resume(self._homes, planning.remembered_ILCE[:0])
+            planning.resume(homes, planning.remembered_ILCE[:0])
 
-    def loaded(self) -> None:
-        """Other weights have been put in."""
-        for layer in self._layers:
+    def loaded() -> None:
+        for layer in layers:
             layer.routed.start_anew()
 
-
-def watch(run: Run, optimizer: Any) -> None:
-    """Let experts be where Megatron thinks they are, whenever it looks.
-
-    Args:
-        run: that begins.
-        optimizer: Megatron's.
-    """
-    first = FirstHomes(run)
-    for layer in run.layers:
+    for layer in layers:
         assert isinstance(layer.hosted, HostedExperts)
-        layer.hosted.named = first.come_home
+        layer.hosted.named = come_home
         experts = layer.hosted.experts
-        experts.register_state_dict_pre_hook(lambda *_: first.come_home())
-        experts.register_load_state_dict_pre_hook(lambda *_: first.begin_anew())
-        experts.register_load_state_dict_post_hook(lambda *_: first.loaded())
+        experts.register_state_dict_pre_hook(lambda *_: come_home())
+        experts.register_load_state_dict_pre_hook(lambda *_: begin_anew())
+        experts.register_load_state_dict_post_hook(lambda *_: loaded())
     for name in ASKS:
-        _wrap(optimizer, name, before=first.come_home)
+        _wrap(optimizer, name, before=come_home)
     for name in LOADS:
-        _wrap(optimizer, name, before=first.begin_anew, after=first.loaded)
+        _wrap(optimizer, name, before=begin_anew, after=loaded)
 
 
 def _wrap(
-    optimizer: Any,
-    name: str,
-    before: Callable[[], None],
-    after: Callable[[], None] = lambda: None,
+    optimizer: Any, name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None
 ) -> None:
     """Have something done around a method, where the optimizer has that."""
     method: Callable[..., Any] | None = getattr(optimizer, name, None)
@@ -131,3 +113,72 @@ def _wrap(
         return outcome
 
     setattr(optimizer, name, watched)
+
+
+# States of optimizers.
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What Megatron accumulates of a parameter; None where it is not trained."""
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    return gradient
+
+
+class OptimizerStates(States):
+    """Access to the states of every parameter that Megatron's optimizer, as
+    ``get_megatron_optimizer`` returns it, steps on this rank. Raises ValueError where it is of a
+    kind whose states cannot be moved."""
+
+    def __init__(self, optimizer: Any) -> None:
+        refuse(UNMOVABLE, optimizer, context=f"{ENABLED}, and experts move")
+        parts = _parts_of(optimizer)
+        super().__init__([(part.optimizer, _groups_of(part)) for part in parts])
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """Those that step something."""
+    is_chain = isinstance(optimizer, ChainedOptimizer)
+    parts = optimizer.chained_optimizers if is_chain else (optimizer,)
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def _groups_of(optimizer: Any) -> Iterator[Group]:
+    """The tensors that one of Megatron's optimizers steps."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            held = optimizer.optimizer.param_groups[group]["params"][order]
+            begin = optimizer._get_model_param_range_map(parameter)["param"].start
+            yield Group(held, begin, (parameter,), (0,))
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups)
+        for parameters, masters in groups:
+            yield from map(Group.of_one, masters, parameters)
+        for parameters in optimizer.fp32_from_fp32_groups:
+            yield from map(Group.of_one, parameters, parameters)
+    else:
+        for options in optimizer.param_groups:
+            yield from map(Group.of_one, options["params"], options["params"])
+
+
+def _is_unknown(optimizer: Any) -> str:
+    known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    unknown = [type(part).__name__ for part in _parts_of(optimizer) if type(part) not in known]
+    return f"the optimizer is a {unknown[0]}" if unknown else ""
+
+
+def _of_config(refusal: Refusal) -> Refusal:
+    """A refusal of an optimizer, by its config."""
+    return replace(refusal, asked=lambda optimizer: refusal.asked(optimizer.config))
+
+
+UNMOVABLE = (
+    *map(_of_config, MOVING),
+    Refusal(
+        "an optimizer that is not one of DistributedOptimizer, FP32Optimizer and "
+        "Float16OptimizerWithFloat16Params",
+        _is_unknown,
+        "its states cannot be moved",
+        "use --optimizer adam or sgd",
+    ),
+)
+"""Of an optimizer, where experts move."""

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,9 +41,7 @@ def save_sealed(
     Args:
         checksums: else lengths alone.
         routing: of the layers of this rank, which are alike; None where it has none.
-        save: Megatron's.
-        state: of it.
-        folder: likewise.
+        save: Megatron's, called with all that follows.
 
     Returns:
         What it returns: where it goes on in the background a request, whose end writes them.
@@ -62,11 +60,8 @@ def save_sealed(
 
 
 def check(folder: Any) -> None:
-    """Whether a checkpoint's files are what was written; each rank reads a part. Collective.
-
-    Raises:
-        ValueError: on all ranks: a file is missing, damaged or of another save.
-    """
+    """Raises ValueError, on all ranks, where a file of a checkpoint is missing, damaged or of
+    another save; each rank reads a part. Collective."""
     text = ""
     try:
         check_part(Path(folder), place=dist.get_rank(), num_places=dist.get_world_size())
@@ -78,28 +73,22 @@ def check(folder: Any) -> None:
 
 
 def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
-    """Likewise for one reader of so many; no collective.
-
-    Raises:
-        ValueError: a file of its part is missing, damaged or of another save.
-    """
+    """Likewise of the part of one reader of so many; no collective."""
     if folder.is_dir() and not (folder / LAST_FILE).exists():
         raise ValueError(
             f"{folder} has no {LAST_FILE}, which Megatron writes last: writing did not end, or the "
             "file is missing; copy the whole folder again, or choose another checkpoint"
         )
-    sums = _read(folder / SUMS_FILE).files
+    sums, _ = _read(folder / SUMS_FILE)
     names = sorted(sums)[place::num_places]
     file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
 
 
 def routing_of(folder: Any) -> Facts | None:
-    """How the layers of a checkpoint routed; None where it does not say.
-
-    Raises:
-        ValueError: the file that says it is damaged.
-    """
-    return _read(Path(folder) / SUMS_FILE).routing
+    """How the layers of a checkpoint routed; None where it does not say. Raises ValueError where
+    the file that says it is damaged."""
+    _, routing = _read(Path(folder) / SUMS_FILE)
+    return routing
 
 
 def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
@@ -107,7 +96,8 @@ def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
     if not gather_objects(folder.is_dir(), None)[0]:  # in an object store
         return
     rank = dist.get_rank()
-    own = [name for name in _names(folder) if _writer(name) == rank]
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    own = [name for name in names if _writer(name) == rank]
     sums = file_sums.sums_of(folder, own, checksums=checksums)
     told = gather_objects((sums, routing), None)
     if rank == 0:
@@ -118,10 +108,6 @@ def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
         file_sums.write_whole(folder / SUMS_FILE, text)
 
 
-def _names(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-
-
 def _writer(name: str) -> int:
     """The rank that has written a file, or sums it up: it need not come over the network again."""
     named = re.match(r"__(\d+)_", name)
@@ -129,26 +115,11 @@ def _writer(name: str) -> int:
     return rank if rank < dist.get_world_size() else 0
 
 
-class _Said(NamedTuple):
-    """What the file says.
-
-    Attributes:
-        files: sums by name.
-        routing: see ``routing_of``.
-    """
-
-    files: Mapping[str, FileSum]
-    routing: Facts | None
-
-
-def _read(path: Path) -> _Said:
-    """What the file says; nothing where it is not there.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+def _read(path: Path) -> tuple[Mapping[str, FileSum], Facts | None]:
+    """Sums by name, and ``routing_of``; nothing where the file is not there. Raises ValueError
+    where it is damaged."""
     if not path.exists():
-        return _Said({}, None)
+        return {}, None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         crc = document.pop("crc32")
@@ -156,7 +127,7 @@ def _read(path: Path) -> _Said:
             raise ValueError("its crc32 is another")
         files = {name: file_sums.read_sum(told) for name, told in document["files"].items()}
         routing = document.get("routing")  # not in those of earlier versions
-        return _Said(files, None if routing is None else dict(routing))
+        return files, None if routing is None else dict(routing)
     except Exception as error:  # what is damaged may be anything
         raise ValueError(
             f"{path} cannot be read ({error}): it is damaged; copy the whole folder again, or "

@@ -1,67 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name.
 
-Nearly all is asked of a ``TransformerConfig``.
+Each table has rows ``(flag, what asks for it, reason, remedy)``. What asks is the name of a field
+of Megatron's config, or a function of the config; versions without the field have not been asked.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from ds_moe_ext.hosts.attachment.notices import Refusal
-from ds_moe_ext.planning.strategy import names_with
+from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
+from ds_moe_ext.planning.strategy import Strategy, names_with
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
-
-def flag(name: str, asked: Callable[[Any], object], reason: str, remedy: str) -> Refusal:
-    """A refusal of what a flag of Megatron-LM does.
-
-    Args:
-        name: of the flag.
-        asked: from a ``TransformerConfig`` to what was asked for; nothing, if it was not.
-        reason: why not.
-        remedy: what to do.
-    """
-
-    def told(config: Any) -> str:
-        value = asked(config)
-        given = "" if value is True else f" ({value})"
-        return f"Megatron was given {name}{given}" if value else ""
-
-    return Refusal(name, told, reason, remedy)
+Row = tuple[str, str | Callable[[Any], object], str, str]
 
 
-def field_of(name: str) -> Callable[[Any], object]:
-    """Of a config; versions without it have not been asked for it."""
-    return lambda config: getattr(config, name, None)
+def _refusals(*rows: Row) -> tuple[Refusal, ...]:
+    """Of flags of Megatron's, asked of a config."""
+    return tuple(Refusal(name, _given(name, asks), *texts) for name, asks, *texts in rows)
+
+
+def _given(name: str, asks: str | Callable[[Any], object]) -> Callable[[Any], str]:
+    def asked(config: Any) -> str:
+        value = getattr(config, asks, None) if isinstance(asks, str) else asks(config)
+        shown = "" if value is True else f" ({value})"
+        return f"Megatron was given {name}{shown}" if value else ""
+
+    return asked
+
+
+def _any_of(*names: str) -> Callable[[Any], object]:
+    return lambda config: next(filter(None, (getattr(config, name, None) for name in names)), None)
+
+
+def _all_of(*names: str) -> Callable[[Any], object]:
+    return lambda config: all(getattr(config, name, False) for name in names)
 
 
 def graphed(config: Any) -> list[str]:
     """Parts of layers that are in CUDA graphs."""
-    is_whole = any(
-        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
-    )
+    is_whole = _any_of("enable_cuda_graph", "external_cuda_graph")(config)
     if not is_whole and getattr(config, "cuda_graph_impl", "none") in ("none", None):
         return []
-    scopes = getattr(config, "cuda_graph_modules", None)
-    scopes = scopes or getattr(config, "cuda_graph_scope", None)
+    scopes: Any = _any_of("cuda_graph_modules", "cuda_graph_scope")(config)
     if is_whole or not scopes:
         return ["all of a layer"]
     scopes = [scopes] if isinstance(scopes, str) else scopes
     return [str(getattr(scope, "name", scope)) for scope in scopes]
 
 
-def _graphed_with_moe(config: Any) -> object:
-    return [part for part in graphed(config) if part not in ("attn", "mamba")]
-
-
-def _recomputed(part: str) -> Callable[[Any], object]:
-    def asked(config: Any) -> object:
-        is_selective = getattr(config, "recompute_granularity", None) == "selective"
-        return is_selective and part in (getattr(config, "recompute_modules", None) or ())
-
-    return asked
+def _recomputes_activations(config: Any) -> object:
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    return is_selective and "moe_act" in (getattr(config, "recompute_modules", None) or ())
 
 
 def _offloaded(config: Any) -> object:
@@ -76,132 +69,150 @@ def _split_biases(config: Any) -> object:
     return getattr(config, "add_bias_linear", False) and size > 1
 
 
-def _filled_with_biases(config: Any) -> object:
-    names = "moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "add_bias_linear"
-    return all(getattr(config, name, False) for name in names)
+_OUT = "leave it out"
+_OWN_TYPE = "experts compute in the type of their weights"
+_OWN_BACKWARD = "gradients of expert weights are made in the layer's own backward schedule"
 
-
-REFUSALS = (
-    flag(
+REFUSALS = _refusals(
+    (
         "--overlap-moe-expert-parallel-comm",
-        field_of("overlap_moe_expert_parallel_comm"),
+        "overlap_moe_expert_parallel_comm",
         "it takes MoE layers apart to interleave two micro-batches, past our schedule",
         f"leave it out; strategy {names_with('schedules')} overlaps within a layer",
     ),
-    flag(
-        "--delay-wgrad-compute",
-        field_of("delay_wgrad_compute"),
-        "gradients of expert weights are made in the layer's own backward schedule",
-        "leave it out",
-    ),
-    flag(
+    ("--delay-wgrad-compute", "delay_wgrad_compute", _OWN_BACKWARD, _OUT),
+    (
         "--cuda-graph-impl with MoE scopes",
-        _graphed_with_moe,
+        lambda config: [part for part in graphed(config) if part not in ("attn", "mamba")],
         "row counts change from step to step, and plans with them",
         "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
     ),
-    flag(
+    (
         "--moe-token-dispatcher-type flex",
         lambda config: config.moe_token_dispatcher_type == "flex",
         "rows travel by ds_moe_ext's own dispatch",
         f"use alltoall; strategy {names_with('ways')} has rows travel by DeepEP where asked to",
     ),
-    flag(
-        "--fp8-format",
-        field_of("fp8"),
-        "experts compute in the type of their weights",
-        "use --bf16",
-    ),
-    flag(
-        "--fp4-format",
-        field_of("fp4"),
-        "experts compute in the type of their weights",
-        "use --bf16",
-    ),
-    flag(
+    ("--fp8-format", "fp8", _OWN_TYPE, "use --bf16"),
+    ("--fp4-format", "fp4", _OWN_TYPE, "use --bf16"),
+    (
         "--moe-router-padding-for-quantization",
-        lambda config: (
-            getattr(config, "moe_router_padding_for_quantization", False)
-            or getattr(config, "moe_router_padding_for_fp8", False)
-        ),
+        _any_of("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
         "padded rows are for fp8 and fp4, which are not supported",
-        "leave it out",
+        _OUT,
     ),
-    flag(
+    (
         "--recompute-modules moe_act",
-        _recomputed("moe_act"),
+        _recomputes_activations,
         "activations of experts are not recomputed alone",
         "use --recompute-modules moe",
     ),
-    flag(
+    (
         "--offload-modules expert_fc1 or moe_act",
         _offloaded,
         "inputs of experts are kept by our program",
         "leave these modules out",
     ),
-    flag(
+    (
         "--activation-func-fp8-input-store",
-        field_of("activation_func_fp8_input_store"),
+        "activation_func_fp8_input_store",
         "activations of experts are kept in their own type",
-        "leave it out",
+        _OUT,
     ),
-    flag(
+    (
         "biases of experts (no --disable-bias-linear) with --expert-tensor-parallel-size above 1",
         _split_biases,
         "Megatron adds the whole bias once on every rank that has a part of the expert",
         "use --disable-bias-linear",
     ),
-    flag(
+    (
         "--moe-apply-probs-on-input with --moe-pad-expert-input-to-capacity and biases of experts "
         "(no --disable-bias-linear)",
-        _filled_with_biases,
+        _all_of("moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "add_bias_linear"),
         "Megatron adds what the biases make of rows that only fill up to the tokens these rows "
         "were taken from, and here such rows are not computed",
         "use --disable-bias-linear, or leave one of the two flags out",
     ),
-    flag(
+    (
         "--moe-mlp-glu-interleave-size",
         lambda config: (
             config.gated_linear_unit and getattr(config, "moe_mlp_glu_interleave_size", None)
         ),
         "gate and up lie behind each other in an expert's weights, not in turns",
-        "leave it out",
+        _OUT,
     ),
-    flag(
+    (
         "--overlap-dispatch-backward-with-experts-wgrad",
-        field_of("overlap_dispatch_backward_with_experts_wgrad"),
-        "gradients of expert weights are made in the layer's own backward schedule",
-        "leave it out",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _OWN_BACKWARD,
+        _OUT,
     ),
-    flag(
+    (
         "--mtp-use-repeated-layer with --mtp-num-layers above 1",
         lambda config: (
             getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
         ),
         "a layer runs once a micro-batch, or nobody knows which pass is the last",
-        "leave it out",
+        _OUT,
     ),
-    flag(
+    (
         "--use-kitchen or a quantization recipe",
-        lambda config: (
-            getattr(config, "use_kitchen", False) or getattr(config, "quant_recipe", None)
-        ),
-        "experts compute in the type of their weights",
-        "leave it out",
+        _any_of("use_kitchen", "quant_recipe"),
+        _OWN_TYPE,
+        _OUT,
     ),
-    flag(
+    (
         "--transformer-impl inference_optimized",
         lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
         "its MoE layers are for inference, and move rows by themselves",
         "use --transformer-impl transformer_engine or local to train",
     ),
-    flag(
+    (
         "--moe-single-grouped-weight",
-        field_of("moe_single_grouped_weight"),
+        "moe_single_grouped_weight",
         "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
-        "leave it out",
+        _OUT,
     ),
 )
+"""Of a ``TransformerConfig``."""
+
+STEPPING = _refusals(
+    (
+        "--optimizer-cuda-graph",
+        "optimizer_cuda_graph",
+        "a graph is replayed, and nobody is told of steps",
+        _OUT,
+    )
+)
+"""Of an optimizer's config."""
+
+_UNMOVED = "states of experts that move to new homes cannot be moved then"
+
+MOVING = _refusals(
+    ("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _UNMOVED, _OUT),
+    ("--optimizer-cpu-offload", "optimizer_cpu_offload", _UNMOVED, _OUT),
+)
+"""Of an optimizer's config, where experts move."""
+
+
+def _summed_biases(config: Any) -> object:
+    tensor = getattr(config, "tensor_model_parallel_size", None) or 1
+    of_experts = getattr(config, "expert_tensor_parallel_size", None) or tensor
+    is_biased = getattr(config, "add_bias_linear", False)
+    return f"{tensor}, and {of_experts} for experts" if is_biased and tensor != of_experts else ""
+
+
+SUMMED = _refusals(
+    (
+        "biases of experts (no --disable-bias-linear) with --tensor-model-parallel-size other than "
+        "--expert-tensor-parallel-size",
+        _summed_biases,
+        "Megatron sums gradients of their last bias over tensor parallel ranks slot by slot, "
+        "though these hold other experts, so that it matters which experts live where",
+        "use --disable-bias-linear",
+    )
+)
+"""Of a ``TransformerConfig``, where experts move."""
 
 
 def _own_flag(key: str, flag: str) -> Refusal:
@@ -220,47 +231,135 @@ SETTINGS = (
     _own_flag("capacity_factor", "--moe-expert-capacity-factor"),
     _own_flag("sequence_parallel", "--sequence-parallel"),
 )
+"""Of our block."""
 
-STEPPING = (
-    flag(
-        "--optimizer-cuda-graph",
-        field_of("optimizer_cuda_graph"),
-        "a graph is replayed, and nobody is told of steps",
-        "leave it out",
+
+# Where ranks have roles.
+
+_SEVERAL = "several micro-batches are under way at once"
+
+WITH_ROLES = _refusals(
+    (
+        "--recompute-granularity",
+        "recompute_granularity",
+        "Megatron's checkpoints cannot be cut where experts compute",
+        "leave it out; the number of stripes bounds the micro-batches under way",
+    ),
+    (
+        "--moe-shared-expert-overlap",
+        "moe_shared_expert_overlap",
+        f"it keeps what it has begun in the layer, but {_SEVERAL}",
+        _OUT,
+    ),
+    (
+        "--calculate-per-token-loss",
+        "calculate_per_token_loss",
+        "expert ranks do not count tokens",
+        _OUT,
+    ),
+    (
+        "--mtp-num-layers",
+        "mtp_num_layers",
+        "layers that predict more tokens run outside of the model's blocks",
+        _OUT,
+    ),
+    (
+        "gradient accumulation fusion",
+        "gradient_accumulation_fusion",
+        "gradients are handed over when the backward of a stage is done",
+        "use --no-gradient-accumulation-fusion",
+    ),
+    (
+        "--fp16",
+        "fp16",
+        "the ranks of the two roles would skip steps each by their own scale",
+        "use --bf16",
+    ),
+    ("--cuda-graph-impl", graphed, f"a graph's buffers hold one micro-batch, but {_SEVERAL}", _OUT),
+    (
+        "--cpu-offloading",
+        _any_of("cpu_offloading", "fine_grained_activation_offloading"),
+        f"it takes activations for those of one micro-batch, but {_SEVERAL}",
+        _OUT,
     ),
 )
-"""Of an optimizer's config."""
+"""Of a ``TransformerConfig``."""
 
-_UNMOVED = "states of experts that move to new homes cannot be moved then"
-_UNMOVING = "leave it out"
 
-MOVING = (
-    flag(
-        "--use-precision-aware-optimizer",
-        field_of("use_precision_aware_optimizer"),
-        _UNMOVED,
-        _UNMOVING,
+class Block(NamedTuple):
+    """Our block of a run with roles: all but the strategy, and that."""
+
+    settings: Settings
+    strategy: Strategy
+
+
+def _other_group(block: Block) -> object:
+    size, roles = block.settings.expert_parallel_size, block.strategy.roles
+    return size if roles is not None and size not in (None, roles.size) else None
+
+
+def _ranks_of_a_cell(block: Block) -> object:
+    size = block.settings.expert_sharding_size
+    return size if size not in (None, 1) else None
+
+
+def _unlike_roles(key: str, value: Callable[[Block], object], reason: str) -> Refusal:
+    def asked(block: Block) -> str:
+        return f"{BLOCK}.{key} is {value(block)!r}" if value(block) else ""
+
+    return Refusal(f"{BLOCK}.{key}", asked, reason, _OUT)
+
+
+BLOCKS = (
+    _unlike_roles(
+        "moe_layer_pattern",
+        lambda block: block.settings.moe_layer_pattern,
+        "expert ranks have no other layers",
     ),
-    flag("--optimizer-cpu-offload", field_of("optimizer_cpu_offload"), _UNMOVED, _UNMOVING),
-)
-"""Of an optimizer's config, where experts move."""
-
-
-def _summed_biases(config: Any) -> object:
-    tensor = getattr(config, "tensor_model_parallel_size", None) or 1
-    of_experts = getattr(config, "expert_tensor_parallel_size", None) or tensor
-    is_biased = getattr(config, "add_bias_linear", False)
-    return f"{tensor}, and {of_experts} for experts" if is_biased and tensor != of_experts else ""
-
-
-SUMMED = (
-    flag(
-        "biases of experts (no --disable-bias-linear) with --tensor-model-parallel-size other than "
-        "--expert-tensor-parallel-size",
-        _summed_biases,
-        "Megatron sums gradients of their last bias over tensor parallel ranks slot by slot, "
-        "though these hold other experts, so that it matters which experts live where",
-        "use --disable-bias-linear",
+    _unlike_roles("expert_sharding_size", _ranks_of_a_cell, "every rank of a ZP group is a cell"),
+    _unlike_roles(
+        "expert_parallel_size",
+        _other_group,
+        "a ZP group has as many cells as there are ranks of both roles",
     ),
 )
-"""Of a config, where experts move."""
+
+
+def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
+    """Raises ValueError where the block of a run with roles asks for what only other strategies, or
+    DeepSpeed, can do."""
+    context = f"{BLOCK}.strategy is {settings.strategy!r} under Megatron"
+    refuse(BLOCKS, Block(settings, strategy), context=context)
+
+
+_ALONE = "each role would decide alone when to stop, and the other would wait"
+
+ARGUMENTS = _refusals(
+    ("--exit-signal-handler", "exit_signal_handler", _ALONE, _OUT),
+    (
+        "--exit-duration-in-mins",
+        "exit_duration_in_mins",
+        _ALONE,
+        "use --exit-interval or --train-iters",
+    ),
+    ("--log-straggler", "log_straggler", f"it times one micro-batch, but {_SEVERAL}", _OUT),
+    (
+        "--save without --ckpt-format torch_dist",
+        lambda given: (
+            getattr(given, "save", None)
+            and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
+        ),
+        "a file a rank cannot say that each role has a part of the model",
+        "use --ckpt-format torch_dist",
+    ),
+    ("--async-save", _all_of("save", "async_save"), "the two roles save together", _OUT),
+)
+"""Of the arguments of Megatron-LM's scripts."""
+
+
+def refuse_arguments() -> None:
+    """Raises ValueError where a script of Megatron-LM runs, with arguments that roles refuse."""
+    script = sys.modules.get("megatron.training.global_vars")
+    parsed = getattr(script, "_GLOBAL_ARGS", None)
+    if parsed is not None:
+        refuse(ARGUMENTS, parsed)

@@ -22,7 +22,7 @@ runs meanwhile (gradients of experts, tensor and pipeline parallelism) has commu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,48 +41,30 @@ from ds_moe_ext.schedule.task import INTER
 
 
 class Waiting(NamedTuple):
-    """A bucket group that is ready.
-
-    Attributes:
-        group: Megatron's.
-        start: starts to reduce it, as Megatron does.
-    """
+    """A bucket group of Megatron's that is ready, and what starts to reduce it as Megatron does."""
 
     group: Any
     start: Callable[[], None]
 
     @property
     def elements(self) -> int:
-        return _elements_of(self.group)
-
-
-class _Begun(NamedTuple):
-    """Groups that a lane reduces while backward goes on."""
-
-    event: Event
-    lanes: Lanes
+        return sum(parameter.numel() for parameter in self.group.params)
 
 
 class BucketSlices:
-    """Ready bucket groups on their way; a ``moe.layer.GradientSlices``.
+    """Ready bucket groups on their way; a ``moe.layer.GradientSlices``. Plans of the layers say how
+    many elements go where.
 
     ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the lanes
     of an MoE layer's program.
-
-    Args:
-        layers: whose plans say how many elements go where.
-        device: where gradients are.
-
-    Attributes:
-        reduced: elements that have been, in steps that were planned so.
     """
 
     def __init__(self, layers: Sequence[AttachedLayer], device: torch.device) -> None:
-        self.reduced = Reduced()
+        self.reduced = Reduced()  # elements that have been, in steps that were planned so
         self._layers = layers
         self._device = device
         self._waiting: deque[Waiting] = deque()
-        self._begun: list[_Begun] = []
+        self._begun: list[tuple[Event, Lanes]] = []  # groups that a lane reduces meanwhile
         self._granted = 0  # elements that layers asked for and no group has covered yet
 
     @property
@@ -104,12 +86,7 @@ class BucketSlices:
 
     def begin(self, elements: int, saw: SawSlice | None = None) -> None:
         """Grant so many elements, begin to reduce the groups that are covered in the lane between
-        cells, and return at once. Collective.
-
-        Args:
-            elements: of gradients.
-            saw: told as the lane ends, when it began; None tells nobody.
-        """
+        cells, and return at once. ``saw`` is told as the lane ends, when it began. Collective."""
         self._land_begun()
         covered = self._covered(elements)
         if not covered:
@@ -122,7 +99,7 @@ class BucketSlices:
             if saw is not None:
                 saw(start, lanes)
 
-        self._begun.append(_Begun(lanes.submit(INTER, work, ()), lanes))
+        self._begun.append((lanes.submit(INTER, work, ()), lanes))
         self.reduced += Reduced(beside_dense=_sum(covered), num_slices=len(covered))
 
     def finish(self) -> None:
@@ -146,16 +123,12 @@ class BucketSlices:
     def _land_begun(self) -> None:
         """Make the caller's lane see what was begun: a communicator is used in one at a time."""
         while self._begun:
-            begun = self._begun.pop()
-            begun.lanes.join([begun.event])
+            event, lanes = self._begun.pop()
+            lanes.join([event])
 
 
 class SlicedGroup(_ParamAndGradBucketGroup):
-    """A dense bucket group of Megatron's that waits for its turn.
-
-    Attributes:
-        slices: where.
-    """
+    """A dense bucket group of Megatron's that waits for its turn in ``slices``."""
 
     slices: BucketSlices
 
@@ -182,14 +155,9 @@ class _Landed:
 
 
 def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> str | None:
-    """Why gradients of a model's parts cannot be sliced, for a person; empty where there is nothing
-    to tell; None where they can.
-
-    Args:
-        chunks: Megatron's DDP, one for each.
-        key: by which a person asked for it.
-    """
-    config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
+    """Why gradients of a model's parts, in Megatron's DDP, cannot be sliced, for a person who asked
+    by this key; empty where there is nothing to tell; None where they can."""
+    config, groups = chunks[0].ddp_config, _dense_groups(chunks)
     left = f"{key} has no effect, and dense gradients are left to Megatron: "
     if not config.overlap_grad_reduce:
         return (
@@ -217,12 +185,8 @@ def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> s
 
 
 def slice_gradients(chunks: Sequence[Any], layers: Sequence[AttachedLayer]) -> BucketSlices:
-    """Let a model's layers say when its dense gradients are reduced.
-
-    Args:
-        chunks: of which ``why_unsliced`` has nothing against it.
-        layers: all that were adopted.
-    """
+    """Let a model's layers say when its dense gradients are reduced, where ``why_unsliced`` has
+    nothing against it."""
     slices = BucketSlices(layers, next(chunks[0].parameters()).device)
     for group in _dense_groups(chunks):
         group.__class__ = SlicedGroup
@@ -240,14 +204,8 @@ def dense_gradients(
     Slices are planned by what Megatron does: gradients are ready bucket by bucket, and with a
     distributed optimizer each rank keeps a part of the sums, which takes about half as long. A
     hardware file knows all-reduces alone, so by that they are thought to take twice as long.
-
-    Args:
-        model: with all layers.
-        chunks: its parts, in Megatron's DDP.
-        layers: that were adopted.
-        is_sliced: some are reduced in slices.
     """
-    config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
+    config, groups = chunks[0].ddp_config, _dense_groups(chunks)
     dtype = groups[0].buckets[0].grad_data.dtype if groups else torch.float32
     return DenseGradients.of(
         model,
@@ -259,9 +217,8 @@ def dense_gradients(
     )
 
 
-def _dense_groups(chunks: Sequence[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from chunk.bucket_groups
+def _dense_groups(chunks: Sequence[Any]) -> list[Any]:
+    return [group for chunk in chunks for group in chunk.bucket_groups]
 
 
 def _communicator(group: Any) -> dist.ProcessGroup:
@@ -281,10 +238,6 @@ def _run(covered: Sequence[Waiting]) -> None:
     for waiting in covered:
         waiting.group.grad_reduce_handle.wait()
         waiting.group.grad_reduce_handle = _Landed()
-
-
-def _elements_of(group: Any) -> int:
-    return sum(parameter.numel() for parameter in group.params)
 
 
 def _sum(groups: Sequence[Waiting] | deque[Waiting]) -> int:

@@ -45,14 +45,6 @@ class Asked(NamedTuple):
     strategy: Strategy
 
 
-def _has_roles(asked: Asked) -> str:
-    return f"{BLOCK}.strategy is {asked.settings.strategy!r}" if asked.strategy.roles else ""
-
-
-def _splits_sequences(asked: Asked) -> str:
-    return f"{BLOCK}.sequence_parallel is true" if asked.settings.sequence_parallel else ""
-
-
 def _is_wrapped(asked: Asked) -> str:
     is_sharded = any(isinstance(p, DTensor) for p in asked.model.parameters())
     if is_sharded or isinstance(asked.model, DistributedDataParallel):
@@ -63,13 +55,17 @@ def _is_wrapped(asked: Asked) -> str:
 REFUSALS = (
     Refusal(
         "a strategy that gives ranks roles",
-        _has_roles,
+        lambda asked: (
+            f"{BLOCK}.strategy is {asked.settings.strategy!r}" if asked.strategy.roles else ""
+        ),
         "a loop of your own runs the same code on every rank",
         "use another strategy, or train under DeepSpeed or Megatron-core",
     ),
     Refusal(
         "sequence_parallel",
-        _splits_sequences,
+        lambda asked: (
+            f"{BLOCK}.sequence_parallel is true" if asked.settings.sequence_parallel else ""
+        ),
         "every rank has tokens of its own here",
         "leave it out",
     ),
@@ -90,20 +86,14 @@ class Experts:
     these ranks' losses. What is wanted is the mean over all ranks, as the dense weights have it: so
     they are divided as they come, and where an expert has several homes its gradients are summed
     over these once, before a step.
-
-    Attributes:
-        parameters: their weights, in model order; none where nothing was replaced.
-        num_homes: of each expert; 0 where nothing was replaced.
-        optimizer: that steps them, once it is known.
-        is_last_pass: see ``steps.host.Host.last_pass``.
-        is_averaged: homes have summed what came since the last step.
     """
 
     def __init__(self) -> None:
-        self.parameters: tuple[nn.Parameter, ...] = ()
-        self.num_homes = 0
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.is_last_pass, self.is_averaged = True, False
+        self.parameters: tuple[nn.Parameter, ...] = ()  # in model order; none if none was replaced
+        self.num_homes = 0  # of each expert; 0 where nothing was replaced
+        self.optimizer: torch.optim.Optimizer | None = None  # that steps them, once it is known
+        self.is_last_pass = True  # see ``steps.host.Host.last_pass``
+        self.is_averaged = False  # homes have summed what came since the last step
         self._homes: dist.ProcessGroup | None = None
 
     def take(self, blueprint: Blueprint, layers: Sequence[AttachedLayer]) -> None:
@@ -125,7 +115,9 @@ class Experts:
                 f"a backward pass came before {BLOCK} knew of an optimizer, whose steps it must "
                 f"hear of; call watch(optimizer) of what {NAME} gave first"
             )
-        if self.is_averaged and self.num_homes > 1 and self._has_gradients():
+        # Gradients that a user has dropped are None or zero; looking waits for the device.
+        kept = (p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+        if self.is_averaged and self.num_homes > 1 and any(kept):
             raise RuntimeError(
                 "a backward pass came behind clip_grad_norm_, when homes of experts had summed "
                 "their gradients; clip behind the last one of a step, and zero_grad behind a step "
@@ -133,11 +125,6 @@ class Experts:
             )
         self.is_averaged = False
         return gradient / num_ranks
-
-    def _has_gradients(self) -> bool:
-        """Whether there are some that a user has not dropped, as by ``zero_grad`` with either value
-        of ``set_to_none``. It waits for the device."""
-        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def average(self) -> None:
         """Sum gradients over the homes of each expert, once a step. Collective."""
@@ -157,14 +144,8 @@ class Experts:
 
 
 class PlainHost:
-    """A model that a user trains in plain PyTorch; a ``steps.host.Host``.
-
-    Args:
-        model: not wrapped yet.
-        block: of the configuration, as written.
-        micro_batches: of a step.
-        experts: filled.
-    """
+    """A model, not wrapped yet, that a user trains in plain PyTorch; a ``steps.host.Host``. The
+    ``experts`` are filled."""
 
     name = NAME
     remedy = JOINED
@@ -223,7 +204,8 @@ class PlainHost:
         """DistributedDataParallel looks for names that it shall ignore on the model."""
         self._experts.take(blueprint, [layer for layer, _ in built])
         own = set(self._experts.parameters)
-        names = [name for name, p in _named(self.carrier) if p in own]
+        named = self.carrier.named_parameters(remove_duplicate=False)
+        names = [name for name, parameter in named if parameter in own]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.carrier, names)
 
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
@@ -253,8 +235,3 @@ def device_for(weight: Tensor) -> torch.device:
         return weight.device
     is_cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters, by all of their names."""
-    return list(model.named_parameters(remove_duplicate=False))

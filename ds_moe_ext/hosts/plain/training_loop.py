@@ -4,26 +4,28 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.tensor import DTensor
 
 from ds_moe_ext.core.comm import sum_in_place
 from ds_moe_ext.hosts.attachment.notices import HOMES
 from ds_moe_ext.hosts.attachment.replacement import stays_in_slots
 from ds_moe_ext.hosts.attachment.startup_check import Start, starting
-from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
 from ds_moe_ext.hosts.steps.host import check_alike, run_on, settle_alike
 from ds_moe_ext.hosts.steps.optimizers import BY_ELEMENTS, Stepping, check_kind, split_by
 from ds_moe_ext.hosts.steps.training_run import MONITORED, Record, Run, WriteEvents, run_of
+from ds_moe_ext.moe.sharding import Shard, whole_weights
+from ds_moe_ext.schedule.task import INTRA
 from ds_moe_ext.strategies.settings import BLOCK, read_file, read_settings
 
 
@@ -187,11 +189,8 @@ class Attachment:
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _check_steps_experts(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what an optimizer has, again where other experts are trained than before.
-
-        Raises:
-            ValueError: it lacks some of them, or steps them in unlike ways.
-        """
+        """Raises ValueError where an optimizer lacks experts that are trained, or steps them in
+        unlike ways; looked at again where others are trained than before."""
         trained = {p for p in self.experts.parameters if p.requires_grad}
         if self._optimizer is not None and trained == self._checked:
             return
@@ -218,19 +217,8 @@ class Attachment:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Homes sum gradients; those that a closure makes, behind it.
-
-        Args:
-            optimizer: that is about to step.
-            args: of its ``step``, itself among them.
-            named: likewise.
-
-        Returns:
-            Both as they shall be; None leaves them as they are.
-
-        Raises:
-            ValueError: experts are trained by now that it does not step.
-        """
+        """Homes sum gradients; those that a closure makes, behind it. A hook before ``step``, whose
+        arguments it is given, the optimizer itself among them, and may change."""
         run = run_of(self.model)
         if self._is_asleep or run is None:
             return None
@@ -239,17 +227,15 @@ class Attachment:
         if closure is None:
             self.experts.average()
             return None
-        if len(args) > 1:
-            return (optimizer, self._averaging(closure), *args[2:]), named
-        return args, {**named, "closure": self._averaging(closure)}
 
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaging() -> Any:
             loss = closure()
             self.experts.average()
             return loss
 
-        return averaging
+        if len(args) > 1:
+            return (optimizer, averaging, *args[2:]), named
+        return args, {**named, "closure": averaging}
 
     def _after_step(self) -> None:
         run = run_of(self.model)
@@ -311,7 +297,7 @@ class Attachment:
             moe.load_state_dict(state)
         """
         with self._sleeping():
-            return state_names.state_of(self.model, self._optimizer, self._stored())
+            return _state_of(self.model, self._optimizer, self._stored())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Collective.
@@ -320,7 +306,7 @@ class Attachment:
             state: as ``state_dict`` made it, with what was read in it.
         """
         with self._sleeping():
-            state_names.load(self.model, self._optimizer, state, self._stored())
+            _load(self.model, self._optimizer, state, self._stored())
         run = run_of(self.model)
         if run is not None:
             for layer in run.layers:
@@ -328,9 +314,9 @@ class Attachment:
             planning = run.planning
             planning.resume(planning.job.homes, planning.remembered_ILCE[:0])
 
-    def _stored(self) -> dict[str, state_names.Stored]:
+    def _stored(self) -> dict[str, _Stored]:
         run = run_of(self.model)
-        return {} if run is None else state_names.stored_of(self.model, run)
+        return {} if run is None else _stored_of(self.model, run)
 
     @contextmanager
     def _sleeping(self) -> Iterator[None]:
@@ -346,3 +332,145 @@ def _norm(parameters: list[nn.Parameter]) -> Tensor:
     """Of their gradients, wherever their parts lie. Collective where they are sharded."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# Model and optimizer for ``torch.distributed.checkpoint``, experts by their numbers in the model.
+#
+# On a rank an expert's weight is ``<layer>.<weight>.<slot>``; two ranks have other experts in the
+# same slot, and experts may move. Saved it is ``<layer>.<weight>.<number of the expert>``, which
+# any layout can read. Hyperparameters are saved by the number of their parameter group.
+#
+# Names are torch's own for checkpoints, without what wrappers put in. An expert that is not
+# found by its name would be saved by its slot, where other ranks overwrite it: all must be found.
+
+
+MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
+"""Keys: ours and torch's."""
+
+
+class _Stored(NamedTuple):
+    """An expert's weight, and what the optimizer keeps of it, as a checkpoint has them."""
+
+    name: str  # with the number of the expert
+    shard: Shard  # the part of the expert that this rank has
+    number: int  # of the weight among those of an expert
+    cell: dist.ProcessGroup | None  # the ranks that have its parts; None where this one has all
+    parameter: nn.Parameter  # that holds it here
+
+    def whole(self, part: Any) -> Any:
+        """From this rank's part; what has no part for each element is as it is. Collective."""
+        if self.cell is None or not isinstance(part, Tensor) or not part.dim():
+            return part
+        return whole_weights(part.detach()[None], self.shard, self.number, self.cell)[0]
+
+    def part(self, whole: Any) -> Any:
+        """This rank's."""
+        has_parts = isinstance(whole, Tensor) and whole.dim() > 0
+        return self.shard.of(self.number, whole) if has_parts else whole
+
+
+def _stored_of(model: nn.Module, run: Run) -> dict[str, _Stored]:
+    """By name, how each expert weight of this rank is stored."""
+    layout = run.layers[0].routed.site.layout
+    cell = layout.group("esp", INTRA) if layout.grid.cell_size > 1 else None
+    expert_of: dict[nn.Parameter, tuple[int, Shard, int]] = {}
+    for layer, home in zip(run.layers, run.planning.job.homes):
+        numbers = home.experts_of(layout.index("ep")).tolist()
+        for expert, slot in zip(numbers, layer.hosted.slots(), strict=True):
+            for number, parameter in enumerate(slot.parameters):
+                expert_of[parameter] = expert, layer.hosted.shard, number
+    stored = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in expert_of:
+            expert, shard, number = expert_of[parameter]
+            # As torch's states have it: they leave out where ``torch.compile``, checkpointing of
+            # activations and the like have put a module; there is no public list of what.
+            (plain,) = torch_states._get_fqns(model, name)
+            saved = f"{plain.rpartition('.')[0]}.{expert}"
+            stored[plain] = _Stored(saved, shard, number, cell, parameter)
+    return stored
+
+
+def _state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, _Stored]
+) -> dict[str, Any]:
+    """What a checkpoint has of a model and its optimizer, if any. Collective."""
+    weights = torch_states.get_model_state_dict(model)
+    state: dict[str, Any] = {MODEL: _wholes(weights, stored, _parameters(stored))}
+    if optimizer is not None:
+        kept: Any = torch_states.get_optimizer_state_dict(model, optimizer)
+        groups = [{k: v for k, v in group.items() if k != PARAMS} for group in kept[GROUPS]]
+        wholes = _wholes(kept[STATE], stored, _with_states(optimizer))
+        state[OPTIMIZER] = {STATE: wholes, GROUPS: groups}
+    return state
+
+
+def _load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    stored: Mapping[str, _Stored],
+) -> None:
+    """Put what was read where it belongs. Collective. Raises ValueError where it lacks an expert of
+    this rank, or what the optimizer keeps of it."""
+    weights = _parts(state[MODEL], stored, _parameters(stored))
+    torch_states.set_model_state_dict(model, weights)
+    if optimizer is not None:
+        own: Any = torch_states.get_optimizer_state_dict(model, optimizer)
+        read = state[OPTIMIZER]
+        pairs = zip(read[GROUPS], own[GROUPS], strict=True)
+        groups = [{**options, PARAMS: group[PARAMS]} for options, group in pairs]
+        parts = _parts(read[STATE], stored, _with_states(optimizer))
+        kept: Any = {STATE: parts, GROUPS: groups}
+        torch_states.set_optimizer_state_dict(model, optimizer, kept)
+
+
+def _parameters(stored: Mapping[str, _Stored]) -> set[Tensor]:
+    return {each.parameter for each in stored.values()}
+
+
+def _with_states(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Of which it keeps something."""
+    return {parameter for parameter, kept in optimizer.state.items() if kept}
+
+
+def _wholes(
+    state: Mapping[str, Any], stored: Mapping[str, _Stored], wanted: Collection[Tensor]
+) -> dict[str, Any]:
+    """Tensors, or what is kept of each, by the names of a checkpoint. Raises ValueError where not
+    all is there that is wanted, as far as these are experts."""
+    found = {stored[name].parameter for name in state if name in stored}
+    for name, each in stored.items():
+        if each.parameter in wanted and each.parameter not in found:
+            raise ValueError(
+                f"the weight {name} of an expert has no entry of that name in what torch gives for "
+                "a checkpoint, so that it would not be saved; remove the hook of state_dict() that "
+                "drops or renames it"
+            )
+    others = {name: value for name, value in state.items() if name not in stored}
+    experts = ((stored[name], value) for name, value in state.items() if name in stored)
+    return {each.name: _each(each.whole, value) for each, value in experts} | others
+
+
+def _parts(
+    state: Mapping[str, Any], stored: Mapping[str, _Stored], wanted: Collection[Tensor]
+) -> dict[str, Any]:
+    """The same by the names of this rank."""
+    here = {each.name: name for name, each in stored.items()}
+    found = {stored[here[name]].parameter for name in state if name in here}
+    for each in stored.values():
+        if each.parameter in wanted and each.parameter not in found:
+            raise ValueError(
+                f"the state to load has no {each.name}, an expert of this rank; give what "
+                "state_dict() made on this rank, read into by torch.distributed.checkpoint.load"
+            )
+    return {
+        here.get(name, name): _each(stored[here[name]].part, value) if name in here else value
+        for name, value in state.items()
+    }
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: change(each) for key, each in value.items()}
+    return change(value)

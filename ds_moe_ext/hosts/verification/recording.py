@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_moe_ext._autoload import VERIFY
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.attachment.host_layer import Found, Place
 from ds_moe_ext.hosts.steps.training_run import Run
-from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.strategies.settings import BLOCK
 from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
@@ -33,16 +35,29 @@ from ds_moe_ext.verification.trial import Precision, Trial
 CASTS = {Precision.FLOAT32: nn.Module.float, Precision.FLOAT64: nn.Module.double}
 
 
+def apply() -> None:
+    """Seed all generators; called when torch has been imported, before the script does."""
+    seed = trial_of_this_run().seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def trial_of_this_run() -> Trial:
+    """Which of the two runs this is, as ``ds-moe-ext verify`` told this process."""
+    return Trial.from_text(os.environ[VERIFY])
+
+
+def undrawn() -> AbstractContextManager[None]:
+    """Behind the block torch's generators are as before, whatever a start draws in it: the script
+    goes on alike in both runs, by its own seeds if it sets any."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices)
+
+
 def turned(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A configuration as this run is to have it: the block as it is, or off.
-
-    Args:
-        document: has the block.
-        where: it was given, for a person.
-
-    Raises:
-        ValueError: it has no block that is enabled.
-    """
+    """A configuration, given there, as this run is to have it: the block as it is, or off. Raises
+    ValueError where it has no block that is enabled."""
     block = document.get(BLOCK)
     if not isinstance(block, Mapping) or not block.get("enabled"):
         raise ValueError(
@@ -59,20 +74,12 @@ def cast(model: nn.Module, precision: Precision) -> None:
 
 
 class ExpertPart(NamedTuple):
-    """What a parameter has of one expert.
+    """What a parameter has of one expert."""
 
-    Attributes:
-        name: of the expert's weight, the same wherever it lives.
-        slot: in the parameter's first dim, or another index of it; None where it is of this expert
-            alone.
-        shard: the part of the expert that is here.
-        number: of the weight among those of an expert.
-    """
-
-    name: str
-    slot: Place
-    shard: Shard = WHOLE
-    number: int = 0
+    name: str  # of the expert's weight, the same wherever it lives
+    slot: Place = None  # in the parameter, as an index; None where it is of this expert alone
+    shard: Shard = WHOLE  # the part of the expert that is here
+    number: int = 0  # of the weight among those of an expert
 
     def sketch_of(self, gradient: Tensor) -> Tensor:
         """Of the whole expert's gradient, zero where other ranks have it."""
@@ -121,7 +128,6 @@ class Recording:
     """What this rank sees of the run.
 
     Args:
-        trial: which of the two, and how long.
         model: of this rank, by whose names its parameters are told.
         parts: of its parameters, those that are experts'.
         num_experts_of: by name, the MoE layers.
@@ -129,14 +135,10 @@ class Recording:
     """
 
     def __init__(
-        self,
-        trial: Trial,
-        model: nn.Module,
-        parts: Parts,
-        num_experts_of: Mapping[str, int],
-        divides: int = 1,
+        self, model: nn.Module, parts: Parts, num_experts_of: Mapping[str, int], divides: int = 1
     ) -> None:
-        self._trial, self._rank, self._num_ranks = trial, dist.get_rank(), dist.get_world_size()
+        self._trial, self._rank = trial_of_this_run(), dist.get_rank()
+        self._num_ranks = dist.get_world_size()
         self._micro_losses: list[float] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
@@ -187,11 +189,8 @@ class Recording:
         if huggingface.is_llama4_block(block):
             self.watch_layer(name, block)
             self.watch_router(name, block.get_submodule("router"), has_map=False)
-        else:
-            self.watch_experts(name, model.get_submodule(name))
-
-    def watch_experts(self, name: str, module: nn.Module) -> None:
-        """Of a module that is called as ``experts(rows, expert ids, scores)``."""
+            return
+        module = model.get_submodule(name)  # called as ``experts(rows, expert ids, scores)``
 
         def see(_: nn.Module, given: Any, named: dict[str, Any], output: Tensor) -> None:
             if not module.training or name in self._layers:

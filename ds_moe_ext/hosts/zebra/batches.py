@@ -2,22 +2,29 @@
 """How attention ranks run the batches of a whole ZP group, and every rank has its own loss.
 
 Expert ranks are given batches too, by samplers that know nothing of roles. Attention ranks take
-them, in pieces; see ``schedule/stripes.py``. What the model returns for a piece is weighted
-by its samples and goes back to the rank whose batch it is of: a loss is taken to be a mean over
-samples.
+them, in pieces; see ``schedule/stripes.py``. What the model was called with is told to other
+ranks (``Arguments``), cut, and put together for a piece (``Call``). What it returns for a piece
+(``Outcome``) is weighted by its samples and goes back to the rank whose batch it is of: a loss is
+taken to be a mean over samples.
+
 Shape letters: C ranks of the group, in its order; V scalars of an output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import copy
+import hashlib
+import pickle
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ds_moe_ext.core.comm import (
     Parcel,
@@ -29,63 +36,16 @@ from ds_moe_ext.core.comm import (
     sum_in_place,
 )
 from ds_moe_ext.core.layout import Roles
-from ds_moe_ext.hosts.zebra.call_arguments import (
-    Arguments,
-    Batch,
-    Call,
-    Signature,
-    check_alike,
-    names_of_batches,
-)
-from ds_moe_ext.hosts.zebra.outcomes import Outcome, Template, digest_of
 from ds_moe_ext.schedule.stripes import GroupStripes, OwnStripes, Samples, stripes_of
 
 
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """The batches of a group, shared among its attention ranks.
+class Shared(NamedTuple):
+    """The batches of a group, shared among its attention ranks."""
 
-    Attributes:
-        num_samples_C: samples of each rank's batch.
-        pieces: those of all attention ranks, by their order in the group.
-        calls: of this rank, for each stripe; every stripe of an expert rank is empty.
-        traffic: what it took to bring the samples here.
-    """
-
-    num_samples_C: tuple[int, ...]
-    pieces: GroupStripes
-    calls: tuple[tuple[Call, ...], ...]
-    traffic: Traffic
-
-
-@dataclass(frozen=True, eq=False)
-class Returned:
-    """What the model says of a rank's own batch.
-
-    Attributes:
-        template: what an output looks like, the same on every rank.
-        scalars: of this rank, ``[]`` each, of the types in which the model returned them.
-    """
-
-    template: Template
-    scalars: tuple[Tensor, ...]
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss of this rank's batch, without a graph."""
-        return self.scalars[self.template.loss]
-
-    def output(self, loss: Tensor, guarded: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
-        """The output in the user's type.
-
-        Args:
-            loss: the tensor to be its loss.
-            guarded: applied to the other scalars that had a gradient.
-        """
-        pairs = zip(self.scalars, self.template.learnt)
-        scalars = [guarded(scalar) if learnt else scalar for scalar, learnt in pairs]
-        scalars[self.template.loss] = loss
-        return self.template.rebuild(scalars)
+    num_samples_C: tuple[int, ...]  # samples of each rank's batch
+    pieces: GroupStripes  # those of all attention ranks, by their order in the group
+    calls: tuple[tuple[Call, ...], ...]  # of this rank, for each stripe; none of an expert rank
+    traffic: Traffic  # what it took to bring the samples here
 
 
 class BatchExchange:
@@ -110,12 +70,8 @@ class BatchExchange:
         num_stripes: int,
         device: torch.device,
     ) -> None:
-        self.group = group
-        self.control = control
-        self.place = place
-        self.roles = roles
-        self.num_stripes = num_stripes
-        self.device = device
+        self.group, self.control, self.place = group, control, place
+        self.roles, self.num_stripes, self.device = roles, num_stripes, device
         self._template: Template | None = None  # the last one, the same on every rank
 
     def share(self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Shared:
@@ -134,22 +90,25 @@ class BatchExchange:
             ValueError: on every rank: the calls are not alike, or cannot be cut.
         """
         own = Arguments.of(args, kwargs)
-        told = gather_objects(own.signature(mode).to_text(), self.control)
-        signatures = [Signature.from_text(text) for text in told]
-        names = names_of_batches(signatures)
-        check_alike(signatures, names)
+        signatures = gather_objects(own.signature(mode), self.control)
+        names = sorted(
+            name
+            for name in signatures[0].leaves
+            if all(each.shape_of(name)[:1] == (each.num_samples,) for each in signatures)
+        )
+        _check_alike(signatures, names)
         num_samples_C = tuple(signature.num_samples for signature in signatures)
         pieces = self._pieces(num_samples_C)
         stripes = dict(zip(self.roles.attention_cells, pieces))
-        here, traffic = self._bring(own, signatures, names, stripes)
+        here, traffic = self._bring(own.batch(names), signatures, stripes)
         calls = tuple(
             tuple(own.call(piece, piece.weight(num_samples_C), here) for piece in stripe)
             for stripe in stripes.get(self.place, ((),) * len(pieces[0]))
         )
         return Shared(num_samples_C, pieces, calls, traffic)
 
-    def return_scalars(self, shared: Shared, outcomes: Sequence[Sequence[Outcome]]) -> Returned:
-        """Give every rank the scalars of its own batch. Collective.
+    def return_scalars(self, shared: Shared, outcomes: Sequence[Sequence[Outcome]]) -> Outcome:
+        """Give every rank the scalars of its own batch, without a graph. Collective.
 
         Each is the sum over the batch's pieces of weight times value, in float64.
 
@@ -170,17 +129,14 @@ class BatchExchange:
         sum_in_place(table_CV, self.group)
         own_V = table_CV[self.place].unbind()
         scalars = tuple(value.to(dtype) for value, dtype in zip(own_V, template.dtypes))
-        return Returned(template, scalars)
+        return Outcome(template, scalars)
 
     def _pieces(self, num_samples_C: Sequence[int]) -> GroupStripes:
         """The pieces of every stripe; senders are places in the group."""
         order = (*self.roles.attention_cells, *self.roles.expert_cells)
         attention_size = len(self.roles.attention_cells)
-        pieces = stripes_of(
-            [num_samples_C[place] for place in order],
-            attention_size,
-            min(self.num_stripes, sum(num_samples_C) // attention_size),
-        )
+        num_stripes = min(self.num_stripes, sum(num_samples_C) // attention_size)
+        pieces = stripes_of([num_samples_C[n] for n in order], attention_size, num_stripes)
         return tuple(
             tuple(
                 tuple(replace(piece, sender=order[piece.sender]) for piece in stripe)
@@ -190,20 +146,12 @@ class BatchExchange:
         )
 
     def _bring(
-        self,
-        own: Arguments,
-        signatures: Sequence[Signature],
-        names: Sequence[str],
-        stripes: Mapping[int, OwnStripes],
+        self, batch: Batch, signatures: Sequence[Signature], stripes: Mapping[int, OwnStripes]
     ) -> tuple[dict[int, tuple[int, Batch]], Traffic]:
-        """Exchange what attention ranks take on. Collective.
-
-        Returns:
-            For each sender, its first sample that is here now, and what is here of its batch.
-        """
-        batch = own.batch(names)
+        """Exchange what attention ranks take on. Of each sender, its first sample that is here now,
+        and what is here of its batch. Collective."""
         landed = {
-            span: batch.landing(span.num_samples, signatures[span.sender].leaves)
+            span: batch.landing(span.num_samples, signatures[span.sender])
             for span in _spans(stripes.get(self.place, ()), self.place)
         }
         leaving = {
@@ -212,31 +160,20 @@ class BatchExchange:
             for span in _spans(stripes[cell], cell)
             if span.sender == self.place
         }
-        traffic = self._exchange(landed, leaving)
-        here = {span.sender: (span.start, parts) for span, parts in landed.items()}
-        return here | {self.place: (0, batch)}, traffic
-
-    def _exchange(self, landed: Mapping[Samples, Batch], leaving: Mapping[int, Batch]) -> Traffic:
-        """Fill what is to land, by sender, with what leaves, by receiver. Collective."""
         receives = [
-            (as_bytes(tensor), span.sender)
-            for span, batch in landed.items()
-            for tensor in batch.tensors()
+            (as_bytes(tensor), span.sender) for span, part in landed.items() for tensor in part
         ]
-        sends = [
-            (as_bytes(tensor), cell)
-            for cell, batch in leaving.items()
-            for tensor in batch.tensors()
-        ]
+        sends = [(as_bytes(tensor), cell) for cell, part in leaving.items() for tensor in part]
         traffic = Traffic()
         for group, on_host in ((self.group, False), (self.control, True)):
             traffic += exchange(_on(receives, on_host), _on(sends, on_host), group)
-        return traffic
+        here = {span.sender: (span.start, part) for span, part in landed.items()}
+        return here | {self.place: (0, batch)}, traffic
 
     def _agree(self, templates: Sequence[Template]) -> Template:
         """What an output looks like; the first attention rank tells when that changes."""
         texts = sorted({template.text for template in templates})
-        digest = digest_of(texts[0]) if len(texts) == 1 else 0
+        digest = _digest_of(texts[0]) if len(texts) == 1 else 0
         digests_C = all_gather_counts(torch.tensor([digest]), self.control)[:, 0].tolist()
         first, *others = (digests_C[cell] for cell in self.roles.attention_cells)
         if first == 0 or any(other != first for other in others):
@@ -246,14 +183,26 @@ class BatchExchange:
                 + "; ".join(f"place {place}: {text}" for place, text in enumerate(told) if text)
                 + "; let it return the same fields for all samples, and numbers as 0-dim tensors"
             )
-        if self._template is None or digest_of(self._template.text) != first:
+        if self._template is None or _digest_of(self._template.text) != first:
             self._template = self._tell(templates)
         return self._template
 
     def _tell(self, templates: Sequence[Template]) -> Template:
         teller = self.roles.attention_cells[0]
-        text = templates[0].to_text() if self.place == teller else ""
-        return Template.from_text(gather_objects(text, self.control)[teller])
+        packed: bytes | str = ""
+        if self.place == teller:
+            try:
+                packed = pickle.dumps(templates[0])
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                packed = str(error)
+        packed = gather_objects(packed, self.control)[teller]
+        if isinstance(packed, str):
+            raise ValueError(
+                f"the model's output cannot be sent to the expert ranks: {packed}; let it return "
+                "a tensor, a tuple, a dict, or a class defined at the top of a module"
+            )
+        template: Template = pickle.loads(packed)
+        return template
 
 
 def _spans(stripes: OwnStripes, cell: int) -> list[Samples]:
@@ -266,3 +215,286 @@ def _spans(stripes: OwnStripes, cell: int) -> list[Samples]:
 
 def _on(parcels: Sequence[Parcel], on_host: bool) -> list[Parcel]:
     return [(part, peer) for part, peer in parcels if part.is_cpu == on_host and part.numel()]
+
+
+# What the model is called with.
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+"""Values that do not travel."""
+
+NUM_ITEMS = "['num_items_in_batch']"
+"""What Hugging Face divides a sum by, in the place of a mean over the items of one call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the user's model."""
+
+    piece: Samples  # whose samples these are
+    weight: float  # their share of the batch that they are of
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Leaf(NamedTuple):
+    """One value of a call, as other ranks are told of it."""
+
+    what: str  # it is; the same on every rank
+    shape: tuple[int, ...]  # a tensor's; empty for anything else
+
+    @classmethod
+    def of(cls, value: Any) -> Leaf:
+        if isinstance(value, Tensor):
+            kind = f"{value.dtype} tensor of {value.dim()} dims on {value.device.type}"
+            return cls(kind, tuple(value.shape))
+        return cls(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__, ())
+
+    def __str__(self) -> str:
+        return f"{self.what}, {list(self.shape)}" if self.shape else self.what
+
+
+ABSENT = Leaf("missing", ())
+
+
+class Signature(NamedTuple):
+    """What a rank tells the others of its call."""
+
+    mode: str  # what the pass is for
+    fault: str  # why the batch cannot be shared; empty if it can
+    num_samples: int  # of the batch; 0 if there is none
+    leaves: Mapping[str, Leaf]  # the values by name
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.leaves.get(name, ABSENT).shape
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The tensors of a call, by name: those that are cut, along their first dim, and the others.
+    Iterated over, all, in the same order on every rank."""
+
+    cut: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain(self.cut.values(), self.whole.values())
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Some samples, and what goes with them."""
+        return Batch({name: x[start:stop] for name, x in self.cut.items()}, self.whole)
+
+    def landing(self, num_samples: int, there: Signature) -> Batch:
+        """Where so many samples of another rank's batch go."""
+        shapes = {name: (num_samples, *there.shape_of(name)[1:]) for name in self.cut}
+        return Batch(
+            {name: x.new_empty(shapes[name]) for name, x in self.cut.items()},
+            {name: x.new_empty(x.shape) for name, x in self.whole.items()},  # contiguous
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """A call's arguments, taken apart."""
+
+    leaves: Mapping[str, Any]  # its values by name: ``['labels']``, or ``[0]`` by position
+    structure: pytree.TreeSpec  # how they lie in it
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        found, structure = pytree.tree_flatten_with_path((args, kwargs))
+        return cls({pytree.keystr(path[1:]): leaf for path, leaf in found}, structure)
+
+    def signature(self, mode: str) -> Signature:
+        leaves = {name: Leaf.of(value) for name, value in self.leaves.items()}
+        sizes = [leaf.shape[0] for leaf in leaves.values() if leaf.shape]
+        faults = [fault for name, value in self.leaves.items() if (fault := _fault(name, value))]
+        if not sizes:
+            faults.append("no argument is a tensor with a dim for samples; pass the batch")
+        return Signature(mode, "; ".join(faults), sizes[0] if sizes else 0, leaves)
+
+    def batch(self, names: Collection[str]) -> Batch:
+        """Its tensors, of which those of these names are cut."""
+        tensors = sorted(name for name, value in self.leaves.items() if isinstance(value, Tensor))
+        found = {name: self.leaves[name].detach() for name in tensors}
+        cut = {name: found.pop(name) for name in names}
+        return Batch(cut, found)
+
+    def call(self, piece: Samples, weight: float, here: Mapping[int, tuple[int, Batch]]) -> Call:
+        """The call of a piece, whose share of its batch is ``weight``. ``here`` has of each sender
+        the first sample that is here, and what is here of its batch."""
+        values = dict(self.leaves)
+        first, batch = here[piece.sender]
+        part = batch.part(piece.start - first, piece.stop - first)
+        values.update({**part.cut, **part.whole})
+        if values.get(NUM_ITEMS) is not None:
+            # The sums of the pieces add up to the batch's; their mean would be too small.
+            values[NUM_ITEMS] = values[NUM_ITEMS] * weight
+        args, kwargs = pytree.tree_unflatten(values.values(), self.structure)
+        return Call(piece, weight, args, kwargs)
+
+
+def _fault(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            return f"{name} requires a gradient, which cannot go back to its rank; detach it"
+    elif not isinstance(value, PLAIN):
+        return (
+            f"{name} is a {type(value).__qualname__}, which cannot be cut; pass tensors in tuples, "
+            "lists and dicts, or register it with torch.utils._pytree.register_pytree_node"
+        )
+    return ""
+
+
+def _check_alike(signatures: Sequence[Signature], names: Sequence[str]) -> None:
+    """Raise what is wrong with the calls of a group, in which tensors of these names are cut; the
+    same on every rank."""
+    faults = [f"place {place}: {own.fault}" for place, own in enumerate(signatures) if own.fault]
+    if faults:
+        raise ValueError(f"the batches of a ZP group cannot be shared: {'; '.join(faults)}")
+    first, unlike = signatures[0], []
+    for place, other in enumerate(signatures):
+        if other.mode != first.mode:
+            unlike.append(
+                f"the mode is {first.mode!r} at place 0 and {other.mode!r} at place {place}"
+            )
+        for name in sorted(first.leaves.keys() | other.leaves.keys()):
+            ours, theirs = first.leaves.get(name, ABSENT), other.leaves.get(name, ABSENT)
+            if ours.what != theirs.what or (name not in names and ours.shape != theirs.shape):
+                unlike.append(f"{name} is {ours} at place 0 and {theirs} at place {place}")
+    if unlike:
+        raise ValueError(
+            "the ranks of a ZP group must call the model together, in the same mode and with "
+            f"arguments that differ in the size of the batch only: {'; '.join(unlike)}; attention "
+            "ranks run the samples of all"
+        )
+
+
+# What the model returns.
+
+Path = tuple[Hashable, ...]
+"""Names on the way to a value in an output."""
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The place of a scalar in an output."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """What an output of the user's model looks like, without its values."""
+
+    tree: Any  # of the user's type: holes for its scalars, None for its other tensors
+    dtypes: tuple[torch.dtype, ...]  # of the scalars
+    loss: int  # which of them is the loss
+    learnt: tuple[bool, ...]  # for each, whether it had a gradient
+    text: str  # what templates that are alike have in common
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the user's model returned for one piece, or says of a rank's own batch."""
+
+    template: Template  # what it looks like
+    scalars: tuple[Tensor, ...]  # its floating-point tensors of no dims, ``[]`` each
+
+    @property
+    def loss(self) -> Tensor:
+        return self.scalars[self.template.loss]
+
+    def output(self, loss: Tensor, guarded: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+        """In the user's type, with this tensor for its loss; ``guarded`` is applied to the other
+        scalars that had a gradient."""
+        pairs = zip(self.scalars, self.template.learnt)
+        scalars = [guarded(scalar) if learnt else scalar for scalar, learnt in pairs]
+        scalars[self.template.loss] = loss
+        return _changed(
+            self.template.tree,
+            lambda _, leaf: scalars[leaf.index] if isinstance(leaf, Hole) else leaf,
+        )
+
+    @classmethod
+    def of(cls, output: Any) -> Outcome:
+        """Take an output apart.
+
+        The loss is the field ``loss``, else the first scalar; if anything in the output requires a
+        gradient, of those that do.
+
+        Raises:
+            ValueError: it has no loss.
+        """
+        leaves = dict(_leaves(output))
+        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        scalars = {p: t for p, t in tensors.items() if t.dim() == 0 and t.is_floating_point()}
+        learns = any(tensor.requires_grad for tensor in tensors.values())
+        losses = [path for path, t in scalars.items() if t.requires_grad or not learns]
+        if not losses:
+            raise ValueError(
+                f"the model returned a {type(output).__qualname__} without a loss, but under "
+                "strategy zebra its attention ranks run the batches of all ranks, so that logits "
+                "do not come back to these: let the model compute its loss (in Hugging Face's "
+                "pass labels=...) and return it as a 0-dim floating-point tensor"
+            )
+        holes = {path: Hole(index) for index, path in enumerate(scalars)}
+        kept = {path: v for path, v in leaves.items() if isinstance(v, PLAIN) and v is not None}
+        told = {
+            path: f"{t.dtype}{' with a gradient' if t.requires_grad else ''}"
+            for path, t in scalars.items()
+        } | {path: repr(value) for path, value in kept.items()}
+        lines = (f"{'.'.join(map(str, p)) or 'itself'}: {text}" for p, text in told.items())
+        template = Template(
+            tree=_changed(output, lambda path, _: holes.get(path, kept.get(path))),
+            dtypes=tuple(scalar.dtype for scalar in scalars.values()),
+            loss=list(scalars).index(("loss",) if ("loss",) in losses else losses[0]),
+            learnt=tuple(scalar.requires_grad for scalar in scalars.values()),
+            text=f"{type(output).__qualname__}({', '.join(lines)})",
+        )
+        return cls(template, tuple(scalars.values()))
+
+
+def _digest_of(text: str) -> int:
+    """Tells texts apart; never 0."""
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return 1 + int.from_bytes(digest, "big")
+
+
+def _children(thing: Any) -> dict[Hashable, Any] | None:
+    """What lies in a container, by name; None if it is none."""
+    if isinstance(thing, (Hole, type)):
+        return None
+    if is_dataclass(thing):
+        return {field.name: getattr(thing, field.name) for field in fields(thing) if field.init}
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    if isinstance(thing, (tuple, list)):
+        return dict(zip(getattr(thing, "_fields", range(len(thing))), thing))
+    return None
+
+
+def _leaves(thing: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    children = _children(thing)
+    if children is None:
+        yield path, thing
+    else:
+        for name, child in children.items():
+            yield from _leaves(child, (*path, name))
+
+
+def _changed(thing: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """The same with changed leaves; None for a container in which all are None."""
+    children = _children(thing)
+    if children is None:
+        return change(path, thing)
+    changed = {name: _changed(child, change, (*path, name)) for name, child in children.items()}
+    if all(child is None for child in changed.values()):
+        return None
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return replace(thing, **{str(name): child for name, child in changed.items()})
+    if isinstance(thing, Mapping):
+        filled: Any = copy.copy(thing)
+        filled.update(changed)
+        return filled
+    make = thing._make if hasattr(thing, "_fields") else type(thing)
+    return make(changed.values())

@@ -33,25 +33,15 @@ Root = tuple[GradientEdge, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The nodes that some outputs are made by, up to where the part began.
+    """The nodes that some outputs are made by, up to where the part began."""
 
-    Attributes:
-        leaves: where gradients are accumulated: parameters, and where the graph was cut by
-            detaching.
-        before: outputs of earlier nodes that the part read.
-    """
-
+    # Where gradients are accumulated: parameters, and where the graph was cut by detaching.
     leaves: tuple[GradientEdge, ...]
-    before: tuple[GradientEdge, ...]
+    before: tuple[GradientEdge, ...]  # outputs of earlier nodes that the part read
 
     @classmethod
     def behind(cls, outputs: Iterable[GradientEdge], first: int) -> Part:
-        """What is behind outputs of the part.
-
-        Args:
-            outputs: of nodes of the part.
-            first: number of the part's first node.
-        """
+        """What is behind outputs of nodes of the part, whose first node has this number."""
         waiting = [edge.node for edge in outputs]
         seen = set(waiting)
         leaves: dict[Node, GradientEdge] = {}
@@ -157,16 +147,12 @@ def _left_by(own: Sequence[Root], part: Part) -> list[Root]:
 def _closed(nodes: Iterable[Node]) -> Iterator[None]:
     """No gradient passes through these nodes, inside the block: autograd would go through one to
     reach another. It runs them, with nothing, so that they must be retained."""
-    handles = [node.register_prehook(_nothing) for node in nodes]
+    handles = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
-    return (None,) * len(grads)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One piece of a stripe on its way through the user's model, stage by stage, there and back.
+"""A stripe on its attention rank: its pieces go through the user's model, stage by stage, there and
+back, each a ``Passage``; and the coroutine in which a piece runs.
 
 The model runs unchanged in a coroutine, which pauses at the experts of every layer. A *block* is
 the module that a layer with experts stands in: the graph of autograd is cut where blocks begin and
@@ -22,32 +23,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from ds_moe_ext.hosts.zebra.coroutine import Ask, Coroutine, RandomNumbers, Returned
 from ds_moe_ext.hosts.zebra.graph_cut import Pending, Root, backward_of_part, next_number
 from ds_moe_ext.moe.route import Route, weighing_grads
+from ds_moe_ext.schedule.executor import Carried
 from ds_moe_ext.schedule.program import in_backward
 
 
 class Question(NamedTuple):
-    """What a piece wants of the experts.
-
-    Attributes:
-        layer: number of the layer.
-        x_TD: hidden states, detached.
-        expert_TK: chosen experts, int64; -1 where a choice was dropped.
-    """
+    """What a piece wants of the experts."""
 
     layer: int
-    x_TD: Tensor
-    expert_TK: Tensor
+    x_TD: Tensor  # hidden states, detached
+    expert_TK: Tensor  # chosen experts, int64; -1 where a choice was dropped
 
 
 class Answer(NamedTuple):
@@ -57,25 +54,20 @@ class Answer(NamedTuple):
     route: Route
 
 
+Cut = tuple[Tensor, GradientEdge]
+"""A leaf in the place of a tensor, and where that came from."""
+
+
 @dataclass(eq=False)
 class _Block:
-    """A block of the pass.
+    """A block of the pass."""
 
-    Attributes:
-        first: number of its first node.
-        entered: leaves in the place of what came in, and where those came from.
-        x: hidden states of the experts; None where they have no gradient.
-        answer: of the experts; its rows are a leaf.
-        left: leaves in the place of what came out, and where those came from.
-        roots: gradients of what came out.
-    """
-
-    first: int
-    entered: list[tuple[Tensor, GradientEdge]]
-    x: GradientEdge | None = None
-    answer: Answer | None = None
-    left: list[tuple[Tensor, GradientEdge]] = field(default_factory=list)
-    roots: list[Root] = field(default_factory=list)
+    first: int  # number of its first node
+    entered: list[Cut] = field(default_factory=list)  # of what came in
+    x: GradientEdge | None = None  # hidden states of the experts; None where they have no gradient
+    answer: Answer | None = None  # of the experts; its rows are a leaf
+    left: list[Cut] = field(default_factory=list)  # of what came out
+    roots: list[Root] = field(default_factory=list)  # gradients of what came out
 
 
 class _OfThread(threading.local):
@@ -113,13 +105,6 @@ class Here:
             self._in_backward = None
 
 
-class HasLoss(Protocol):
-    """What a piece is run for."""
-
-    @property
-    def loss(self) -> Tensor: ...
-
-
 AddGrad = Callable[[Tensor, Tensor], None]
 """Takes a parameter and a gradient of it."""
 
@@ -128,7 +113,7 @@ class Passage:
     """A pass of one piece.
 
     Args:
-        call: the user's model, on the piece, and what is left of its output.
+        call: the user's model, on the piece; what it gives has a ``loss``.
         add_grad: takes gradients of parameters; None where backward does not come.
         threads: for its coroutine.
         here: where the model finds the passage.
@@ -136,7 +121,7 @@ class Passage:
 
     def __init__(
         self,
-        call: Callable[[], HasLoss],
+        call: Callable[[], Any],
         add_grad: AddGrad | None,
         threads: ThreadPoolExecutor,
         here: Here,
@@ -165,14 +150,8 @@ class Passage:
         return question
 
     def turn(self, seed: float) -> Tensor:
-        """Backward from the loss to the outputs of the last layer's experts.
-
-        Args:
-            seed: gradient of the loss.
-
-        Returns:
-            The gradient of the outputs, ``[N, D]`` in send order.
-        """
+        """Backward from the loss, whose gradient is ``seed``, to the outputs of the last layer's
+        experts; their gradient, ``[N, D]`` in send order."""
         loss, self._loss = self._loss, None
         assert loss is not None
         with self._here.backward_of(self):
@@ -182,13 +161,8 @@ class Passage:
         return grad_ND
 
     def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
-        """Backward of a layer's block, and on to the outputs of the experts before; None at the
-        first layer.
-
-        Args:
-            layer: its number.
-            grad_TD: of the experts' inputs.
-        """
+        """Backward of a layer's block, from the gradient of the experts' inputs, and on to the
+        outputs of the experts before; None at the first layer."""
         block = self._blocks[layer]
         roots = block.roots if block.x is None else [*block.roots, (block.x, grad_TD)]
         with self._here.backward_of(self):
@@ -196,7 +170,7 @@ class Passage:
             entered = self._taken(block.entered)
             assert block.answer is not None
             self._grads.pop(id(block.answer.returned_ND), None)  # has travelled already
-            self._blocks[layer] = _Block(0, [])
+            self._blocks[layer] = _Block(0)
             return self._between(layer, entered)
 
     def abandon(self) -> None:
@@ -209,7 +183,7 @@ class Passage:
         """A block begins: what it is to be called with in the place of what was given."""
         if not torch.is_grad_enabled():
             return given
-        block = _Block(next_number(), [])
+        block = _Block(next_number())
         self._blocks.append(block)
         return tree_map(lambda x: _cut(x, block.entered), given)
 
@@ -225,7 +199,7 @@ class Passage:
         if in_backward():  # activation checkpointing computes the block again
             answer = self._blocks[layer].answer
             assert answer is not None
-            return _restored(answer, score_TK)
+            return _Restored.of(answer, score_TK)
         if self._add_grad is not None and not torch.is_grad_enabled():
             raise ValueError(
                 f"the MoE layer number {layer} runs in reentrant activation checkpointing, which "
@@ -238,7 +212,7 @@ class Passage:
             block = self._blocks[-1]
             block.answer = answer
             block.x = get_gradient_edge(x_TD) if x_TD.requires_grad else None
-        return _restored(answer, score_TK)
+        return _Restored.of(answer, score_TK)
 
     def _body(self, ask: Ask) -> None:
         self._ask = ask
@@ -277,12 +251,12 @@ class Passage:
             else:
                 grads[id(leaf)] = grads[id(leaf)] + grad if id(leaf) in grads else grad
 
-    def _taken(self, cuts: Sequence[tuple[Tensor, GradientEdge]]) -> list[Root]:
+    def _taken(self, cuts: Sequence[Cut]) -> list[Root]:
         """What was found where the graph was cut, and what it goes on to."""
         return [(edge, self._grads.pop(id(leaf))) for leaf, edge in cuts if id(leaf) in self._grads]
 
 
-def _cut(x: Any, cuts: list[tuple[Tensor, GradientEdge]]) -> Any:
+def _cut(x: Any, cuts: list[Cut]) -> Any:
     """A leaf in the place of a tensor with a gradient."""
     if not isinstance(x, Tensor) or not x.requires_grad:
         return x
@@ -303,16 +277,16 @@ class _Same(torch.autograd.Function):
         return grad
 
 
-def _restored(answer: Answer, score_TK: Tensor) -> Tensor:
-    y_TD: Tensor = _Restored.apply(answer.returned_ND, score_TK, answer.route)
-    return y_TD
-
-
 class _Restored(torch.autograd.Function):
     """The weighted sum of a token's rows. Backward comes twice with the same gradients: see above.
 
     What it needs bypasses autograd's keeping, so that activation checkpointing has no reason to
     compute the block again before its turn."""
+
+    @classmethod
+    def of(cls, answer: Answer, score_TK: Tensor) -> Tensor:
+        y_TD: Tensor = cls.apply(answer.returned_ND, score_TK, answer.route)
+        return y_TD
 
     @staticmethod
     def forward(ctx: Any, returned_ND: Tensor, score_TK: Tensor, route: Route) -> Tensor:
@@ -328,3 +302,212 @@ class _Restored(torch.autograd.Function):
             return *ctx.found, None
         found, ctx.found, ctx.kept = ctx.found, None, None
         return *found, None
+
+
+IN_ORDER = (
+    "; under strategy zebra every forward calls every layer once, in the order in which the model "
+    "has them; leave a layer out with moe_layer_pattern"
+)
+
+
+@dataclass(eq=False)
+class Stripe:
+    """The pieces that run by turns, and travel together."""
+
+    passages: Sequence[Passage]  # one a piece
+    seeds: Sequence[float]  # gradient of the loss of each
+    _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
+    _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
+
+    def forward(self, layer: int, returned: Answer | None) -> Question:
+        """On to the experts of a layer."""
+        asked = self._resumed(layer, returned)
+        questions = [question for question in asked if question is not None]
+        where = [question.layer for question in questions]
+        if where != [layer] * len(asked):
+            raise RuntimeError(
+                f"the model called the experts of MoE layer {where or 'none'} where layer {layer} "
+                f"was to come{IN_ORDER}"
+            )
+        self._lengths[layer] = [question.x_TD.shape[0] for question in questions]
+        if len(questions) == 1:
+            return questions[0]
+        x_TD = torch.cat([question.x_TD for question in questions])
+        return Question(layer, x_TD, torch.cat([question.expert_TK for question in questions]))
+
+    def finish(self, layer: int, returned: Answer) -> None:
+        """On to the end, behind the experts of the last of so many layers."""
+        for question in self._resumed(layer, returned):
+            if question is not None:
+                raise RuntimeError(
+                    f"the model called the experts of MoE layer {question.layer} behind those of "
+                    f"all {layer}{IN_ORDER}"
+                )
+
+    def turn(self, layer: int, seeds: Sequence[float]) -> Tensor:
+        """Backward from the losses to what the last layer's experts returned."""
+        pairs = zip(self.passages, seeds)
+        return self._joined(layer, [passage.turn(seed) for passage, seed in pairs])
+
+    def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
+        """Backward of a layer's block, and on to what the experts before it returned."""
+        parts = grad_TD.split(self._lengths[layer])
+        found = [passage.backward(layer, grad) for passage, grad in zip(self.passages, parts)]
+        grads = [grad for grad in found if grad is not None]
+        return self._joined(layer - 1, grads) if grads else None
+
+    def _resumed(self, layer: int, returned: Answer | None) -> list[Question | None]:
+        answers: list[Answer | None] = [returned] * len(self.passages)
+        if returned is not None and len(self.passages) > 1:
+            lengths, rows = self._lengths[layer - 1], []
+            for n, stop in enumerate(np.cumsum(lengths).tolist()):
+                answers[n], own = _within(returned, stop - lengths[n], stop)
+                rows.append(own)
+            self._rows[layer - 1] = rows
+        return [passage.forward(answer) for passage, answer in zip(self.passages, answers)]
+
+    def _joined(self, layer: int, grads: Sequence[Tensor]) -> Tensor:
+        """Gradients of rows in the order in which those of all pieces returned."""
+        if len(grads) == 1:
+            return grads[0]
+        together = torch.cat(list(grads))
+        return torch.empty_like(together).index_copy_(0, torch.cat(self._rows[layer]), together)
+
+
+def _within(answer: Answer, start: int, stop: int) -> tuple[Answer, Tensor]:
+    """The answer for some tokens alone, and which rows are theirs. Waits for the device."""
+    returned_ND, route = answer
+    rows = torch.nonzero((route.token_N >= start) & (route.token_N < stop)).flatten()
+    own = replace(
+        route,
+        choice_N=route.choice_N[rows] - start * route.top_k,
+        token_N=route.token_N[rows] - start,
+        num_tokens=stop - start,
+    )
+    return Answer(returned_ND.index_select(0, rows), own), rows
+
+
+# Code that runs by turns with its caller, in a thread of its own.
+#
+# So a model that knows nothing of micro-batches can pause in the middle of its forward, while other
+# micro-batches go on. Only one of the two threads runs at a time.
+
+
+class Asked(NamedTuple):
+    """What it paused with: it goes on with the answer."""
+
+    question: Any
+
+
+class Returned(NamedTuple):
+    """What it ended with."""
+
+    result: Any
+
+
+class Abandoned(BaseException):
+    """Ends code that nobody will resume; ``except Exception`` does not catch it."""
+
+
+class Coroutine:
+    """Code that has not begun, has paused, or has ended. ``body`` is given ``ask``, which pauses it
+    with a question and returns the answer; one of the threads is its own until it ends."""
+
+    def __init__(self, body: Callable[[Ask], Any], threads: ThreadPoolExecutor) -> None:
+        self._body, self._threads = body, threads
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._turns: SimpleQueue[Asked | Returned | BaseException] = SimpleQueue()
+        self._is_running = False
+
+    def resume(self, answer: Any = None) -> Asked | Returned:
+        """Let it run until it pauses or ends, with the caller's autocast and stream. Raises what
+        the code raised."""
+        state = Carried.of_caller()
+        if self._is_running:
+            self._answers.put((answer, state))
+        else:
+            self._is_running = True
+            self._threads.submit(self._run, state)
+        turn = self._turns.get()
+        if isinstance(turn, BaseException):
+            self._is_running = False
+            raise turn
+        self._is_running = isinstance(turn, Asked)
+        return turn
+
+    def abandon(self) -> None:
+        """End it where it has paused."""
+        if self._is_running:
+            self._is_running = False
+            self._answers.put((Abandoned(), None))
+
+    def _run(self, state: Carried) -> None:
+        try:
+            with state.entered():
+                self._turns.put(Returned(self._body(self._ask)))
+        except BaseException as error:
+            self._turns.put(error)
+
+    def _ask(self, question: Any) -> Any:
+        self._turns.put(Asked(question))
+        answer, state = self._answers.get()
+        if isinstance(answer, Abandoned):
+            self._answers.put((answer, None))  # for code that caught it, and asks again
+            raise answer
+        state.follow()
+        return answer
+
+
+Ask = Callable[[Any], Any]
+"""Pauses with a question; returns the answer."""
+
+
+class RandomState(NamedTuple):
+    """Of torch's generators of random numbers: the host's, and that of the CUDA device in use; None
+    without one."""
+
+    host: Tensor
+    device: Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """As it is."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if _devices() else None)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """It is torch's inside the block; what was there before is so again behind it."""
+        with torch.random.fork_rng(_devices()):
+            torch.set_rng_state(self.host)
+            if self.device is not None:
+                torch.cuda.set_rng_state(self.device)
+            yield
+
+
+class RandomNumbers:
+    """Of a coroutine's own: it draws as if it never paused, whoever draws in between.
+
+    Activation checkpointing relies on that: what it computes again it computes in one go.
+    """
+
+    def __init__(self) -> None:
+        self._state: RandomState | None = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """They are torch's inside the block, and are kept for the next one."""
+        with self._begun() if self._state is None else self._state.again():
+            yield
+            self._state = RandomState.now()
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(_devices()):
+            torch.manual_seed(seed)
+            yield
+
+
+def _devices() -> list[int]:
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.cuda.current_device()] if has_cuda else []

@@ -2,33 +2,29 @@
 """How many experts of each layer move to attention ranks, measured as a run starts.
 
 HeterMoE's profiler and Algorithm 1 (spec rules 28 to 38). The first attention rank runs the model
-without experts; it and the first expert rank run an expert; every rank says how much memory it has.
-All ranks then know the same numbers and choose by them.
+without experts; it and the first expert rank run an expert (``rehearsal``); every rank says how
+much memory it has. All ranks then know the same numbers and choose by them.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from ds_moe_ext.core.comm import gather_objects
+from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.hosts.steps.training_run import teller
-from ds_moe_ext.hosts.zebra.profile_exchange import (
-    AllButExperts,
-    ExpertHere,
-    RankHere,
-    Seen,
-    agreed,
-    free_bytes_of,
-    least_free_bytes,
-)
-from ds_moe_ext.hosts.zebra.rehearsal import Scene, rehearse_dense, rehearse_experts
+from ds_moe_ext.hosts.zebra.rehearsal import Dense, Experts, Scene, rehearse_dense, rehearse_experts
 from ds_moe_ext.moe.hooks import row_bytes
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
 from ds_moe_ext.planning.zebra_planner import (
     VARIANTS,
@@ -42,24 +38,21 @@ from ds_moe_ext.planning.zebra_planner import (
 )
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.stripes import default_stripes
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
 
 HEAD_COPIES = 2  # what head and loss keep, and its gradient
 
+RecordT = TypeVar("RecordT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How the host will train.
+    """How the host will train."""
 
-    Attributes:
-        scene: where, and in which types.
-        micro_batch: samples of a rank.
-        weight_bytes: of a weight and what belongs to it.
-    """
-
-    scene: Scene
-    micro_batch: int
-    weight_bytes: WeightBytes
+    scene: Scene  # where, and in which types
+    micro_batch: int  # samples of a rank
+    weight_bytes: WeightBytes  # of a weight and what belongs to it
 
 
 def profiled(
@@ -83,63 +76,77 @@ def profiled(
         return blueprint
     tell = teller(blueprint.settings, dist.get_rank())
     moved = [0] * len(blueprint.found)
-    attention, expert = (len(cells) for cells in _cells(strategy))
+    attention, expert = len(strategy.roles.attention_cells), len(strategy.roles.expert_cells)
     if attention % expert and expert % attention:
         tell(
             f"zebra: no experts move, and nothing was measured: of {attention} attention and "
             f"{expert} expert ranks neither number divides the other (rule 28)"
         )
     else:
-        rehearsal = _Rehearsal.of(blueprint, strategy, strategy.profile, training)
-        seen = rehearsal.measure(model, tuple(finders))
+        profiler = _Profiler.of(blueprint, strategy, strategy.profile, training)
+        seen = profiler.measure(model, tuple(finders))
         training.scene.clear()
-        choice = rehearsal.choose(seen)
+        choice = profiler.choose(seen)
         moved = list(choice.moved_L)
-        tell(_seen_text(rehearsal, seen, choice))
-        tell(_choice_text(rehearsal, seen, choice))
+        tell(_seen_text(profiler, seen, choice))
+        tell(_choice_text(profiler, seen, choice))
     return replace(blueprint, strategy=replace(strategy, moved=moved, profile=None))
-
-
-def _cells(strategy: Zebra) -> tuple[Sequence[int], Sequence[int]]:
-    return strategy.roles.attention_cells, strategy.roles.expert_cells
 
 
 # Measuring and choosing.
 
 
+class RankHere(NamedTuple):
+    """What a rank tells first."""
+
+    node: str
+    free_bytes: int  # of its device, or of its node, before anything was brought there
+    model_bytes: int  # weights of the model that are there already
+    is_shared: bool  # the ranks of a node share that memory
+    dense: Dense | None  # of the first attention rank
+
+
+class Seen(NamedTuple):
+    """What all ranks know then."""
+
+    dense: Dense  # of the first attention rank
+    experts: Timed  # an expert rank's rows on an expert rank
+    on_attention: Timed  # the same rows on an attention rank
+    rows_bytes: int  # that they keep for backward
+    attention_free_bytes: int  # of the attention rank that has least
+    expert_free_bytes: int  # of the expert rank that has least
+
+
 @dataclass(frozen=True, eq=False)
-class _Rehearsal:
-    """What is measured, and for which group.
+class _Profiler:
+    """What is measured, and for which group."""
 
-    Attributes:
-        blueprint: what was asked for.
-        strategy: its strategy.
-        profile: and what that says of measuring.
-        training: how the host will train.
-        group: ranks and experts.
-        num_stripes: of an attention rank.
-        num_samples: of a stripe.
-    """
-
-    blueprint: Blueprint
-    strategy: Zebra
-    profile: Profile
+    blueprint: Blueprint  # what was asked for
+    strategy: Zebra  # of it
+    profile: Profile  # what that says of measuring
     training: Training
     group: ZebraGroup
-    num_stripes: int
-    num_samples: int
+    num_stripes: int  # of an attention rank
+    num_samples: int  # of a stripe
 
     @classmethod
     def of(
         cls, blueprint: Blueprint, strategy: Zebra, profile: Profile, training: Training
-    ) -> _Rehearsal:
-        attention, expert = (len(cells) for cells in _cells(strategy))
+    ) -> _Profiler:
+        attention, expert = len(strategy.roles.attention_cells), len(strategy.roles.expert_cells)
         batch = training.micro_batch * (attention + expert)
         num_stripes = strategy.num_micro_batches or default_stripes(attention, expert, batch)
         shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=num_stripes)
         num_samples = profile.samples or shape.stripe_samples(batch)
+        alike = {(found.num_experts, found.expert) for found in blueprint.found}
+        if len(alike) > 1:  # Algorithm 1 takes all layers to be alike
+            counts = ", ".join(f"{found.name}: {found.num_experts}" for found in blueprint.found)
+            raise ValueError(
+                f"{WHERE}.profile takes layers with equally many experts of one shape, but here "
+                f"are {len(alike)} kinds of layers ({counts}); set {WHERE}.moved in its place"
+            )
         group = ZebraGroup(
-            num_experts=_experts_of_all_layers(blueprint),
+            num_experts=blueprint.found[0].num_experts,
             num_layers=len(blueprint.found),
             attention_ranks=attention,
             expert_ranks=expert,
@@ -153,106 +160,68 @@ class _Rehearsal:
 
     def measure(self, model: nn.Module, finders: Sequence[Finder]) -> Seen:
         """Collective."""
-        rank = dist.get_rank()
-        first_attention, first_expert = (cells[0] for cells in _cells(self.strategy))
-        here = agreed(lambda: self._here(model, finders, rank == first_attention))
+        rank, roles = dist.get_rank(), self.strategy.roles
+        first_attention, first_expert = roles.attention_cells[0], roles.expert_cells[0]
+        here = _agreed(lambda: self._here(model, finders, rank == first_attention))
         dense = here[first_attention].dense
         assert dense is not None
         computes = rank in (first_attention, first_expert)
-        experts = agreed(lambda: self._expert(model, finders, dense, computes))
+        experts = _agreed(lambda: self._expert(model, finders, dense) if computes else None)
         there, on_attention = experts[first_expert], experts[first_attention]
-        assert there.seconds is not None and on_attention.seconds is not None
-        is_attention = [self.strategy.roles.is_attention(other) for other in range(len(here))]
+        assert there is not None and on_attention is not None
         free = least_free_bytes(here)
+        is_attention = [roles.is_attention(other) for other in range(len(here))]
         return Seen(
             dense=dense,
             experts=there.seconds,
             on_attention=on_attention.seconds,
-            rows_bytes=max(there.rows_bytes, on_attention.rows_bytes),
+            rows_bytes=max(there.kept_bytes, on_attention.kept_bytes),
             attention_free_bytes=min(own for own, is_in in zip(free, is_attention) if is_in),
             expert_free_bytes=min(own for own, is_in in zip(free, is_attention) if not is_in),
         )
 
     def _here(self, model: nn.Module, finders: Sequence[Finder], runs: bool) -> RankHere:
-        device = self.training.scene.device
-        weights = [*model.parameters()]
-        there = [weight.nbytes for weight in weights if weight.device.type == device.type]
-        free_bytes = free_bytes_of(device)
-        return RankHere(
-            node=socket.gethostname(),
-            free_bytes=free_bytes,
-            model_bytes=sum(there),
-            is_shared=device.type == "cpu",
-            dense=self._dense(model, finders) if runs else None,
-        )
+        scene, profile = self.training.scene, self.profile
+        there = [p.nbytes for p in model.parameters() if p.device.type == scene.device.type]
+        free_bytes, dense = free_bytes_of(scene.device), None
+        if runs:
+            tokens = self.num_samples, profile.sequence_length
+            dense = rehearse_dense(
+                model,
+                self.blueprint,
+                finders,
+                scene,
+                tokens=tokens,
+                num_repeats=profile.num_repeats,
+            )
+        is_shared = scene.device.type == "cpu"
+        return RankHere(socket.gethostname(), free_bytes, sum(there), is_shared, dense)
 
-    def _dense(self, model: nn.Module, finders: Sequence[Finder]) -> AllButExperts:
-        found = rehearse_dense(
+    def _expert(self, model: nn.Module, finders: Sequence[Finder], dense: Dense) -> Experts:
+        """On rows like those of one expert rank, a layer and a stripe: ``B = M T k / N``."""
+        group = self.group
+        num_rows = group.attention_ranks * self.num_tokens * dense.top_k / group.expert_ranks
+        shape = max(1, round(num_rows)), dense.width
+        return rehearse_experts(
             model,
             self.blueprint,
             finders,
             self.training.scene,
-            tokens=(self.num_samples, self.profile.sequence_length),
-            num_repeats=self.profile.num_repeats,
-        )
-        num_replicas = self.group.attention_ranks * self._num_groups
-        weights = self.training.weight_bytes
-        state = weights.of(found.num_trained, found.num_frozen, num_replicas)
-        kept = self.num_stripes * found.blocks_bytes + HEAD_COPIES * found.others_bytes
-        return AllButExperts(
-            blocks=found.blocks,
-            head_s=max(0.0, found.whole.median_s - found.blocks.median_s),
-            bytes=state + kept,
-            top_k=found.top_k,
-            width=found.width,
-            row_dtype=found.row_dtype,
-        )
-
-    def _expert(
-        self, model: nn.Module, finders: Sequence[Finder], dense: AllButExperts, computes: bool
-    ) -> ExpertHere:
-        if not computes:
-            return ExpertHere()
-        found = rehearse_experts(
-            model,
-            self.blueprint,
-            finders,
-            self.training.scene,
-            self._rows(dense),
+            torch.empty(shape, dtype=dense.row_dtype, device="meta"),
             num_repeats=self.profile.num_repeats,
             recomputes=self.strategy.recompute_experts,
         )
-        return ExpertHere(seconds=found.seconds, rows_bytes=found.kept_bytes)
-
-    def _rows(self, dense: AllButExperts) -> Tensor:
-        """Like those of one expert rank, a layer and a stripe: ``B = M T k / N``."""
-        group = self.group
-        num_rows = group.attention_ranks * self.num_tokens * dense.top_k / group.expert_ranks
-        return torch.empty(
-            max(1, round(num_rows)), dense.width, dtype=dense.row_dtype, device="meta"
-        )
-
-    @property
-    def _num_groups(self) -> int:
-        grid = self.blueprint.grid
-        return grid.world_size // grid.size
 
     def choose(self, seen: Seen) -> Choice:
-        """The same on every rank.
-
-        Raises:
-            ValueError: the model does not fit.
-        """
-        hardware, hooks = self.blueprint.hardware, self.blueprint.settings.hooks
-        row_1D = torch.zeros(
-            1, seen.dense.width, dtype=seen.dense.row_dtype, device=self.training.scene.device
-        )
+        """The same on every rank. Raises ValueError where the model does not fit."""
+        hardware, dense, device = self.blueprint.hardware, seen.dense, self.training.scene.device
+        row_1D = torch.zeros(1, dense.width, dtype=dense.row_dtype, device=device)
         stripes = Stripes(
             num_stripes=self.num_stripes,
             num_tokens=self.num_tokens,
-            head_s=seen.dense.head_s,
-            top_k=seen.dense.top_k,
-            row_bytes=row_bytes(hooks, row_1D).between,
+            head_s=max(0.0, dense.whole.median_s - dense.blocks.median_s),
+            top_k=dense.top_k,
+            row_bytes=row_bytes(self.blueprint.settings.hooks, row_1D).between,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
         )
         squeeze = VARIANTS[self.profile.variant]
@@ -273,45 +242,69 @@ class _Rehearsal:
         )
 
     def _memory(self, seen: Seen) -> Memory:
-        weights = self.blueprint.found[0].expert
-        trained = sum(_numel(shape) for _, shape, _, is_trained in weights if is_trained)
-        frozen = sum(_numel(shape) for _, shape, _, is_trained in weights if not is_trained)
+        of_weights, dense = self.training.weight_bytes, seen.dense
+        num_groups = self.blueprint.grid.world_size // self.blueprint.grid.size
+        num_replicas = self.group.attention_ranks * num_groups
+        numels = {True: 0, False: 0}
+        for _, shape, _, is_trained in self.blueprint.found[0].expert:
+            numels[is_trained] += torch.Size(shape).numel()
+        kept = self.num_stripes * dense.blocks_bytes + HEAD_COPIES * dense.others_bytes
         return Memory(
-            expert_bytes=self.training.weight_bytes.of(trained, frozen, self._num_groups),
+            expert_bytes=of_weights.of(numels[True], numels[False], num_groups),
             rows_bytes=seen.rows_bytes,
-            dense_bytes=seen.dense.bytes,
+            dense_bytes=of_weights.of(dense.num_trained, dense.num_frozen, num_replicas) + kept,
             expert_free_bytes=seen.expert_free_bytes,
             attention_free_bytes=seen.attention_free_bytes,
         )
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _experts_of_all_layers(blueprint: Blueprint) -> int:
-    """Experts of a layer, where all layers are alike, as Algorithm 1 takes them to be."""
-    alike = {(found.num_experts, found.expert) for found in blueprint.found}
-    if len(alike) > 1:
-        counts = ", ".join(f"{found.name}: {found.num_experts}" for found in blueprint.found)
+def _agreed(measure: Callable[[], RecordT]) -> list[RecordT]:
+    """What every rank has measured, in the order of the ranks. Collective. Raises ValueError, on
+    every rank, where one of them failed."""
+    try:
+        own: RecordT | str = measure()
+    except Exception as error:
+        own = f"{type(error).__name__}: {error}"
+    told = gather_objects(own, None)
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(told) if isinstance(each, str)]
+    if faults:
         raise ValueError(
-            f"{WHERE}.profile takes layers with equally many experts of one shape, but here are "
-            f"{len(alike)} kinds of layers ({counts}); set {WHERE}.moved in its place"
+            f"{WHERE}.profile could not be measured ({'; '.join(faults)}); set {WHERE}.moved in "
+            "its place, a number for each MoE layer"
         )
-    return blueprint.found[0].num_experts
+    return [each for each in told if not isinstance(each, str)]
+
+
+def free_bytes_of(device: torch.device) -> int:
+    """What the device could still give; of a CPU, what the node could."""
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free_bytes + cached)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(available.split()[1])
+
+
+def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
+    """Memory of each rank for training. The ranks of a node share that of a CPU; and the model
+    leaves it what it takes there now."""
+    nodes = [own.node for own in here]
+    shares = [nodes.count(own.node) if own.is_shared else 1 for own in here]
+    return [own.free_bytes // share + own.model_bytes for own, share in zip(here, shares)]
 
 
 # What a person is told.
 
 
-def _seen_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
+def _seen_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
     """What was measured."""
-    num_layers = rehearsal.group.num_layers
+    num_layers = profiler.group.num_layers
     dense = seen.dense.blocks
     attention = Timed(dense.median_s / num_layers, dense.std_s / num_layers)
     bounds = choice.bounds
     return (
-        f"zebra: {rehearsal.num_samples} x {rehearsal.profile.sequence_length} tokens through one "
+        f"zebra: {profiler.num_samples} x {profiler.profile.sequence_length} tokens through one "
         f"layer, forward and backward: attention {_timed_text(attention)}, experts "
         f"{_timed_text(seen.experts)} on an expert rank, {_timed_text(seen.on_attention)} on an "
         f"attention rank; expert ranks have no room for {bounds.least} experts, each attention "
@@ -323,11 +316,16 @@ def _timed_text(timed: Timed) -> str:
     return f"{seconds_text(timed.median_s)} (std {seconds_text(timed.std_s)})"
 
 
-def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
+def _choice_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
     """What follows."""
     before, after = seconds_text(choice.before_s), seconds_text(choice.after_s)
     if not any(choice.proposed_L):
-        why = _why_none(rehearsal, seen, choice)
+        if profiler.times(seen).gather_s <= 0:
+            why = "attention takes longer than they do"
+        elif choice.bounds.most < profiler.group.chunk.per_attention_rank:
+            why = "attention ranks have no memory for them"
+        else:
+            why = "they are too large for the bubbles that they would fill"
         return f"zebra: no experts move: {why}; a step takes {before}, simulated"
     if not any(choice.moved_L):
         return (
@@ -335,7 +333,7 @@ def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
             f"takes {after} in place of {before}, simulated; more stripes "
             f"({WHERE}.num_micro_batches) make it pay sooner"
         )
-    per_rank = rehearsal.group.num_experts // rehearsal.group.expert_ranks
+    per_rank = profiler.group.num_experts // profiler.group.expert_ranks
     return (
         f"zebra: each expert rank leaves {list(choice.moved_L)} of the {per_rank} experts that it "
         f"has of each layer to attention ranks; a step takes {after} in place of {before}, "
@@ -343,10 +341,54 @@ def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
     )
 
 
-def _why_none(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
-    """By Algorithm 1."""
-    if rehearsal.times(seen).gather_s <= 0:
-        return "attention takes longer than they do"
-    if choice.bounds.most < rehearsal.group.chunk.per_attention_rank:
-        return "attention ranks have no memory for them"
-    return "they are too large for the bubbles that they would fill"
+# Keys that need what is not known where roles are given as a flag is read.
+
+
+def _is_set(key: str, value: Callable[[Zebra], object], reason: str, remedy: str) -> Refusal:
+    def asked(strategy: Zebra) -> str:
+        return f"{WHERE}.{key} is {value(strategy)!r}" if value(strategy) else ""
+
+    return Refusal(f"{WHERE}.{key}", asked, reason, remedy)
+
+
+def _sizes(strategy: Zebra) -> str:
+    sizes = strategy.attention_size, strategy.expert_size
+    if None not in sizes:
+        return ""
+    return f"{WHERE}.attention_size is {sizes[0]} and expert_size {sizes[1]}"
+
+
+EARLY = (
+    _is_set(
+        "attention_device",
+        lambda strategy: strategy.attention_device,
+        "roles are given before devices are known",
+        "set it to null, and give attention_size, expert_size and, where attention ranks are not "
+        "the first, attention_cells",
+    ),
+    Refusal(
+        f"{WHERE} without attention_size or expert_size",
+        _sizes,
+        "roles are given when the flag is read",
+        "set both",
+    ),
+    _is_set(
+        "moved",
+        lambda strategy: strategy.moved,
+        "attention ranks have no experts here",
+        "leave it out",
+    ),
+    _is_set(
+        "profile",
+        lambda strategy: strategy.profile,
+        "it measures under DeepSpeed only",
+        "leave it out",
+    ),
+)
+
+
+def refuse_early(settings: Settings, strategy: Strategy) -> None:
+    """Raises ValueError where keys of zebra ask for what is not known, or done, under Megatron;
+    those of another strategy are its own to check."""
+    if isinstance(strategy, Zebra):
+        refuse(EARLY, strategy, context=f"{BLOCK}.strategy is {settings.strategy!r} under Megatron")

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +45,6 @@ from ds_moe_ext.strategies.ep import ExpertParallel
 
 WARM_UPS = 5  # fewer only where fewer repetitions are asked for
 
-Context = Callable[[], AbstractContextManager[None]]
-
 
 @dataclass(frozen=True, eq=False)
 class Scene:
@@ -60,7 +58,7 @@ class Scene:
 
     device: torch.device
     dtype: torch.dtype | None
-    context: Context = nullcontext
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def brought(self, weight: Tensor) -> Tensor:
         """A copy of a weight as it will be."""
@@ -90,7 +88,7 @@ class Scene:
         clock = clock_of(self.device)
         for _ in range(min(WARM_UPS, num_repeats)):
             work()
-        return Timed.of([clock.seconds(_nothing, work) for _ in range(num_repeats)])
+        return Timed.of([clock.seconds(lambda: None, work) for _ in range(num_repeats)])
 
     def kept_bytes(self, forward: Callable[[], object], weights: Iterable[Tensor]) -> int:
         """Bytes that a forward keeps for its backward, beside weights."""
@@ -114,38 +112,21 @@ class Scene:
         return sum(storages.values())
 
 
-def _nothing() -> None:
-    """Before what is timed."""
-
-
 # All but experts.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """All of a model but experts, for one stripe.
+class Dense(NamedTuple):
+    """All of a model but experts, for one stripe."""
 
-    Attributes:
-        blocks: seconds of all of them, forward and backward.
-        whole: seconds of all of the model.
-        blocks_bytes: that they keep for backward.
-        others_bytes: that embeddings, head and loss keep.
-        top_k: rows of a token.
-        width: elements of a row.
-        row_dtype: of rows.
-        num_trained: weights that are trained.
-        num_frozen: weights that are not.
-    """
-
-    blocks: Timed
-    whole: Timed
-    blocks_bytes: int
-    others_bytes: int
-    top_k: int
-    width: int
+    blocks: Timed  # seconds of all of them, forward and backward
+    whole: Timed  # of all of the model
+    blocks_bytes: int  # that they keep for backward
+    others_bytes: int  # that embeddings, head and loss keep
+    top_k: int  # rows of a token
+    width: int  # elements of a row
     row_dtype: torch.dtype
-    num_trained: int
-    num_frozen: int
+    num_trained: int  # weights that are trained
+    num_frozen: int  # weights that are not
 
 
 def rehearse_dense(
@@ -157,20 +138,13 @@ def rehearse_dense(
     tokens: tuple[int, int],
     num_repeats: int,
 ) -> Dense:
-    """Run a model without its experts, the blocks alone and all of it.
-
-    Blocks are the elements of lists of modules in which a layer with experts is.
+    """Run a model whose layers are not replaced yet without its experts, the blocks alone and all
+    of it. Blocks are the elements of lists of modules in which a layer with experts is. Raises
+    ValueError where it cannot be called with tokens alone.
 
     Args:
-        model: before its layers are replaced.
-        blueprint: what will be replaced.
-        finders: that found it.
-        scene: where it runs.
         tokens: samples and their length.
-        num_repeats: of the blocks.
-
-    Raises:
-        ValueError: it cannot be called with tokens alone.
+        num_repeats: of what is timed.
     """
     with scene.entered():
         hollow, layers = _hollow(model, blueprint, finders)
@@ -178,10 +152,15 @@ def rehearse_dense(
         hollow.train()
         weights = [*hollow.parameters()]
         calls: list[_Call] = []
+
+        def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves = pytree.tree_map_only(
+                Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs)
+            )
+            calls.append(_Call(block, *leaves))
+
         blocks = _blocks(hollow, [found.name for found in blueprint.found])
-        watches = [
-            block.register_forward_pre_hook(_Recorder(calls), with_kwargs=True) for block in blocks
-        ]
+        watches = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
         inputs = token_inputs(hollow, tokens, scene.device)
         whole_bytes = scene.kept_bytes(lambda: hollow(**inputs), weights)
         for watch in watches:
@@ -210,8 +189,7 @@ def _hollow(
     model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]
 ) -> tuple[nn.Module, list[RoutedExperts]]:
     """A copy without experts, whose weights are those of the model itself; and its layers."""
-    shell = _shell(model)
-    found = _found_again(shell, blueprint, finders)
+    shell, found = _shell(model, blueprint, finders)
     settings, layers = blueprint.settings, []
     nobody = torch.zeros(0, dtype=torch.int64)
     for each, router in zip_longest(found, routers_of(shell, found, settings.gate)):
@@ -219,7 +197,8 @@ def _hollow(
             capacity_factor=settings.capacity_factor,
             gate_may_drop=each.may_drop if router is None else router.gate.may_drop,
         )
-        adopted = each.adopt(nobody, WHOLE, _alone(each, _returned, options))
+        routed_of = _alone(each, lambda rows_RD, slots, weights: rows_RD.clone(), options)
+        adopted = each.adopt(nobody, WHOLE, routed_of)
         layers.append(adopted.hosted.routed)
         if router is not None:
             host(router, adopted)
@@ -237,16 +216,15 @@ def _bring(shell: nn.Module, scene: Scene) -> None:
     shell.to(scene.device)
 
 
-def _shell(model: nn.Module) -> nn.Module:
-    """A copy of all modules and buffers, which has the weights of the model itself."""
-    return copy.deepcopy(
-        unwrapped(model), {id(parameter): parameter for parameter in model.parameters()}
-    )
-
-
-def _found_again(shell: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]) -> list[Found]:
+def _shell(
+    model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]
+) -> tuple[nn.Module, list[Found]]:
+    """A copy of all modules and buffers, which has the weights of the model itself; and its
+    layers."""
+    same = {id(parameter): parameter for parameter in model.parameters()}
+    shell = copy.deepcopy(unwrapped(model), same)
     names = {found.name for found in blueprint.found}
-    return [found for finder in finders for found in finder(shell, names.__contains__)]
+    return shell, [found for finder in finders for found in finder(shell, names.__contains__)]
 
 
 def _alone(found: Found, function: ExpertFunction, options: LayerOptions) -> RoutedOf:
@@ -258,11 +236,6 @@ def _alone(found: Found, function: ExpertFunction, options: LayerOptions) -> Rou
     return lambda _: RoutedExperts(strategy, site, function, options=options)
 
 
-def _returned(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
-    """What experts are taken for."""
-    return rows_RD.clone()
-
-
 def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """The lists that layers of these names are in, element by element; or else the model."""
     lists = {block_of(model, name).rpartition(".")[0]: None for name in names}
@@ -272,8 +245,7 @@ def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [block for each in elements for block in each.children()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """A call of a block, with inputs that end the graph."""
 
     block: nn.Module
@@ -282,20 +254,6 @@ class _Call:
 
     def __call__(self) -> Any:
         return self.block(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class _Recorder:
-    """A pre-forward hook that remembers what blocks are called with."""
-
-    calls: list[_Call]
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls.append(_Call(block, *pytree.tree_map_only(Tensor, _leaf, (args, kwargs))))
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _both_ways(calls: Iterable[_Call]) -> None:
@@ -307,16 +265,8 @@ def _both_ways(calls: Iterable[_Call]) -> None:
 
 
 def token_inputs(model: nn.Module, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """Arguments for a model of tokens, int64 ``[B, L]``.
-
-    Args:
-        model: with an embedding.
-        tokens: samples and their length.
-        device: for them.
-
-    Raises:
-        ValueError: its forward wants something else.
-    """
+    """Arguments for a model of tokens, int64 ``[B, L]``; raises ValueError where its forward wants
+    something else."""
     parameters = inspect.signature(model.forward).parameters
     embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     known = {"input_ids", "labels", "use_cache"} & parameters.keys()
@@ -339,17 +289,11 @@ def token_inputs(model: nn.Module, tokens: tuple[int, int], device: torch.device
 # Experts.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """One expert, on the rows that one expert rank computes of a layer in a stripe.
+class Experts(NamedTuple):
+    """One expert, on the rows that one expert rank computes of a layer in a stripe."""
 
-    Attributes:
-        seconds: forward and backward.
-        kept_bytes: for backward.
-    """
-
-    seconds: Timed
-    kept_bytes: int
+    seconds: Timed  # forward and backward
+    kept_bytes: int  # for backward
 
 
 def rehearse_experts(
@@ -365,12 +309,8 @@ def rehearse_experts(
     """Run the first expert of the first layer: time depends on rows, not on whose they are.
 
     Args:
-        model: before its layers are replaced.
-        blueprint: what will be replaced.
-        finders: that found it.
-        scene: where it runs.
         rows_RD: like those that arrive, ``[R, D]``.
-        num_repeats: of it.
+        num_repeats: of what is timed.
         recomputes: backward begins with forward again, and only rows are kept.
     """
     with scene.entered():
@@ -400,7 +340,7 @@ def rehearse_experts(
 def _first_expert(
     model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder], scene: Scene
 ) -> tuple[ExpertFunction, tuple[Tensor, ...]]:
-    first = _found_again(_shell(model), blueprint, finders)[0]
+    _, (first, *_) = _shell(model, blueprint, finders)
     functions: list[ExpertFunction] = []
 
     def routed_of(function: ExpertFunction) -> RoutedExperts:

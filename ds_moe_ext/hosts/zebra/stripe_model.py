@@ -1,194 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose forward is a whole step of zebra parallelism, in the place of the user's.
 
-Attention ranks run the model itself, piece by piece, and expert ranks serve experts. On both,
-``forward`` is one node of autograd: backward has been done when it returns, with a gradient of the
-loss that is known before, and what autograd brings later only scales what was found.
+Attention ranks run the model itself, piece by piece, and expert ranks serve experts: ``Stack`` does
+the tasks of ``schedule/stripes.py``, forward and backward of all layers and stripes in one pass,
+with a gradient of the loss that is known before. On both sides ``forward`` is one node of autograd:
+backward has been done when it returns, and what autograd brings later only scales what was found.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.core.comm import connect
-from ds_moe_ext.core.layout import group_among
+from ds_moe_ext.core.comm import connect, gather_objects
+from ds_moe_ext.core.layout import Roles, group_among
 from ds_moe_ext.hosts.attachment.block_hooks import block_of
 from ds_moe_ext.hosts.attachment.host_layer import Hosted
 from ds_moe_ext.hosts.attachment.modules import Compilable, eager, stepped_into
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint
-from ds_moe_ext.hosts.zebra.batches import BatchExchange
-from ds_moe_ext.hosts.zebra.both_sides import BothSides
-from ds_moe_ext.hosts.zebra.call_arguments import Call
-from ds_moe_ext.hosts.zebra.outcomes import Outcome
-from ds_moe_ext.hosts.zebra.passage import Here, Passage
-from ds_moe_ext.hosts.zebra.serving import GradientSums
-from ds_moe_ext.hosts.zebra.stack import Stack
-from ds_moe_ext.hosts.zebra.stripe import Stripe
+from ds_moe_ext.hosts.zebra.batches import BatchExchange, Call, Outcome
+from ds_moe_ext.hosts.zebra.passage import AddGrad, Here, Passage, RandomNumbers, Stripe
+from ds_moe_ext.hosts.zebra.role_exchange import (
+    GradientSums,
+    StripeAttention,
+    StripeCombine,
+    StripeDispatch,
+    StripeExpert,
+    StripeGather,
+    StripeHead,
+    StripeJoin,
+)
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
-from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
+from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.report import record
+from ds_moe_ext.schedule import stripes as tasks
+from ds_moe_ext.schedule import task as ops
+from ds_moe_ext.schedule.executor import Lanes, lanes_for
 from ds_moe_ext.schedule.orders import WEIGHTS
-from ds_moe_ext.schedule.program import Program, in_backward
-from ds_moe_ext.schedule.stages import Crew, Saved, Uncut
-from ds_moe_ext.schedule.step import LOSS
-from ds_moe_ext.schedule.stripes import A2E, E2A
-from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value
-
-Scale = Callable[[], float]
-"""What losses are multiplied with before backward, as float16 wants it."""
+from ds_moe_ext.schedule.program import Pass, in_backward
+from ds_moe_ext.schedule.stages import Binding, Crew, Stage
+from ds_moe_ext.schedule.task import Lane, Op, Schedule, Value
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a host does with them.
+    """What a host does with them."""
 
-    Attributes:
-        device: where this rank computes them.
-        factor: it wants this rank's multiplied by.
-        scale: of losses.
-    """
-
-    device: torch.device
-    factor: float
-    scale: Scale
-
-
-@dataclass(frozen=True, eq=False)
-class StripedModel:
-    """What is called in the place of the model's forward. Collective over the ZP group.
-
-    Attributes:
-        model: the user's.
-        forward: its own forward.
-        stack: its layers.
-        batches: brings those of expert ranks to attention ranks.
-        gradients: what the host does with them.
-        checks: compare what all ranks issued, after every pass.
-    """
-
-    model: nn.Module
-    forward: Callable[..., Any]
-    stack: Stack
-    batches: BatchExchange
-    gradients: Gradients
-    checks: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_graded, is_training = torch.is_grad_enabled(), self.model.training
-        mode = f"{'train' if is_training else 'eval'}{'' if is_graded else ', no gradients'}"
-        shared = self.batches.share(args, kwargs, mode)
-        sums = GradientSums() if is_graded else None
-        scale = self.gradients.scale() if is_graded else 1.0
-        stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
-        control = self.batches.control if self.checks else None
-        self.stack.run(len(shared.calls), stripes, sums, counts=is_training, control=control)
-        outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
-        returned = self.batches.return_scalars(shared, outcomes)
-        loss = returned.loss
-        if sums is not None:
-            # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
-            wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
-            loss.requires_grad_()  # though all weights of this rank may be frozen
-            loss = handed_over(loss, wanted, HandOver(sums, self.gradients.factor / scale))
-        return returned.output(loss, _guarded)
-
-    def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
-        roles, stack = self.stack.roles, self.stack
-        share = len(roles.attention_cells) / roles.size
-        passages = [
-            Passage(
-                functools.partial(self._outcome, call),
-                None if sums is None else sums.add,
-                stack.threads,
-                stack.here,
-            )
-            for call in calls
-        ]
-        return Stripe(passages, [scale * share * call.weight for call in calls])
-
-    def _outcome(self, call: Call) -> Outcome:
-        return Outcome.of(self.forward(*call.args, **call.kwargs))
-
-
-HAND_OVER = Op("hand_over", COMPUTE)
-HANDED_OVER = Kind("handed_over")  # a loss, behind which are the gradients of its step
-
-
-@dataclass(frozen=True, eq=False)
-class HandOver(Uncut):
-    """Gives the gradients that a step has found, in proportion to that of its loss.
-
-    Attributes:
-        sums: of the step.
-        factor: they are multiplied by.
-    """
-
-    sums: GradientSums
-    factor: float
-
-    def forward(
-        self, span: Span, loss: Tensor, parameters: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], Saved]:
-        return (loss.detach().clone(),), (parameters,)
-
-    def backward(self, span: Span, saved: Saved, grad: Tensor) -> tuple[Any, ...]:
-        factor = grad.double() * self.factor
-        return None, tuple(self.sums.take(parameter, factor) for parameter in saved[0])
-
-
-@functools.cache
-def _handing_over() -> tuple[Schedule, Schedule]:
-    span = Span(0, 1)
-    given = (Value(LOSS, 0, span), Value(WEIGHTS, 0))
-    handed = (Value(HANDED_OVER, 0, span),)
-    forward = Schedule((Task(HAND_OVER, 0, span, given, handed),), given, handed)
-    return forward, forward.reversed()
-
-
-def handed_over(loss: Tensor, parameters: Sequence[Tensor], stage: HandOver) -> Tensor:
-    """The loss as one node of autograd, whose backward gives what its step has found."""
-    crew = Crew({HAND_OVER: stage}, name="the loss of a striped step")
-    program = Program(*_handing_over(), crew, InlineLanes())
-    (handed,) = program(loss, tuple(parameters))
-    return handed
-
-
-class _Guarded(torch.autograd.Function):
-    """A scalar that is not the loss: backward of the model has been done without it."""
-
-    @staticmethod
-    def forward(ctx: Any, scalar: Tensor) -> Tensor:
-        return scalar.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(
-            "backward ran through a scalar of the model's output which is not its loss; under "
-            "strategy zebra the loss alone has a gradient: let the model add up its losses"
-        )
-
-
-def _guarded(scalar: Tensor) -> Tensor:
-    guarded: Tensor = _Guarded.apply(scalar.requires_grad_())
-    return guarded
+    device: torch.device  # where this rank computes them
+    factor: float  # it wants this rank's multiplied by
+    scale: Callable[[], float]  # of losses, before backward, as float16 wants it
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """What has become of a rank.
+    """What has become of a rank."""
 
-    Attributes:
-        left: weights that left its model, for an expert rank keeps experts only.
-        both_sides: shows an attention rank what an expert rank does.
-    """
-
-    left: tuple[nn.Parameter, ...]
-    both_sides: BothSides
+    left: tuple[nn.Parameter, ...]  # weights that left its model: an expert rank keeps experts only
+    both_sides: BothSides  # shows an attention rank what an expert rank does
 
 
 def stripe(
@@ -218,7 +94,7 @@ def stripe(
     stack = stack_of(blueprint, layers, gradients.device, here)
     layout = layers[0].routed.site.layout
     batches = BatchExchange(
-        layout.group("ep", A2E),
+        layout.group("ep", tasks.A2E),
         group_among(blueprint.grid.along("ep"), backend="gloo"),
         place=layout.index("ep"),
         roles=roles,
@@ -226,7 +102,7 @@ def stripe(
         device=gradients.device,
     )
     forward = Compilable(model.forward)
-    striped = StripedModel(model, forward, stack, batches, gradients, blueprint.settings.debug)
+    striped = _StripedModel(model, forward, stack, batches, gradients, blueprint.settings.debug)
     left: tuple[nn.Parameter, ...] = ()
     blocks = blocks_of(model, layers)
     if stack.is_attention:
@@ -246,25 +122,88 @@ def stripe(
     return Role(left, BothSides(batches.control, batches.place, roles))
 
 
-def stack_of(
-    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device, here: Here
-) -> Stack:
-    """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
-    strategy = blueprint.strategy
-    assert strategy.roles is not None, "else nobody asks"
-    layout = layers[0].routed.site.layout
-    for lane in (A2E, E2A):
-        connect(layout.group("ep", lane), device)
-    hosted = [layer.hosted for layer in layers]
-    return Stack(
-        layers=[layer.routed for layer in layers],
-        weights=lambda layer: hosted[layer].weights(),
-        roles=strategy.roles,
-        device=device,
-        lanes=lanes_for(device, overlaps=True),
-        recomputes=strategy.striping.recomputes,
-        here=here,
-    )
+@dataclass(frozen=True, eq=False)
+class _StripedModel:
+    """What is called in the place of the model's forward. Collective over the ZP group."""
+
+    model: nn.Module
+    forward: Callable[..., Any]  # the model's own
+    stack: Stack
+    batches: BatchExchange
+    gradients: Gradients
+    checks: bool  # compare what all ranks issued, after every pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_graded, is_training = torch.is_grad_enabled(), self.model.training
+        mode = f"{'train' if is_training else 'eval'}{'' if is_graded else ', no gradients'}"
+        shared = self.batches.share(args, kwargs, mode)
+        sums = GradientSums()
+        add_grad = sums.add if is_graded else None
+        scale = self.gradients.scale() if is_graded else 1.0
+        stripes = [self._stripe(calls, add_grad, scale) for calls in shared.calls if calls]
+        control = self.batches.control if self.checks else None
+        self.stack.run(len(shared.calls), stripes, add_grad, counts=is_training, control=control)
+        outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
+        returned = self.batches.return_scalars(shared, outcomes)
+        loss = returned.loss
+        if is_graded:
+            # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
+            wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
+            loss.requires_grad_()  # though all weights of this rank may be frozen
+            loss = _HandOver.apply(sums, self.gradients.factor / scale, loss, *wanted)
+        return returned.output(loss, lambda scalar: _Guarded.apply(scalar.requires_grad_()))
+
+    def _stripe(self, calls: Sequence[Call], add_grad: AddGrad | None, scale: float) -> Stripe:
+        roles, stack = self.stack.roles, self.stack
+        share = len(roles.attention_cells) / roles.size
+
+        def outcome(call: Call) -> Outcome:
+            return Outcome.of(self.forward(*call.args, **call.kwargs))
+
+        passages = [
+            Passage(functools.partial(outcome, call), add_grad, stack.threads, stack.here)
+            for call in calls
+        ]
+        return Stripe(passages, [scale * share * call.weight for call in calls])
+
+
+class _HandOver(torch.autograd.Function):
+    """The loss of a step; its backward gives the gradients that the step has found, in proportion
+    to that of the loss, and forgets them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: GradientSums, factor: float, loss: Tensor, *wanted: Tensor
+    ) -> Tensor:
+        ctx.found = sums, factor, wanted
+        return loss.detach().clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.found is None:
+            raise RuntimeError(
+                "backward ran through the loss of a striped step before and has freed what it "
+                "saved; run one backward a forward (retain_graph is not supported)"
+            )
+        (sums, factor, wanted), ctx.found = ctx.found, None
+        factor = grad.double() * factor
+        return None, None, None, *(sums.take(parameter, factor) for parameter in wanted)
+
+
+class _Guarded(torch.autograd.Function):
+    """A scalar that is not the loss: backward of the model has been done without it."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor) -> Tensor:
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "backward ran through a scalar of the model's output which is not its loss; under "
+            "strategy zebra the loss alone has a gradient: let the model add up its losses"
+        )
 
 
 def keep_parameters(model: nn.Module, kept: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
@@ -282,11 +221,7 @@ def keep_parameters(model: nn.Module, kept: Iterable[nn.Parameter]) -> tuple[nn.
 
 
 def blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Module]:
-    """The block of each layer.
-
-    Raises:
-        ValueError: two layers have one.
-    """
+    """The block of each layer. Raises ValueError where two layers have one."""
     blocks: dict[str, str] = {}
     for layer in layers:
         name = block_of(model, layer.name)
@@ -317,15 +252,10 @@ def cut_at(block: nn.Module, here: Here) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Pausing:
-    """Makes the model pause where it calls experts: they are on other ranks.
+    """Makes the model pause where it calls experts: they are on other ranks."""
 
-    Attributes:
-        here: whose model it is.
-        capacity_factor: rows that an expert takes of a piece, over the mean; None for all.
-    """
-
-    here: Here
-    capacity_factor: float | None
+    here: Here  # whose model it is
+    capacity_factor: float | None  # rows that an expert takes of a piece, over the mean
 
     def __call__(self, layer: int, hosted: Hosted) -> RunRows:
         """In the place of a layer's experts."""
@@ -349,3 +279,218 @@ class Pausing:
             return y_TD
 
         return paused
+
+
+# A step on one rank.
+
+
+class _Numbers(NamedTuple):
+    """Of layers of each kind, as ``striped_step`` takes them."""
+
+    offloaded: frozenset[int]
+    copied: frozenset[int]
+    revised: frozenset[int]
+
+
+@lru_cache(maxsize=64)
+def _schedule_of(
+    num_layers: int, num_stripes: int, numbers: _Numbers, side: Lane, *, is_graded: bool
+) -> Schedule:
+    """The part of one side; without its backward where there is none."""
+    own = tasks.part_of(tasks.striped_step(num_layers, num_stripes, **numbers._asdict()), side)
+    if is_graded:
+        return own
+    return tasks.picked(own, [i for i, task in enumerate(own.tasks) if not task.adjoint_of])
+
+
+def _threads() -> ThreadPoolExecutor:
+    """For as many coroutines as there are pieces."""
+    num = torch.get_num_threads()
+    name = "ds_moe_ext_stripe"
+    return ThreadPoolExecutor(1024, name, initializer=torch.set_num_threads, initargs=(num,))
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """The layers of a model on one rank, and what runs them."""
+
+    layers: Sequence[RoutedExperts]  # in the order in which the model calls them
+    weights: Callable[[int], tuple[Tensor, ...]]  # of each layer's experts here, at present
+    roles: Roles  # of the ranks of a group
+    device: torch.device
+    lanes: Lanes  # where its tasks run
+    recomputes: bool = False  # experts compute again in backward what lies between their rows
+    here: Here = field(default_factory=Here)  # where the model finds out what it computes
+    threads: ThreadPoolExecutor = field(default_factory=_threads)  # for the model
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether this rank runs the model."""
+        return self.roles.is_attention(self.layers[0].site.layout.rank)
+
+    def run(
+        self,
+        num_stripes: int,
+        stripes: Sequence[Stripe],
+        add_grad: AddGrad | None,
+        *,
+        counts: bool,
+        control: dist.ProcessGroup | None = None,
+    ) -> Schedule:
+        """A step, or where nothing has a gradient its forward; what was done. Collective over the
+        ZP group.
+
+        Args:
+            num_stripes: of every attention rank.
+            stripes: this rank's; none on an expert rank.
+            add_grad: takes the gradients of this rank's parameters; None for forward alone.
+            counts: the rows count for the report.
+            control: over which ranks compare what they have issued; None: they do not.
+        """
+        side = tasks.ATTENTION_SIDE if self.is_attention else tasks.EXPERT_SIDE
+        is_graded = add_grad is not None
+        schedule = _schedule_of(
+            len(self.layers), num_stripes, self._numbers(), side, is_graded=is_graded
+        )
+        crews = [self._crew(layer, stripes, add_grad, counts=counts) for layer in self.layers]
+        head = {tasks.HEAD: StripeHead(len(crews), stripes)}
+        crews.append(Crew(head, crews[-1].observers, "the end"))
+        try:
+            given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
+            binding = Binding.of(schedule, lambda task: crews[task.layer])
+            one_pass = Pass(binding, self.lanes, keeps=is_graded)
+            # Ranks of both roles draw one number of theirs.
+            with RandomNumbers().own(), torch.no_grad():
+                one_pass(given)
+        finally:
+            for stripe in stripes:
+                for passage in stripe.passages:
+                    passage.abandon()
+        if control is not None:
+            check_orders(schedule, control)
+        return schedule
+
+    def _numbers(self) -> _Numbers:
+        plans, cells = [layer.site.plan for layer in self.layers], list(self.roles.attention_cells)
+        revised = [plan.revise for plan in plans]
+        # The rows of a stripe may ask for copies anywhere.
+        offloaded = [plan.revise or plan.target.holds_EC[:, cells].any() for plan in plans]
+        copied = [plan.has_copies for plan in plans]
+        kinds = (offloaded, copied, revised)
+        return _Numbers(*(frozenset(n for n, has in enumerate(kind) if has) for kind in kinds))
+
+    def _crew(
+        self,
+        layer: RoutedExperts,
+        stripes: Sequence[Stripe],
+        add_grad: AddGrad | None,
+        *,
+        counts: bool,
+    ) -> Crew:
+        """Who does the tasks of a layer: its own stages, stripe by stripe."""
+        is_graded = add_grad is not None
+        own = layer.crew_between_sides(self.device, counts=counts, is_graded=is_graded)
+        order, dispatch, expert, combine = (
+            own.stages[op] for op in (ops.ORDER, ops.DISPATCH, ops.EXPERT, ops.COMBINE)
+        )
+        has_copies = layer.site.plan.has_copies
+        serving = StripeExpert(expert, add_grad, self.recomputes, has_copies)
+        stages: dict[Op, Stage] = {
+            tasks.ATTENTION: StripeAttention(layer.site.layer, stripes),
+            tasks.DISPATCH: StripeDispatch(
+                order, dispatch, self.device, is_graded, layer.rows_are_like
+            ),
+            tasks.EXPERT: serving,
+            tasks.OFFLOADED: serving,
+            tasks.COMBINE: StripeCombine(combine),
+        }
+        if has_copies:
+            assert layer.copies is not None, "its strategy uses what they travel by"
+            gather, join = (
+                StripeGather(layer.copies, add_grad),
+                StripeJoin(layer.copies, add_grad),
+            )
+            stages |= {
+                ops.GATHER: gather,
+                tasks.REVISE: gather,
+                tasks.JOIN: join,
+                tasks.OFFLOADED_JOIN: join,
+            }
+        return replace(own, stages=stages)
+
+    def _given(self, value: Value, *, is_graded: bool) -> tuple[Tensor, ...] | None:
+        """What a pass begins with: weights of experts; the model has its own."""
+        if value.kind not in (WEIGHTS, tasks.OFFLOADED_WEIGHTS):
+            return None
+        weights = self.weights(value.layer)
+        return weights if is_graded else tuple(weight.detach() for weight in weights)
+
+
+def stack_of(
+    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device, here: Here
+) -> Stack:
+    """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
+    strategy = blueprint.strategy
+    assert strategy.roles is not None, "else nobody asks"
+    layout = layers[0].routed.site.layout
+    for lane in (tasks.A2E, tasks.E2A):
+        connect(layout.group("ep", lane), device)
+    hosted = [layer.hosted for layer in layers]
+    return Stack(
+        layers=[layer.routed for layer in layers],
+        weights=lambda layer: hosted[layer].weights(),
+        roles=strategy.roles,
+        device=device,
+        lanes=lanes_for(device, overlaps=True),
+        recomputes=strategy.striping.recomputes,
+        here=here,
+    )
+
+
+def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
+    """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
+    by which they would wait for each other in vain sooner or later."""
+    lines = (f"{lane.name}: {issued.in_lane(lane)}" for lane in tasks.SHARED)
+    told = gather_objects("; ".join(lines), control)
+    if len(set(told)) > 1:
+        raise RuntimeError(
+            "ranks of a ZP group issued collectives in different orders: "
+            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BothSides:
+    """Adds what the first expert rank of a ZP group computes to what another rank saw of a step."""
+
+    control: dist.ProcessGroup  # the ranks of the group, over gloo
+    place: int  # of this rank there
+    roles: Roles
+
+    def __call__(self, spans: Sequence[record.Span]) -> list[record.Span]:
+        """The same and the expert rank's, on this rank's clock: the first exchange ended at one
+        moment for both. In the order in which they began; the rank's own know where those are now
+        that they waited for. Collective."""
+        teller = self.roles.expert_cells[0]
+        own = list(spans)
+        theirs = gather_objects(own if self.place == teller else [], self.control)[teller]
+        if self.place == teller:
+            return own
+        later_s = _first_end_s(own) - _first_end_s(theirs)
+        moved = (
+            replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s, bound_by=None)
+            for span in theirs
+            if span.lane == tasks.EXPERT_SIDE.name
+        )
+        both = [*own, *moved]
+        order = sorted(range(len(both)), key=lambda old: both[old].start_s)
+        new = {old: place for place, old in enumerate(order)}
+        return [
+            span if span.bound_by is None else replace(span, bound_by=new[span.bound_by])
+            for span in (both[old] for old in order)
+        ]
+
+
+def _first_end_s(spans: Sequence[record.Span]) -> float:
+    """When the first exchange of the step had ended."""
+    return min((span.end_s for span in spans if span.name == tasks.DISPATCH.name), default=0.0)

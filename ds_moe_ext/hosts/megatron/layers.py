@@ -1,0 +1,514 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core's MoE layers: found in a model, adopted in place.
+
+A layer keeps its router, losses, shared experts, latent projections and recomputation. Its
+dispatcher is replaced by one that hands everything on to the experts, and the class of its experts
+is swapped for a subclass whose forward runs the layer's program, so that parameters, names, state
+dicts and isinstance stay as they are.
+
+Shape letters: T tokens, K choices a token, E experts, D model width, F hidden width, R rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import experts as moe_experts
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.attachment.host_layer import (
+    Adopted,
+    ExpertShape,
+    Found,
+    RoutedOf,
+    Slot,
+    Wanted,
+    shape_of,
+    stated,
+    weights_of,
+)
+from ds_moe_ext.hosts.steps.host import Passes, Schedules
+from ds_moe_ext.moe.expert import on_shard
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import RunRows
+from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.strategies.settings import BLOCK
+
+
+def find_layers(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
+    """The MoE layers, in the order of their modules, which is that in which they run. Where the
+    model is a list of chunks, each is a stack of its own: passes through others come between."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and wanted(name):
+            chunk = int(name.split(".")[0]) if isinstance(model, nn.ModuleList) else 0
+            yield _found(name, module, chunk)
+
+
+def trained_on_any(found: Sequence[Found], told: Sequence[Sequence[ExpertShape]]) -> list[Found]:
+    """The same layers, whose weights are said to be trained where any rank trains one: all experts
+    of some ranks may be frozen. ``told`` is what an expert of each is like, on the ranks that have
+    experts."""
+    if any(len(experts) != len(found) for experts in told):
+        return list(found)  # which is compared with those of the others
+    layers = []
+    for each, *experts in zip(found, *told):
+        trained = [any(weight[3] for weight in weights) for weights in zip(*experts)]
+        shape = tuple((*weight[:3], learns) for weight, learns in zip(each.expert, trained))
+        layers.append(replace(each, expert=shape))
+    return layers
+
+
+def _found(name: str, layer: Any, chunk: int) -> Found:
+    kept = layer.experts
+    if isinstance(kept, Elsewhere):
+        form, kind, expert, function = Form(), kept.kind, kept.expert, kept.function
+    else:
+        form = form_of(name, kept)
+        kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
+    choices = Choices.of(name, layer)
+
+    def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        if isinstance(layer.token_dispatcher, Dispatcher):
+            raise ValueError(
+                f"{name} runs by ds_moe_ext already: get_megatron_optimizer was called twice for "
+                f"this model; call it once, or make the model anew"
+            )
+        if held.tolist() != list(layer.local_expert_indices):
+            raise ValueError(
+                f"this rank would be home to experts {held.tolist()} of {name}, but Megatron built "
+                f"it with experts {list(layer.local_expert_indices)}"
+            )
+        routed = routed_of(on_shard(function, shard))
+        hosted = HostedExperts(layer.experts, form, shard, routed, choices)
+        cls: type = type(layer.experts)
+        layer.experts.__class__ = _hosted_class(cls)
+        layer.experts.hosted = hosted
+        layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
+        return Adopted(hosted, {p: (p,) for slot in hosted.slots() for p in slot.parameters}, ())
+
+    return Found(
+        name=name,
+        kind=kind,
+        num_experts=layer.config.num_moe_experts,
+        expert=expert,
+        num_cells=layer.ep_group.size(),
+        may_drop=choices.may_drop,
+        split=lambda num_shards: ways_of(layer.config),
+        adopt=adopt,
+        stack=chunk,
+        routing=stated(choices.config),
+    )
+
+
+# Megatron-core's modules of experts: where the weights of each lie, and what they compute.
+
+
+class Form:
+    """How a class of Megatron's keeps its experts; of this one, experts are on other ranks."""
+
+    def slots(self, experts: Any, names: Sequence[str]) -> list[Slot]:
+        """This rank's experts; ``names`` are of Megatron's parameters, see ``weight_names``."""
+        return []
+
+    def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
+        """Take these slots in place of the present ones."""
+        assert not slots, "attention ranks have no experts under Megatron"
+
+
+class Sequential(Form):
+    """``SequentialMLP``: a module each."""
+
+    def slots(self, experts: Any, names: Sequence[str]) -> list[Slot]:
+        return [
+            Slot(tuple(expert.get_parameter(name) for name in names), expert)
+            for expert in experts.local_experts
+        ]
+
+    def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
+        held = experts.local_experts  # the same list: Megatron keeps hooks by module
+        del held[:]
+        held.extend(slot.module for slot in slots if slot.module is not None)
+        experts.num_local_experts = len(slots)
+
+
+class Grouped(Form):
+    """``TEGroupedMLP``: the two linear modules have a parameter each for every expert."""
+
+    def slots(self, experts: Any, names: Sequence[str]) -> list[Slot]:
+        return [
+            Slot(tuple(experts.get_parameter(f"{name}{slot}") for name in names))
+            for slot in range(experts.num_local_experts)
+        ]
+
+    def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
+        for number, name in enumerate(names):
+            path, _, key = name.rpartition(".")
+            linear = experts.get_submodule(path)
+            for slot in range(experts.num_local_experts):
+                delattr(linear, f"{key}{slot}")
+            for slot, held in enumerate(slots):
+                linear.register_parameter(f"{key}{slot}", held.parameters[number])
+        experts.num_local_experts = len(slots)
+
+
+FORMS: dict[str, Form] = {"SequentialMLP": Sequential(), "TEGroupedMLP": Grouped()}
+"""By the name of Megatron's own class, for not every version has all."""
+
+COMPUTES = ("forward", "bias_act_func")
+"""Methods of Megatron's classes whose work is done by our program."""
+
+
+def form_of(name: str, experts: nn.Module) -> Form:
+    """How these experts are kept: as the class of Megatron's that they are of keeps them. Raises
+    ValueError where that is not known, or they compute otherwise."""
+    known = (cls for cls in type(experts).__mro__ if cls.__name__ in FORMS)
+    stock = next((cls for cls in known if getattr(moe_experts, cls.__name__, None) is cls), None)
+    kind = f"{type(experts).__module__}.{type(experts).__qualname__}"
+    if stock is None:
+        raise ValueError(
+            f"the experts of {name} are a {kind}, which ds_moe_ext does not know; it knows "
+            f"{' and '.join(FORMS)} of Megatron-core: leave --moe-use-legacy-grouped-gemm and "
+            "specs of your own out, or the layer with ds_moe_ext.moe_layer_pattern"
+        )
+    own = _overridden(experts, stock)
+    if not own and "local_experts" in experts._modules:
+        alone = (
+            _overridden(expert, MLP) for expert in experts.get_submodule("local_experts").children()
+        )
+        own = next(filter(None, alone), "")
+    if own:
+        raise ValueError(
+            f"the experts of {name} are a {kind} with a {own}, which ds_moe_ext would not run; use "
+            f"Megatron's {stock.__name__}, or leave the layer out with "
+            "ds_moe_ext.moe_layer_pattern"
+        )
+    return FORMS[stock.__name__]
+
+
+def _overridden(module: nn.Module, stock: type) -> str:
+    """What a module computes by other means than Megatron's class; empty if nothing."""
+    if not isinstance(module, stock):
+        return f"{type(module).__qualname__} in the place of an {stock.__name__}"
+    below = takewhile(lambda cls: cls is not stock, type(module).__mro__)
+    for holder in (module, *(cls for cls in below if cls is not RunsHosted)):
+        for method in COMPUTES:
+            if method in vars(holder):
+                return f"{method} of its own"
+    return ""
+
+
+def weight_names(config: Any) -> tuple[str, ...]:
+    """Of the parameters of one expert, as it takes them."""
+    parts = ("weight", "bias") if config.add_bias_linear else ("weight",)
+    return tuple(f"{linear}.{part}" for linear in ("linear_fc1", "linear_fc2") for part in parts)
+
+
+def shape_of_one(name: str, experts: Any) -> ExpertShape:
+    """What an expert of a layer is like. Raises ValueError where its class is not known, or its
+    linear modules are not Megatron's."""
+    form, names = form_of(name, experts), weight_names(experts.config)
+    try:
+        slots = [slot.parameters for slot in form.slots(experts, names)]
+    except AttributeError as error:
+        raise ValueError(
+            f"experts of {name} lack {' or '.join(names)} ({error}): their linear modules are "
+            "wrapped or changed, as adapters (LoRA) do; leave experts out of what is wrapped, or "
+            "the layer with ds_moe_ext.moe_layer_pattern"
+        ) from error
+    trained = [any(p.requires_grad for p in column) for column in zip(*slots)]
+    return shape_of(zip(names, slots[0], trained))
+
+
+def ways_of(config: Any) -> tuple[Along, ...]:
+    """How Megatron's expert tensor parallelism splits each of them: the hidden width, of gate and
+    of up where there are both."""
+    into = Along(0, 2 if config.gated_linear_unit else 1)
+    if not config.add_bias_linear:
+        return into, Along(1)
+    return into, into, Along(1), Along(0, adds=True)
+
+
+def function_of(experts: Any) -> FeedForwardExperts:
+    """What they compute, without the scores: those are applied to what comes out."""
+    config = experts.config
+    return FeedForwardExperts(activation_of(experts, config), has_bias=bool(config.add_bias_linear))
+
+
+class HostedExperts:
+    """One layer's experts on this rank, run by a strategy; an ``attachment.host_layer.Hosted``."""
+
+    def __init__(
+        self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts, choices: Choices
+    ) -> None:
+        self.choices = choices
+        self.experts, self.form, self.shard = experts, form, shard
+        self.weight_names = weight_names(experts.config)
+        self.routed = routed
+        self.run: RunRows = routed
+        # Called before weights are read, which the host may still be gathering; and before
+        # parameters are told of by their names.
+        self.ready: Callable[[], None] = lambda: None
+        self.named: Callable[[], None] = lambda: None
+        self.passes = Passes(Schedules())
+
+    @property
+    def training(self) -> bool:
+        return bool(self.experts.training)
+
+    stacks = ()  # parameters are Megatron's
+
+    def slots(self) -> list[Slot]:
+        """This rank's experts."""
+        return self.form.slots(self.experts, self.weight_names)
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Take these slots in place of the present ones."""
+        self.form.hold(self.experts, slots, self.weight_names)
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Weights of the first slot's expert in name order, then of the second's, and so on."""
+        self.ready()
+        return weights_of(self.slots())
+
+    def __call__(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
+        """``[T, D]`` to ``[T, D]``, by Megatron's map and probabilities, ``[T, E]``. Collective
+        over the cells."""
+        self.routed.rows.begin(is_training=self.training)
+        self.passes.begins(is_training=self.training)
+        expert_TK, score_TK = self.choices(routing_map, probs)
+        self.routed.rows.saw_scores(score_TK)
+        if self.choices.config.moe_apply_probs_on_input:  # of the only choice
+            x_TD = (score_TK * x_TD).to(x_TD.dtype)
+            score_TK = torch.ones_like(score_TK)
+        y_TD = self.run(x_TD, expert_TK, score_TK, self.weights())
+        self.passes.watch(y_TD)
+        return y_TD
+
+
+class RunsHosted:
+    """Put before a class of Megatron's: its forward runs the layer's program. What is told of the
+    parameters stays Megatron's own."""
+
+    hosted: HostedExperts
+
+    def forward(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """In the place of rows of this rank's experts, as our dispatcher hands it over, all."""
+        return self.hosted(x_TD, routing_map, probs), None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own, for experts that are where it put them."""
+        self.hosted.named()
+        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+@cache  # not one class for every instance
+def _hosted_class(cls: type) -> type:
+    """The class that instances get; its name stays, for those who look at it."""
+    return type(cls.__name__, (RunsHosted, cls), {"__module__": cls.__module__})
+
+
+# Their activation, as Megatron computes it: fused functions of its do not all that plain ones do.
+
+
+def activation_of(experts: Any, config: Any) -> Callable[[Tensor], Tensor]:
+    """What lies between the two linear modules of an expert; gate and up lie behind each other."""
+    if getattr(config, "use_te_activation_func", False):
+        owner = experts if hasattr(experts, "activation_func") else experts.local_experts[0]
+        by_engine: Callable[[Tensor], Tensor] = owner.activation_func
+        return by_engine
+    plain: Callable[[Tensor], Tensor] = config.activation_func
+    if not config.gated_linear_unit:
+        return plain
+    clamp = None if forgets_clamp(config) else getattr(config, "activation_func_clamp_value", None)
+    offset = getattr(config, "glu_linear_offset", None) or 0.0
+    if plain is torch.nn.functional.silu and clamp is None and not offset:
+        return silu_gated
+    return Gated(plain, clamp, offset)
+
+
+def forgets_clamp(config: Any) -> bool:
+    """Whether Megatron's fused SwiGLU leaves out the clamp that was asked for: up to some version
+    it has no parameter for one. Of a ``TransformerConfig``."""
+    if getattr(config, "activation_func_clamp_value", None) is None:
+        return False
+    is_swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    if not is_swiglu or not config.bias_activation_fusion:
+        return False
+    taken = inspect.signature(weighted_bias_swiglu_impl).parameters
+    return not any("clamp" in name for name in taken)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Megatron's gated linear unit: ``activation(gate) * (up + offset)``, ``[R, 2F] -> [R, F]``."""
+
+    activation: Callable[[Tensor], Tensor]
+    clamp: float | None  # gate at most this, up at most this in size
+    offset: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
+        return self.activation(gate) * (up + self.offset)
+
+
+# What a router chose, in the form in which our layers are told: experts and scores ``[T, K]`` from
+# its map and probabilities ``[T, E]``.
+
+
+STOCK = "megatron.core."
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """How the choices of one layer are read."""
+
+    name: str
+    config: Any  # of the router; read in each pass: an evaluation has other capacities and padding
+    is_own: bool  # the router is not Megatron's, and may choose fewer or more than it was asked to
+    may_drop: bool  # the layer's program takes choices that were dropped
+
+    @classmethod
+    def of(cls, name: str, layer: Any) -> Choices:
+        """Of a ``MoELayer``, which may drop choices where it was built to, or by its own router."""
+        config = getattr(layer.router, "config", layer.config)
+        is_own = has_own_routing(layer.router)
+        return cls(name, config, is_own, is_own or config.moe_expert_capacity_factor is not None)
+
+    def __call__(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and scores; -1 where a choice was dropped.
+
+        The host does not wait for the device, but where the router is the user's own: nothing else
+        says that it chose more than there is room for. Raises ValueError where choices would be
+        dropped, by the router or here, that must not be.
+        """
+        config, top_k = self.config, self.config.moe_router_topk
+        self._check_capacity(routing_map.shape[1])
+        if self.is_own:
+            self._check_number(routing_map)
+        if config.moe_pad_expert_input_to_capacity:
+            routing_map = routing_map & (probs != 0)  # without the rows that only fill up
+        expert_TK = routing_map.byte().topk(top_k, dim=1).indices
+        score_TK = probs.gather(1, expert_TK)
+        if self.is_own or (self.may_drop and config.moe_expert_capacity_factor is not None):
+            expert_TK = expert_TK.masked_fill(~routing_map.gather(1, expert_TK), -1)
+        return expert_TK, score_TK
+
+    def _check_capacity(self, num_experts: int) -> None:
+        factor, top_k = self.config.moe_expert_capacity_factor, self.config.moe_router_topk
+        if self.may_drop or factor is None or factor >= num_experts / top_k:
+            return
+        raise ValueError(
+            f"{BLOCK}: the capacity factor of {self.name} is {factor} in this pass, but was None "
+            "when its optimizer was made, and its program was built for a router that drops "
+            f"nothing; give --moe-expert-capacity-factor from the start, or here at least "
+            f"{num_experts / top_k:g} ({num_experts} experts, {top_k} choices), which drops nothing"
+        )
+
+    def _check_number(self, routing_map: Tensor) -> None:
+        most = int(routing_map.sum(1).max()) if len(routing_map) else 0
+        if most > self.config.moe_router_topk:
+            raise ValueError(
+                f"{BLOCK}: the router of {self.name}, which is not Megatron's, chose {most} "
+                "experts for a token, but the layer takes at most --moe-router-topk "
+                f"{self.config.moe_router_topk} of them; give --moe-router-topk {most} or more (a "
+                "token may have fewer choices)"
+            )
+
+
+def has_own_routing(router: Any) -> bool:
+    """Whether code other than Megatron's chooses: by a class below its router, or instead."""
+    methods = (getattr(router, name, None) for name in ("forward", "routing"))
+    return not all((getattr(m, "__module__", None) or "").startswith(STOCK) for m in methods)
+
+
+# Megatron's dispatcher has six phases, called in this order in versions 0.13 and up; ours hands
+# everything on to the experts, whose program does all of them.
+
+
+class _Pass(threading.local):
+    """What a pass keeps between phases. Under zebra parallelism several are under way at once, each
+    in a thread of its own."""
+
+    shape: torch.Size
+    routing_map: Tensor
+
+
+class Dispatcher:
+    """In the place of a ``MoETokenDispatcher``."""
+
+    def __init__(self, shared_experts: Any | None) -> None:
+        self.shared_experts = shared_experts  # that the replaced one ran beside its phases, if any
+        self._pass = _Pass()
+
+    def dispatch_preprocess(
+        self, hidden: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what later phases are not given."""
+        self._pass.shape, self._pass.routing_map = hidden.shape, routing_map
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden)
+        return hidden.reshape(-1, hidden.shape[-1]), probs
+
+    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing travels yet."""
+        return hidden, probs
+
+    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the experts are called with: the map stands where Megatron counts rows."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden)
+        return hidden, self._pass.routing_map, probs
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Asked for by versions 0.19 and up: none, what experts give is nobody's buffer."""
+        return None, None
+
+    def combine_preprocess(self, output: Tensor) -> Tensor:
+        """Everything is back already."""
+        return output
+
+    def token_combine(self, output: Tensor, *options: Any, **named: Any) -> Tensor:
+        """Everything is back already."""
+        return output
+
+    def combine_postprocess(self, output: Tensor) -> Tensor:
+        """In the shape that came in, with what shared experts add."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        output = output.view(self._pass.shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+
+class Elsewhere(nn.Module):
+    """In the place of experts that were built here, and are on other ranks."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.config = experts.config
+        self.kind = type(experts).__name__
+        self.expert: ExpertShape = shape_of_one("a layer", experts)
+        self.function: FeedForwardExperts = function_of(experts)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing: the ranks that have them tell of them."""
+        return {}
+
+
+def leave_experts(layer: Any) -> None:
+    """Drop the experts of a layer that has just been built."""
+    layer.experts = Elsewhere(layer.experts)
+    layer.local_expert_indices = []

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with roles in an unmodified Megatron run; see ``docs/strategies/zebra.md``.
+
+Each role trains in a world of its own (``active_settings.Worlds``). Both build the whole model as
+Megatron does. An attention rank drops the experts of each layer as soon as that is built
+(``layers.leave_experts``), an expert rank all other weights just before the model is wrapped for
+data parallelism (``keep_experts``): so neither DDP nor the optimizer ever sees them. ``start`` then
+puts ``StripedSteps`` in the place of Megatron's schedule, and lets both roles know one norm of
+gradients, skip and rerun steps together, and write one checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import rerun_state_machine
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
+from ds_moe_ext.core.layout import Grid, group_among
+from ds_moe_ext.hosts.attachment import startup_check
+from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.notices import refuse
+from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attachment.startup_check import start_of
+from ds_moe_ext.hosts.megatron.active_settings import Chosen, Worlds
+from ds_moe_ext.hosts.megatron.engine import (
+    OPTIMIZER,
+    Grids,
+    MegatronHost,
+    Told,
+    check_wrapped,
+    watch_steps,
+)
+from ds_moe_ext.hosts.megatron.refusals import STEPPING, refuse_arguments
+from ds_moe_ext.hosts.steps.host import Built, Seats, run_on
+from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run, Tracer
+from ds_moe_ext.hosts.zebra.passage import Here, Passage, Stripe
+from ds_moe_ext.hosts.zebra.stripe_model import (
+    BothSides,
+    Pausing,
+    Stack,
+    blocks_of,
+    cut_at,
+    keep_parameters,
+    stack_of,
+)
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.strategies.settings import BLOCK, Settings
+
+
+def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
+    """Stripe a model that is ready to be trained. Collective, over the ranks of both roles, in the
+    world of all.
+
+    Args:
+        asked: the settings.
+        chunks: the model, wrapped for data parallelism: one part.
+        optimizer: Megatron's, of what this rank keeps.
+
+    Raises:
+        ValueError: the model does not suit the settings.
+    """
+    assert asked.worlds is not None
+    with start_of(OPTIMIZER).together():
+        check_wrapped(chunks)
+        refuse(STEPPING, optimizer.config)
+        refuse_arguments()
+    host = RolesHost(chunks, optimizer, asked.worlds)
+    return run_on(host, host.model, asked.settings, asked.strategy)
+
+
+class RolesHost(MegatronHost):
+    """A model of Megatron's whose ranks have two roles. Arguments as of ``start``."""
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, worlds: Worlds) -> None:
+        super().__init__(chunks, optimizer, Grids(Grid(worlds.size, worlds.roles.size), (), 0))
+        self.micro_batch = None  # Megatron's is not cut into stripes, which are its micro-batches
+        self._worlds, self._here = worlds, Here()
+        self._control = group_among(self._seats.own.along("ep"), backend="gloo")
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        """All has been refused by the arguments."""
+        return settings, strategy
+
+    def sharing(self, layer: Any) -> dist.ProcessGroup:
+        """Those of a ZP group."""
+        return self._control
+
+    def told_by_experts(self, told: Sequence[Told]) -> Sequence[Told]:
+        """Attention ranks have left experts before anybody could freeze some."""
+        return [told[cell] for cell in self._worlds.roles.expert_cells]
+
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        return Seats(self._seats.own, (), startup_check.layers_of(found))
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        blueprint, _ = super().prepare(blueprint)
+        return blueprint, Pausing(self._here, None)
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        super().mark(blueprint, built)
+        strategy, worlds, (chunk,) = blueprint.strategy, self._worlds, self._chunks
+        layers = [layer for layer, _ in built]
+        blocks = blocks_of(self.model, layers)
+        for block in blocks if worlds.is_attention else ():
+            cut_at(block, self._here)
+        stack = stack_of(blueprint, layers, self.device, self._here)
+        stripes, debug = strategy.striping.num_stripes, blueprint.settings.debug
+        steps = StripedSteps(chunk, stack, self._control, stripes, debug)
+        setattr(chunk, RECORD, _ModelRecord(steps=steps))
+        self._everyone = group_among([list(range(worlds.size))], backend="gloo")
+        _join_norm(self.carrier, worlds, self._everyone)
+        _join_reruns(self._everyone)
+        _tell_of_both(self.carrier, chunk, worlds, self._everyone)
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        return DenseGradients.of(self.model, layers, self.dtype, None)
+
+    def watch_steps(self, run: Run) -> None:
+        watch_steps(self.carrier, run)
+        side = dist.get_rank(self._control)
+        run.recorder.beside = BothSides(self._control, side, self._worlds.roles)
+        # Steps are taken in the world of a role.
+        gather, tracer = partial(gather_objects, group=self._everyone), run.recorder.tracer
+        assert run.recorder.ranks is not None
+        run.recorder.ranks.gather = gather
+        run.recorder.ranks.is_on = any(gather(run.recorder.ranks.is_on))
+        if isinstance(tracer, Tracer):
+            tracer.meet_by(gather)
+
+
+# A step of zebra parallelism in the place of Megatron's forward-backward schedule. The host's
+# micro-batches are the stripes: each runs Megatron's own forward step in a coroutine that pauses at
+# the experts, and backward goes the same way back, in the order of Theorem 1. Expert ranks serve.
+# Gradients are handed to the hooks of Megatron's DDP stripe by stripe, as autograd would.
+
+
+class _Ran(NamedTuple):
+    """A micro-batch that the model has run: the loss as Megatron would begin backward with it, and
+    what Megatron's schedule returns of it."""
+
+    loss: Tensor
+    kept: list[Any]
+
+
+def _hand_over(parameter: Tensor, grad: Tensor) -> None:
+    torch.autograd.backward(parameter, grad)
+
+
+@dataclass(frozen=True, eq=False)
+class StripedSteps:
+    """Called as Megatron's ``forward_backward_func`` is. Collective over the ZP group."""
+
+    chunk: Any  # the model in its DDP
+    stack: Stack  # its layers
+    control: dist.ProcessGroup  # the ranks of the ZP group, over gloo
+    num_stripes: int | None  # micro-batches that are under way at once; None: all of a step
+    checks: bool  # compare what all ranks issued, after every pass
+
+    def __call__(
+        self,
+        *,
+        num_microbatches: int,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        **given: Any,
+    ) -> list[Any]:
+        num = self._agreed(num_microbatches, forward_only)
+        config, ddp_config, stack = self.chunk.config, self.chunk.ddp_config, self.stack
+        add_grad = None if forward_only else _hand_over
+
+        def forward(number: int) -> _Ran:
+            batches, kept = given["data_iterator"], list[Any]()
+            output, _ = schedules.forward_step(
+                given["forward_step_func"],
+                batches[0] if isinstance(batches, list) else batches,
+                self.chunk,
+                num,
+                None,
+                kept,
+                config,
+                1,
+                collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    given.get("first_val_step"), forward_only, number == 0
+                ),
+                current_microbatch=number,
+            )
+            if not forward_only and config.grad_scale_func is not None:
+                output = config.grad_scale_func(output)
+            return _Ran(output, kept)
+
+        kept: list[Any] = []
+        if not forward_only:
+            self._scaled.begin()
+        # DDP reduces no gradient meanwhile: a weight may get several in a pass.
+        unsynced = self.chunk.no_sync() if ddp_config.overlap_grad_reduce else nullcontext()
+        with _timed(config), unsynced:
+            for first in range(0, num, self.num_stripes or num):
+                numbers = range(num)[first : first + (self.num_stripes or num)]
+                stripes = [
+                    Stripe(
+                        [Passage(partial(forward, i), add_grad, stack.threads, stack.here)], [1.0]
+                    )
+                    for i in (numbers if stack.is_attention else ())
+                ]
+                control = self.control if self.checks else None
+                counts = self.chunk.training
+                stack.run(len(numbers), stripes, add_grad, counts=counts, control=control)
+                kept += (each for stripe in stripes for each in stripe.passages[0].output.kept)
+        if not forward_only:
+            self._scaled.end()
+            if ddp_config.overlap_grad_reduce:
+                self.chunk.start_grad_sync()
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func([self.chunk], None)
+        return [] if collect_non_loss_data and not stack.is_attention else self._told(kept)
+
+    @cached_property
+    def _scaled(self) -> _ScaledOnce:
+        """An expert rank divides by the number of its role's ranks, and has the sum of what all
+        attention ranks of the group found; wanted is the mean over attention ranks."""
+        roles = self.stack.roles
+        share = len(roles.expert_cells) / len(roles.attention_cells)
+        return _ScaledOnce(self.chunk, 1.0 if self.stack.is_attention else share)
+
+    def _agreed(self, num_microbatches: int, forward_only: bool) -> int:
+        """The number of micro-batches of an attention rank. Collective."""
+        told = gather_objects((num_microbatches, forward_only), self.control)
+        counts = {told[cell][0] for cell in self.stack.roles.attention_cells}
+        if len(counts) > 1 or len({is_evaluation for _, is_evaluation in told}) > 1:
+            raise RuntimeError(
+                f"{BLOCK}: the ranks of a ZP group are not at the same step: they have (number of "
+                f"micro-batches, only forward) {told}; give all ranks the same flags"
+            )
+        return int(counts.pop())
+
+    def _told(self, kept: list[Any]) -> list[Any]:
+        """What Megatron's schedule returns: of an expert rank the mean of what the attention ranks
+        of its group return. Collective."""
+        is_attention = self.stack.is_attention
+        own = tree_map_only(Tensor, lambda x: x.detach().cpu(), kept) if is_attention else None
+        told = gather_objects(own, self.control)
+        if is_attention:
+            return kept
+        trees = [told[cell] for cell in self.stack.roles.attention_cells]
+        leaves, shapes = zip(*map(tree_flatten, trees))
+        means = [_mean(column, self.stack.device) for column in zip(*leaves)]
+        found: list[Any] = tree_unflatten(means, shapes[0])
+        return found
+
+
+def _mean(column: Sequence[Any], device: torch.device) -> Any:
+    """Of numbers; of anything else the first."""
+    first = column[0]
+    if isinstance(first, Tensor):
+        return torch.stack([x.double() for x in column]).mean(0).to(device, first.dtype)
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        return type(first)(sum(column) / len(column))
+    return first
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """As Megatron times a schedule. What it times of a micro-batch begins anew before it has
+    ended, where several are under way."""
+    timers = config.timers
+    if timers is None:
+        yield
+        return
+    timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    config.timers = None
+    try:
+        yield
+    finally:
+        config.timers = timers
+        timers("forward-backward").stop()
+
+
+class _ScaledOnce:
+    """Gradients of a model are scaled where they lie in Megatron's buffers, in full precision, and
+    once, however many schedules add to them before they are reduced."""
+
+    def __init__(self, chunk: Any, factor: float) -> None:
+        self._chunk, self._factor, self._is_scaled = chunk, factor, False
+        zero: Callable[[], None] = chunk.zero_grad_buffer
+
+        @wraps(zero)
+        def zero_grad_buffer() -> None:
+            zero()
+            self._is_scaled = False
+
+        chunk.zero_grad_buffer = zero_grad_buffer
+
+    def begin(self) -> None:
+        """More is about to be added: what is there becomes as it came. Somebody may have made it
+        zero otherwise than Megatron does, which changes nothing."""
+        if self._is_scaled and self._factor != 1:
+            self._chunk.scale_gradients(1 / self._factor)
+        self._is_scaled = False
+
+    def end(self) -> None:
+        """All of a schedule has been added."""
+        if self._factor != 1:
+            self._chunk.scale_gradients(self._factor)
+        self._is_scaled = True
+
+
+@dataclass(eq=False)
+class _ModelRecord(Record):
+    """What is known of a model's DDP whose ranks have roles: how it runs."""
+
+    steps: StripedSteps | None = None
+
+
+def steps_of(model: Any) -> StripedSteps | None:
+    """How a model runs, as Megatron's schedules are given it; None where ranks have no roles."""
+    chunk = model[0] if isinstance(model, list) else model
+    record: _ModelRecord | None = getattr(chunk, RECORD, None)
+    return None if record is None else record.steps
+
+
+# The model and the sizes of a role.
+
+SIZES = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "num_distributed_optimizer_instances": "--num-distributed-optimizer-instances",
+}
+"""Of Megatron's groups, and their flags."""
+
+
+def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """``initialize_model_parallel`` as it is to be called on this rank: attention ranks are
+    replicas of each other, the expert ranks of a ZP group share its experts, as expert parallel
+    ranks do."""
+
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(initialize).bind(*args, **kwargs)
+        for name, flag in SIZES.items():
+            if bound.arguments.get(name) not in (None, 1):
+                raise ValueError(
+                    f"{BLOCK}.strategy gives ranks roles, but Megatron was given {flag} "
+                    f"{bound.arguments[name]}; attention ranks are data parallel only, and the "
+                    "strategy's own sizes say which ranks have which experts: leave it out"
+                )
+        if not worlds.is_attention:
+            bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_cells)
+        return initialize(*bound.args, **bound.kwargs)
+
+    return initialize_model_parallel
+
+
+def keep_experts(model: nn.Module) -> None:
+    """Drop all of a model that is about to be wrapped, but the experts."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    kept = [p for layer in layers for p in layer.get_submodule("experts").parameters()]
+    if not kept:
+        raise ValueError(
+            f"{BLOCK}.strategy gives ranks roles, but the model has no MoE layer, so that "
+            "expert ranks have nothing to do; give --num-experts, or leave ds_moe_ext out"
+        )
+    keep_parameters(model, kept)
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        is_empty = next(module.parameters(), None) is None
+        if is_empty and not any(isinstance(inner, MoELayer) for inner in module.modules()):
+            module.sharded_state_dict = lambda *args, **kwargs: {}
+        elif isinstance(module, LanguageModule):  # its own looks for embeddings
+            module.sharded_state_dict = partial(MegatronModule.sharded_state_dict, module)
+    model.register_load_state_dict_post_hook(_only_experts)
+    for wrapped in (m for name, m in model.named_modules() if set(name.split(".")) == {"module"}):
+        wrapped.register_load_state_dict_post_hook(_only_experts)
+
+
+def _only_experts(model: nn.Module, incompatible: Any) -> None:
+    """Of what a checkpoint did not have, only weights that are here are missed."""
+    here = {name for name, _ in model.named_parameters()}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in here]
+
+
+# One mind of both roles. ``control`` are all ranks, over gloo.
+
+
+def _join_norm(optimizer: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
+    """Let both roles know one norm of gradients, by which Megatron clips and which it tells, and
+    skip a step together. Of its own role an optimizer knows both already, the same on all of its
+    ranks."""
+    stock_norm, stock_prepare = optimizer.get_grad_norm, optimizer.prepare_grads
+
+    @wraps(stock_norm)
+    def get_grad_norm() -> float:
+        own = float(stock_norm() or 0.0)  # None where a rank has nothing to train
+        square = torch.tensor(own * own if worlds.is_first else 0.0, dtype=torch.float64)
+        return math.sqrt(sum_in_place(square, control))
+
+    @wraps(stock_prepare)
+    def prepare_grads() -> bool:
+        """A role that alone skipped a step would leave the other to wait for its norm."""
+        return bool(max_in_place(torch.tensor(int(stock_prepare())), control))
+
+    optimizer.get_grad_norm = get_grad_norm
+    if optimizer.config.loss_scale:  # else nothing is looked for
+        optimizer.prepare_grads = prepare_grads
+
+
+def _join_reruns(control: dist.ProcessGroup) -> None:
+    """Where Megatron runs a step again, to see whether numbers that are none come again, both roles
+    do, and both end for it. Nothing changes where nobody has made a machine that reruns steps."""
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is None or machine.get_mode() is rerun_state_machine.RerunMode.DISABLED:
+        return
+    stock = machine._reduce_any
+
+    @wraps(stock)
+    def reduce_any(asked: Any) -> Any:
+        found = max_in_place(torch.tensor(stock(asked), dtype=torch.int64), control)
+        return tuple(map(bool, found.tolist())) if isinstance(asked, list) else bool(found)
+
+    machine._reduce_any = reduce_any
+
+
+# One checkpoint of both roles, as stock Megatron would write it of attention ranks alone. Its
+# distributed format knows weights by name and experts by number, so that each role says what it
+# has. An attention rank lacks the optimizer of the experts, an expert rank that of all else; what
+# these have beside tensors by name, as learning rates, is told by the other role.
+
+
+class _Absent:
+    """In a chain of Megatron's optimizers, one whose weights are on the ranks of the other role."""
+
+    is_stub_optimizer = True
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.model_chunks: list[Any] = []
+        self.param_groups: list[Any] = []
+        self.optimizer = self
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """It has nothing to tell."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """It is not here."""
+
+
+def _tell_of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
+    """Let a role's optimizer, a chain of Megatron's, save and load as one of all weights would."""
+    own, absent = optimizer.chained_optimizers[-1], _Absent(optimizer.config)
+    mine = 0 if worlds.is_attention else 1  # Megatron chains dense weights before experts
+    both = ChainedOptimizer([own, absent] if mine == 0 else [absent, own])
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[int, Any]:
+        state: dict[int, Any] = both.sharded_state_dict(*args, **kwargs)
+        _, plain = extract_matching_values(state[mine], _is_sharded)
+        told = gather_objects((mine, plain) if worlds.is_first else None, control)
+        theirs = dict(each for each in told if each is not None)
+        return {mine: state[mine], 1 - mine: theirs[1 - mine]}
+
+    optimizer.sharded_state_dict = sharded_state_dict
+    optimizer.load_state_dict = both.load_state_dict
+    optimizer.state_dict = chunk.state_dict_for_save_checkpoint = _refuse
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, ShardedBase)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        f"{BLOCK}.strategy gives ranks roles, and a part of the model each, which a "
+        "checkpoint with a file a rank cannot say; use --ckpt-format torch_dist"
+    )
+
+
+def save_together(
+    save: Callable[..., Any], worlds: Worlds, state: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``dist_checkpointing.save`` on the ranks of both roles. What both have, as states of
+    generators, is told by attention ranks. Raises ValueError where it is to go on in the
+    background."""
+    if kwargs.get("async_sharded_save"):
+        raise ValueError(
+            f"{BLOCK}.strategy gives ranks roles, which save together: leave --async-save out"
+        )
+    keys = {value.key for value in nested_values(state) if _is_sharded(value)}
+    told = gather_objects(keys if worlds.is_attention else set(), worlds.whole)
+    if not worlds.is_attention:
+        theirs: set[str] = set().union(*told)
+        _, state = extract_matching_values(state, lambda v: _is_sharded(v) and v.key in theirs)
+    with worlds.together():
+        return save(state, *args, **kwargs)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a striped step, done: what attention ranks compute, rows between them and expert
+ranks, experts that serve, and copies of experts. See ``schedule/stripes.py``.
+
+What is done is done by the stages of the layer; here they are laid to the tasks of a step, where a
+rank may have no tokens, or no experts. Copies are gathered once a step; gradients of copies are
+summed over the stripes where they compute, and go home together. Shape letters: T tokens, N rows
+sent, R rows received, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_moe_ext.core.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.rows import one_of_each
+from ds_moe_ext.hosts.zebra.passage import AddGrad, Answer, Question, RandomState, Stripe
+from ds_moe_ext.moe.copy_memory import Slab, Weights
+from ds_moe_ext.moe.copy_memory import whole as whole_grads
+from ds_moe_ext.moe.layer_copies import Copies
+from ds_moe_ext.moe.route import LayerRoute
+from ds_moe_ext.schedule.executor import OnDevice, lanes_for, to_the_end
+from ds_moe_ext.schedule.stages import Saved, Stage, Uncut
+from ds_moe_ext.schedule.task import Span
+
+STRIPE = Span(0, 1)  # of a stripe all tokens travel at once
+
+Written = tuple[tuple[Any, ...], Saved]
+
+
+@dataclass(eq=False)
+class GradientSums:
+    """Gradients of parameters, summed over the stripes in their order."""
+
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+    _own: set[int] = field(default_factory=set)  # whose sum is a buffer of ours
+
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """One more."""
+        key = id(parameter)
+        if key not in self._sums:
+            self._sums[key] = grad
+        elif key in self._own:
+            self._sums[key] += grad
+        else:
+            first = self._sums[key]
+            lanes_for(first.device, overlaps=True).keep((first,))  # another may have made it
+            self._sums[key] = first + grad
+            self._own.add(key)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether there is one."""
+        return id(parameter) in self._sums
+
+    def take(self, parameter: Tensor, factor: Tensor) -> Tensor | None:
+        """The sum times a scalar, rounded once; None where there is none. It is forgotten."""
+        total = self._sums.pop(id(parameter), None)
+        if total is None:
+            return None
+        wide = torch.promote_types(total.dtype, torch.float32)
+        if total.dtype == wide and id(parameter) in self._own:
+            return total.mul_(factor.to(wide))
+        return (total.to(wide) * factor.to(wide)).to(total.dtype)
+
+
+# Attention ranks.
+
+
+@dataclass(frozen=True, eq=False)
+class StripeAttention(Uncut):
+    """All that the model computes between two layers' experts; ``layer`` is the second one."""
+
+    layer: int
+    stripes: Sequence[Stripe]  # of this rank
+
+    def forward(self, span: Span, _: Any, returned: Any, *rest: Any) -> Written:
+        question = self.stripes[span.start].forward(self.layer, returned)
+        return (None, question), ()
+
+    def backward(self, span: Span, saved: Saved, _: Any, grad_TD: Tensor) -> tuple[Any, ...]:
+        return None, self.stripes[span.start].backward(self.layer, grad_TD)
+
+
+@dataclass(frozen=True, eq=False)
+class StripeHead(Uncut):
+    """What follows the last layer's experts, and the gradients of the losses."""
+
+    num_layers: int
+    stripes: Sequence[Stripe]  # of this rank
+
+    def forward(self, span: Span, _: Any, returned: Any, *rest: Any) -> Written:
+        stripe = self.stripes[span.start]
+        stripe.finish(self.num_layers, returned)
+        return (tuple(stripe.seeds),), ()
+
+    def backward(self, span: Span, saved: Saved, seeds: Sequence[float]) -> tuple[Any, ...]:
+        return None, self.stripes[span.start].turn(self.num_layers - 1, seeds)
+
+
+# Rows there and back.
+
+
+@dataclass(frozen=True, eq=False)
+class StripeDispatch(Uncut):
+    """Rows to the experts; before, all ranks learn how many. Reads a ``Question`` or nothing."""
+
+    order: Stage  # of the layer
+    dispatch: Stage  # likewise
+    device: torch.device  # of the rows
+    is_graded: bool  # gradients will come
+    tell: Callable[[Tensor], None]  # what rows are like
+
+    def forward(self, span: Span, question: Question | None) -> Written:
+        if question is None:
+            nothing = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
+            (route,), _ = self.order.forward(STRIPE, nothing)
+            x_TD = route.none_0D
+        else:
+            x_TD = question.x_TD
+            (route,), _ = self.order.forward(STRIPE, question.expert_TK, x_TD)
+        self.tell(x_TD)
+        (arrived_RD,), saved = self.dispatch.forward(STRIPE, x_TD, route)
+        # Whether the other side wants gradients nobody knows here; it takes them in any case.
+        return (arrived_RD.requires_grad_(self.is_graded), route), saved
+
+    def backward(
+        self, span: Span, saved: Saved, grad_RD: Tensor | None, route: LayerRoute
+    ) -> tuple[Any, ...]:
+        return self.dispatch.backward(STRIPE, saved, _or_none(grad_RD, route))
+
+
+@dataclass(frozen=True, eq=False)
+class StripeCombine(Uncut):
+    """Rows of experts back to their tokens, with how they were sent: an ``Answer``."""
+
+    combine: Stage
+
+    def forward(self, span: Span, *reads: Any) -> Written:
+        *computed, route = reads
+        own_RD = next((rows for rows in computed if rows is not None), None)
+        (returned_ND,), saved = self.combine.forward(STRIPE, _or_none(own_RD, route), route)
+        own = route.on(STRIPE)
+        if own.is_full:
+            _ = own.row_N  # made in this lane, in which the adjoint of the dispatch reads it
+        return (Answer(returned_ND, own),), (len(computed), *saved)
+
+    def backward(
+        self, span: Span, saved: Saved, grad_ND: Tensor | None, route: LayerRoute
+    ) -> tuple[Any, ...]:
+        grads = self.combine.backward(STRIPE, saved[1:], _or_none(grad_ND, route))
+        return grads * int(saved[0])
+
+
+def _or_none(rows: Tensor | None, route: LayerRoute) -> Tensor | None:
+    """Rows that the other side has are none here."""
+    return route.none_0D if rows is None else rows
+
+
+# Experts.
+
+
+@dataclass(frozen=True, eq=False)
+class StripeExpert(Uncut):
+    """Rows of a stripe through the experts of this rank."""
+
+    expert: Stage  # of the layer
+    add_grad: AddGrad | None  # takes the gradients of its weights; None where there are none
+    recomputes: bool = False  # forward keeps its rows alone, and backward computes the rest again
+    is_joined: bool = False  # weights are joined from homes and copies; so their gradients go there
+
+    def forward(
+        self, span: Span, rows_RD: Tensor, route: LayerRoute, weights: tuple[Tensor, ...]
+    ) -> Written:
+        if self.add_grad is None or not self.recomputes:
+            written, saved = self.expert.forward(STRIPE, rows_RD, route, weights)
+            return written, (weights, *saved)
+        state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
+        written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
+        return written, (weights, rows_RD, route, state)
+
+    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+        weights, kept = saved[0], saved[1:]
+        if self.recomputes:
+            rows_RD, route, state = kept
+            with state.again():
+                _, kept = self.expert.forward(STRIPE, rows_RD, route, weights)
+        grad_rows_RD, grads = self.expert.backward(STRIPE, kept, grad_RD)
+        if self.is_joined:
+            return grad_rows_RD, grads
+        assert self.add_grad is not None
+        for weight, grad in zip(weights, grads):
+            if grad is not None:
+                self.add_grad(weight, grad)
+        return (grad_rows_RD,)
+
+
+# Copies of experts.
+
+
+@dataclass(frozen=True, eq=False)
+class Held(OnDevice):
+    """The copies of a layer: who holds which experts by now, at home or as copies; and the copies
+    of this rank, by expert."""
+
+    target: Placement
+    copies: Mapping[int, Weights]
+
+    def tensors(self) -> Iterable[Tensor]:
+        return (tensor for copy in self.copies.values() for tensor in copy)
+
+
+@dataclass(frozen=True, eq=False)
+class StripeGather:
+    """Reads the weights at home, and what is held and a stripe's route where rows are known; writes
+    what is held then. Collective over the ZP group; a rank without a part returns at once."""
+
+    copies: Copies  # of the layer
+    add_grad: AddGrad | None  # takes the gradients of its weights; None where there are none
+
+    def forward(self, span: Span, weights: Weights, *given: Any) -> Written:
+        copies, plan = self.copies, self.copies.plan
+        if given:
+            held, route = given
+            wanted = held.target.with_copies(route.target.holds_EC)
+            part = copies.place.part(held.target, wanted)
+        else:
+            copies.learn_types(weights)
+            held, wanted, part = Held(plan.home, {}), plan.target, copies.trips.whole
+        room = Slab().make_room(part.received, copies.like)
+        there = {**copies.by_expert(weights, plan.home), **held.copies}
+        copies.moved(to_the_end(sparse_all_gather(part, there, room, copies.place.group)))
+        return (Held(wanted, {**held.copies, **room}),), (weights, wanted)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        """That of the last one, which holds what all have gathered."""
+        return pieces[-1][1]
+
+    def backward(self, span: Span, saved: Saved, *told: Any) -> tuple[Any, ...]:
+        """Sum the gradients of all copies at home."""
+        copies, (weights, target) = self.copies, saved
+        if not copies.is_trained:
+            return (None,)
+        own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
+        copies.lanes.keep(one_of_each(waiting.values()))
+        part, place = copies.trips.part_to(target), copies.place
+        reduction = sparse_reduce_scatter(
+            part, {**own, **waiting}, place.group, in_float32=place.in_float32
+        )
+        arrived = to_the_end(reduction)
+        copies.moved(arrived.traffic)
+        for expert, grads in arrived.grads.items():
+            _add_grads(self.add_grad, own[expert], grads)
+        return (None,)
+
+
+@dataclass(frozen=True, eq=False)
+class StripeJoin(Uncut):
+    """Reads the weights at home, what is held and the route of a stripe; writes the weights of all
+    that compute here, by slot."""
+
+    copies: Copies  # of the layer
+    add_grad: AddGrad | None  # as of ``StripeGather``
+
+    def forward(self, span: Span, weights: Weights, held: Held, route: LayerRoute) -> Written:
+        copies = self.copies
+        there = {**copies.by_expert(weights, copies.plan.home), **held.copies}
+        experts = route.target.experts_of(copies.place.cell).tolist()
+        # A rank that is home to none of them has gradients, too.
+        learns, some = self.add_grad is not None, copies.some_are_trained
+        joined = tuple(
+            weight.detach().requires_grad_(learns and (some or like.requires_grad))
+            for expert in experts
+            for weight, like in zip(there[expert], copies.like)
+        )
+        return (joined,), (weights, route.target)
+
+    def backward(self, span: Span, saved: Saved, grads: Weights) -> tuple[Any, ...]:
+        copies, (weights, target) = self.copies, saved
+        own = copies.by_expert(weights, copies.plan.home)
+        for expert, found in copies.by_expert(grads, target).items() if copies.is_trained else ():
+            if expert in own:
+                _add_grads(self.add_grad, own[expert], found)
+            else:
+                copies.let_wait({expert: whole_grads(found, copies.like)})
+        return None, ()  # not None: every rank that computes takes part in the way home
+
+
+def _add_grads(
+    add_grad: AddGrad | None, parameters: Weights, grads: Iterable[Tensor | None]
+) -> None:
+    """Those of an expert's weights; frozen ones have none."""
+    assert add_grad is not None
+    for parameter, grad in zip(parameters, grads):
+        if grad is not None and parameter.requires_grad:
+            add_grad(parameter, grad)
