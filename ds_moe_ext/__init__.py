@@ -33,19 +33,19 @@ __all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "
 __all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
 
 _NAMES = {
-    "attachment.experts": ("ExpertsDescription", "register_experts"),
-    "attachment.stored_weights": ("InOne", "OneEach", "Stored"),
+    "core.placement": ("Placement",),
+    "core.share": ("LocalElseHome", "NearestCopy", "Rule", "Share"),
+    "hosts.attachment.experts": ("ExpertsDescription", "register_experts"),
+    "hosts.attachment.host_layer": ("InOne", "OneEach", "Stored"),
     "hosts.deepspeed.checkpoint": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
+    "hosts.steps.host": ("joined",),
+    "hosts.steps.training_run": ("recorder_of",),
     "moe.feed_forward": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),
     "patches.megatron": ("forget", "use"),
-    "placement": ("Placement",),
-    "settings": ("read_settings",),
-    "share": ("LocalElseHome", "NearestCopy", "Rule", "Share"),
-    "steps.training_run": ("recorder_of",),
-    "steps.unequal_passes": ("joined",),
-    "strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),
+    "planning.strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),
+    "strategies.settings": ("read_settings",),
     "version": ("__version__",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

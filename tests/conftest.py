@@ -17,7 +17,7 @@ from tests import ranks
 hypothesis.settings.register_profile(
     "patient",
     deadline=None,
-    max_examples=50,
+    max_examples=30,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(

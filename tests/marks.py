@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases of a test are long runs, started by hand (``pytest -m slow``), and what some need."""
+"""Which cases of a test are long runs, started by hand (``pytest -m slow``), and what some need.
+
+Where a test has many axes, CI has so many cases that every pair of values is in one (``cases``).
+"""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,3 +22,39 @@ def slow(*values: Any) -> Any:
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="DeepSpeedCPUAdam is compiled, and there is no c++"
 )
+
+
+Values = dict[str, Any]
+
+
+def combinations(**values: Iterable[Any]) -> list[Values]:
+    return [dict(zip(values, each)) for each in itertools.product(*values.values())]
+
+
+def by_pairs(cases: Sequence[Values]) -> list[Values]:
+    """Some of the cases, in which every pair of values is that is in any. Greedy: the next one has
+    most of those that are missing."""
+    missing = set().union(*map(_pairs, cases))
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(missing & _pairs(case))))
+        missing -= _pairs(chosen[-1])
+    return chosen
+
+
+def _pairs(case: Values) -> set[Any]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+def cases(possible: Callable[[Values], bool], **values: Iterable[Any]) -> Any:
+    """For ``parametrize``: those that no pair needs are slow."""
+    found = list(filter(possible, combinations(**values)))
+    quick = by_pairs(found)
+    return [
+        pytest.param(
+            each,
+            id=" ".join(f"{name}={value}" for name, value in each.items()),
+            marks=[] if each in quick else [pytest.mark.slow],
+        )
+        for each in found
+    ]

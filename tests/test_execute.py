@@ -26,7 +26,6 @@ from ds_moe_ext.schedule.executor import (
     Lanes,
     Steps,
     ThreadLanes,
-    lanes_for,
 )
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
@@ -94,15 +93,6 @@ def test_inline_lanes_run_in_issue_order_in_the_callers_thread(schedule: Schedul
     seen: list[tuple[int, int]] = []
     InlineLanes().run(schedule, lambda i: seen.append((i, threading.get_ident())))
     assert seen == [(i, threading.get_ident()) for i in range(len(schedule.tasks))]
-
-
-def test_one_thread_a_lane_and_the_callers_for_what_is_computed() -> None:
-    schedule = flow("a compute", "b inter", "c compute", "d inter a", "e param")
-    threads: dict[int, int] = {}
-    THREADS.run(schedule, lambda i: threads.update({i: threading.get_ident()}))
-    assert threads[0] == threads[2] == threading.get_ident()
-    assert threads[1] == threads[3]
-    assert len({*threads.values()}) == 3
 
 
 def test_lanes_run_at_the_same_time() -> None:
@@ -325,13 +315,6 @@ def test_an_exchange_that_is_broken_off_tells_of_what_failed() -> None:
         THREADS.join([THREADS.begin(PARAM, Told().pausing(BrokenOff())), failed])
 
 
-def test_lanes_of_a_device_are_shared() -> None:
-    cpu = torch.device("cpu")
-    assert isinstance(lanes_for(cpu, overlaps=True), ThreadLanes)
-    assert not isinstance(lanes_for(cpu, overlaps=False), ThreadLanes)
-    assert lanes_for(cpu, overlaps=True) is lanes_for(cpu, overlaps=True)
-
-
 # Streams, without a device: what is issued runs later, in threads in place of streams.
 
 
@@ -453,13 +436,6 @@ def test_the_host_works_in_a_thread_of_its_own_while_the_caller_issues() -> None
     assert threads[4] == latest  # it stays
 
 
-def test_without_work_for_the_host_no_thread_is_made() -> None:
-    lanes = CudaLanes(torch.device("cpu"), STREAMS)
-    before_it = threading.active_count()
-    lanes.run(flow("a compute", "b compute a"), lambda position: None)
-    assert threading.active_count() == before_it
-
-
 def test_a_program_runs_with_the_host_beside_it() -> None:
     """Forward and backward; the host's task makes nothing that has a gradient."""
     x, y, told = (Value(kind, 0, WHOLE) for kind in (X, Y, Kind("told", has_gradient=False)))
@@ -528,7 +504,6 @@ def test_nothing_hangs_beside_the_streams_whatever_fails(
 # What the simulator predicts is what happens.
 
 GATHER = Op("gather", PARAM)
-MEND = Op("mend", COMPUTE)
 X = Kind("x", by_token=True)
 COPIES = Kind("copies")
 ARRIVED = Kind("arrived", by_token=True)

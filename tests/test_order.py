@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,18 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.core.comm import OnTheirWay
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.row_levels import Division, RowLevels, WholePrices
+from ds_moe_ext.core.row_levels import RowLevels, WholePrices
 from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy, Rule, Share
 from ds_moe_ext.moe import order
-from ds_moe_ext.moe.order import FEW, Order, Seat, counted, keys_of, kind_of, sorted_by
+from ds_moe_ext.moe.order import Order, Seat, counted, keys_of, kind_of
 from ds_moe_ext.moe.route import LayerRoute, Restore, one_cell_route, transposed_blocks
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.moe.turns import HostLag
-from ds_moe_ext.planning.strategy import Destination, Job
+from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.schedule.task import Cut, Span, spans
-from ds_moe_ext.strategies.fssdp import FullySharded
 
 CPU = torch.device("cpu")
 BIG = 10_000  # more choices than a rank has: names a row by sender and choice
@@ -131,14 +126,6 @@ def test_transposed_blocks() -> None:
     assert transposed_blocks(lengths.T, (1, 0), CPU).tolist() == [0, 4, 5, 1, 2, 3]
 
 
-@pytest.mark.parametrize("num_rows", [7, FEW + 1])
-@pytest.mark.parametrize("most", [1, 2**15 - 1, 2**15, 2**20])
-def test_few_bytes_sort_as_many(num_rows: int, most: int) -> None:
-    key_N = torch.arange(num_rows).flip(0) % (most + 1)
-    key_N[::3] = most
-    assert torch.equal(sorted_by(key_N, most), key_N.argsort(stable=True))
-
-
 def test_two_cells_by_hand() -> None:
     """Cell 0 holds experts 1 and 2, cell 1 holds 0 and 3; rank 0 has 3 tokens, rank 1 has 1."""
     target, share = by_owner(1, 0, 0, 1, num_cells=2)
@@ -222,15 +209,6 @@ def test_rows_of_experts() -> None:
         ]
 
 
-def test_slot_rows() -> None:
-    on_device = SlotRows.ending(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
-    assert on_device.on_host() == (2, 0, 3)
-    known = SlotRows.of(np.array([2, 0, 3]), CPU)
-    assert known.on_host() == (2, 0, 3)
-    assert known.end_S.tolist() == [2, 2, 5]
-    assert known.num_rows == 5
-
-
 @given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
 def test_rows_that_are_packed_ahead_are_those_of_the_route(
     num_tokens: int, top_k: int, num_chunks: int, seed: int
@@ -312,35 +290,6 @@ def test_one_cell_needs_no_exchange(
         assert torch.equal(route.to_arrival(rows_RD), rows_RD)
 
 
-@pytest.mark.parametrize("landed", [[], [True, False, True], [False, True, False]])
-def test_a_device_that_waits_for_its_host_is_told(landed: list[bool]) -> None:
-    target, lag = Placement.block(2, 1), HostLag()
-    stage = Order(
-        destination=Destination(target, LocalElseHome(target, target)),
-        seat=Seat(0),
-        group=None,
-        capacity_factor=None,
-        gate_may_drop=True,  # which asks for counts
-        on_rows=lambda rows, top_k, share: None,
-        lag=lag,
-    )
-
-    def on_device(counts: Tensor, group: None) -> OnTheirWay:
-        if not landed:
-            return OnTheirWay(counts, group)
-        has_landed = landed[lag.num_passes]
-        event: Any = SimpleNamespace(query=lambda: has_landed, synchronize=lambda: None)
-        return OnTheirWay(counts, group, event)
-
-    with mock.patch("ds_moe_ext.moe.order.counts_to_host", on_device):
-        for _ in range(3):
-            stage.forward(Span(0, 1), torch.tensor([[0], [1], [-1]]))
-    assert (lag.num_passes, lag.num_idle) == (len(landed), sum(landed))
-    line = str(HostLag.of_all([lag, HostLag()]))
-    assert line.startswith("in 67% of the layers' passes") == (sum(landed) == 2)
-    assert bool(line) == (sum(landed) == 2)
-
-
 def test_capacity_drops_before_the_exchange() -> None:
     """One cell, 4 rows, 2 experts, factor 1: each expert takes 2."""
     target = Placement.block(2, 1)
@@ -359,38 +308,6 @@ def test_capacity_drops_before_the_exchange() -> None:
 
 
 # What is worked out between gate and dispatch.
-
-
-def test_without_copies_nothing_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By plans of priced shares, before costs are known and where nothing is worth copying."""
-    strategy = FullySharded(share="priced", overlap_degree=0)
-    home = Placement.block(4, 2)
-    (plan,) = strategy.plan(Job.at_start([home], np.array([0, 0])))
-    monkeypatch.setattr("ds_moe_ext.core.row_levels.RowLevels._layer", None)
-    assert plan.target is home and plan.revise is None
-    assert plan.share.of_rows(np.ones((2, 4), dtype=np.int64)) is plan.share
-    ids = torch.tensor([[0, 1], [2, 3], [3, 1]])
-    routes = Layer((ids, ids), plan.target, plan.share, num_chunks=3).routes()
-    assert [route.on(Span(0, 3)).sent_C for route in routes] == [(3, 3)] * 2
-
-
-def test_rows_are_divided_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many chunks and spans there are."""
-    rule, num_divided = _by_time(Placement(np.ones((2, 2), dtype=bool))), 0
-    divided = RowLevels.divided
-
-    def then_divide(levels: RowLevels, *given: Any, **named: Any) -> Division:
-        nonlocal num_divided
-        num_divided += 1
-        return divided(levels, *given, **named)
-
-    monkeypatch.setattr(RowLevels, "divided", then_divide)
-    ids = torch.tensor([[0], [0], [1], [0], [1], [0]])
-    routes = Layer((ids, ids[:3]), rule.levels.target, rule, num_chunks=3).routes()
-    for route in routes:
-        for span in (*spans(3, 3), Span(0, 3)):
-            assert route.on(span).choice_N is not None
-    assert num_divided == len(routes)
 
 
 @pytest.mark.parametrize("rule", ["nearest", "local", "by time"])

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.expert import Local
-from ds_moe_ext.moe.observation import Meter, TasksSeen
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.stages import Crew, Stage
@@ -425,21 +424,6 @@ def test_checkpointing_keeps_nothing_of_local_stages() -> None:
     assert stage.num_alive == 1
 
 
-@BOTH
-def test_checkpointing_two_layers(lanes: Lanes) -> None:
-    program = diamond(lanes)
-    gradients = []
-    for through in (
-        lambda x, w: checkpoint(lambda x: program(x, w)[0], x, use_reentrant=False),
-        lambda x, w: program(x, w)[0],
-    ):
-        x, *w = leaves()
-        through(through(x, tuple(w)), tuple(w)).sum().backward()
-        gradients.append((x.grad, *(part.grad for part in w)))
-    for ours, reference in zip(*gradients):
-        assert close(ours, reference)
-
-
 # Chunks.
 
 
@@ -595,56 +579,3 @@ def test_observers_see_all_tasks_in_order_when_they_are_on() -> None:
     program(x, tuple(w))
     assert lanes.num_marks == 12
     assert (len(on.seen), len(off.seen)) == (3, 3)
-
-
-class DeviceLanes(InlineLanes):
-    """Of a device that is asked for the time slowly."""
-
-    issues = True
-
-    def mark(self) -> Mark:
-        time.sleep(0.02)
-        return super().mark()
-
-
-def test_observers_are_told_what_the_host_took_but_not_to_look() -> None:
-    meter, trace = Meter(is_wanted=True), TasksSeen(is_wanted=True)
-    program = diamond(DeviceLanes(), meter, trace)
-    x, *w = leaves()
-    (y,) = program(x, tuple(w))
-    began_s = time.perf_counter()
-    y.sum().backward()
-    took_s = time.perf_counter() - began_s
-    tasks, seconds = zip(*meter.take_issued())
-    names = ["double[0,0]", "scale[0,0]", "join[0,0]"]
-    assert [str(task) for task in tasks] == [*names, *(f"{n[:-5]}'{n[-5:]}" for n in names[::-1])]
-    assert min(seconds) > 0
-    assert sum(seconds[3:]) < took_s - 9 * 0.02  # three tasks, begin and two ends of each
-    assert meter.take_issued() == []
-    meter.is_wanted = False
-    program(x, tuple(w))
-    assert meter.take_issued() == []
-
-
-def test_tasks_seen_on_threads() -> None:
-    """All of them, in the order in which they began, and none for longer than the pass took."""
-    tasks = TasksSeen()
-    program = diamond(THREADS, tasks)
-    x, *w = leaves()
-    program(x, tuple(w))
-    assert tasks.take() == []
-    tasks.is_wanted = True
-    start = time.perf_counter()
-    program(x, tuple(w))[0].sum().backward()
-    took_s = time.perf_counter() - start
-    seen = tasks.take()
-    assert sorted(str(timed.task) for timed in seen) == [
-        *("double'[0,0]", "double[0,0]", "join'[0,0]", "join[0,0]"),
-        *("scale'[0,0]", "scale[0,0]"),
-    ]
-    times = [timed.seconds_from(seen[0]) for timed in seen]
-    assert times == sorted(times)
-    assert times[0][0] == 0
-    for begin_s, end_s in times:
-        assert 0 <= begin_s <= end_s <= took_s
-    assert tasks.take() == []

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.core.all_to_all import Channel, Reach, Relay, Relays, by_places
-from ds_moe_ext.core.comm import all_to_all_rows
+from ds_moe_ext.core.all_to_all import Relay
 from ds_moe_ext.core.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import RowSplits
@@ -323,25 +322,6 @@ def test_encoded_rows_go_every_way() -> None:
     pool_of(4).run(_encoded)
 
 
-def test_between_nodes_as_between_all() -> None:
-    """Gloo between hosts wants pairs; within a host it does not."""
-    layout = layout_of(Grid(4, 4), 3, 2)
-    layout._groups.update(
-        {
-            (WITHIN_NODES, INTER): mock.sentinel.within,
-            (BETWEEN_NODES, INTER): mock.sentinel.between,
-        }
-    )
-    direct = Channel(mock.sentinel.all, mock.sentinel.by_pairs)
-    relays = carrier_of(layout, INTER, Way.BY_PLACES, direct)
-    assert isinstance(relays, Relays)
-    assert (relays.planner, relays.rank) == (by_places, 3)
-    assert relays.channels == {
-        Reach.WITHIN: Channel(mock.sentinel.within, all_to_all_rows),
-        Reach.BETWEEN: Channel(mock.sentinel.between, mock.sentinel.by_pairs),
-    }
-
-
 def _measured(rank: int, world_size: int) -> Line:
     uses = [("ep", INTER), *((axis, INTER) for axis in NODE_AXES)]
     layout = ParallelLayout.build(Grid(world_size, world_size), uses, 2)
@@ -362,12 +342,6 @@ def test_a_way_is_timed_alike_on_all_ranks() -> None:
 
 
 # The strategy.
-
-
-def test_what_a_way_uses() -> None:
-    own = {(axis, INTER) for axis in NODE_AXES}
-    uses = {name: own & set(esp(all_to_all=name).uses()) for name in (None, *WAYS)}
-    assert uses == {None: own, "direct": set(), "1dh": own, "2dh": own, "deepep": set()}
 
 
 def esp(**keys: Any) -> Strategy:

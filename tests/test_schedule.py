@@ -17,7 +17,6 @@ from ds_moe_ext.schedule.simulator import Box, Count, Timeline, chrome_trace, si
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,
-    PARAM,
     Cut,
     Kind,
     Op,
@@ -82,19 +81,6 @@ def test_chunks_are_as_equal_as_can_be(num_tokens: int, num_chunks: int) -> None
 # Who waits for whom.
 
 
-def test_one_chunk() -> None:
-    schedule = layer(1, 1)
-    assert str(schedule) == (
-        "gate[0,0] order[0,0] dispatch[0,0] expert[0,0] combine[0,0] restore[0,0]"
-    )
-    # Order waits for the gate; dispatch for order; the expert reads rows (2) and route (1);
-    # restore reads scores (0), route (1) and rows (4).
-    assert schedule.after == ((), (0,), (1,), (1, 2), (1, 3), (0, 1, 4))
-    assert schedule.is_chain
-    # Order has no adjoint: ids and routes have no gradient.
-    assert schedule.live == (True, False, True, True, True, True)
-
-
 def test_one_chunk_reversed() -> None:
     backward = layer(1, 1).reversed()
     assert str(backward) == "restore'[0,0] combine'[0,0] expert'[0,0] dispatch'[0,0] gate'[0,0]"
@@ -107,27 +93,6 @@ def test_one_chunk_reversed() -> None:
     assert not backward.is_chain
     assert words(backward.tasks[0].reads) == ["y[0,0]"]
     assert words(backward.tasks[0].writes) == ["returned[0,0]", "scores[0,0]"]
-
-
-def test_one_chunk_after_a_hosts_gate() -> None:
-    schedule = layer(1, 1, gated=False)
-    assert str(schedule) == "order[0,0] dispatch[0,0] expert[0,0] combine[0,0] restore[0,0]"
-    assert words(schedule.inputs) == ["x[0,0]", "expert_ids[0,0]", "scores[0,0]", "weights[0]"]
-    assert schedule.is_chain
-    backward = schedule.reversed()
-    assert str(backward) == "restore'[0,0] combine'[0,0] expert'[0,0] dispatch'[0,0]"
-    assert words(backward.outputs) == ["x[0,0]", "scores[0,0]", "weights[0]"]
-    assert backward.is_chain
-
-
-def test_planning_alone_asks_for_no_threads() -> None:
-    beside = orders.Beside(copied=True, plans=True)
-    for degree, is_chain in ((1, True), (2, False)):
-        cutting = orders.Cutting(orders.PIPELINES["fsmoe"], forward_degree=degree)
-        forward, backward = orders.programs(0, gated=False, beside=beside, cutting=cutting)
-        assert "plan[0" in str(forward)
-        assert forward.is_chain is is_chain
-        assert backward.is_chain
 
 
 def test_two_chunks_forward_three_backward() -> None:
@@ -178,11 +143,6 @@ def test_two_chunks_forward_three_backward() -> None:
     assert words(backward.outputs) == ["x[0,0-5]", "gate_weights[0]", "weights[0]"]
 
 
-def test_cut_as_itself_is_reversed() -> None:
-    schedule = layer(3, 3)
-    assert schedule.backward_cut_as(schedule).tasks == schedule.reversed().tasks
-
-
 def test_a_template_with_other_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no task for gate'\[0,0\] to be the adjoint of"):
         layer(1, 1, gated=False).backward_cut_as(layer(1, 1))
@@ -215,31 +175,6 @@ def test_reading_what_is_written_in_part() -> None:
             _ = Schedule((read,), (other,), ()).after
 
 
-def test_readers_are_counted() -> None:
-    schedule = layer(2, 2)
-    counts = {str(value): count for value, count in schedule.num_readers.items()}
-    assert counts == {
-        "x[0,0-1]": 4,  # the gate, order and two dispatches
-        "gate_weights[0]": 1,
-        "weights[0]": 2,
-        "expert_ids[0,0-1]": 1,
-        "scores[0,0-1]": 2,
-        "gate_losses[0]": 1,  # an output
-        "route[0,0-1]": 8,  # four tasks of each chunk
-        **{f"{kind}[0,{i}]": 1 for kind in ("arrived", "computed", "returned") for i in (0, 1)},
-        "y[0,0]": 1,
-        "y[0,1]": 1,
-    }
-
-
-def test_adjoint_may_run_in_another_lane() -> None:
-    op = Op("materialize", PARAM, back=INTER)
-    value = Value(Kind("v"), 0)
-    schedule = Schedule((Task(op, 0, Span(0, 1), (value,), (value,)),), (value,), (value,))
-    assert schedule.tasks[0].lane == PARAM
-    assert schedule.reversed().tasks[0].lane == INTER
-
-
 @given(flows())
 def test_tasks_wait_for_all_that_they_read(schedule: Schedule) -> None:
     for position, waits in enumerate(before(schedule)):
@@ -248,23 +183,6 @@ def test_tasks_wait_for_all_that_they_read(schedule: Schedule) -> None:
         assert waits == after | lane
     is_chain = all(i - 1 in waits for i, waits in enumerate(before(schedule)) if i)
     assert schedule.is_chain == is_chain
-
-
-# Orders.
-
-
-def test_stage_major() -> None:
-    tasks = orders.routed_tasks(0, num_chunks=2, degree=2)
-    assert words(stage_major(tasks, orders.ROUTED_OPS)) == [
-        "order[0,0-1]",
-        *("dispatch[0,0]", "dispatch[0,1]", "expert[0,0]", "expert[0,1]"),
-        *("combine[0,0]", "combine[0,1]", "restore[0,0]", "restore[0,1]"),
-    ]
-
-
-def test_an_op_without_a_place_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        stage_major(orders.routed_tasks(0, num_chunks=1, degree=1), orders.ROUTED_OPS[1:])
 
 
 # What a schedule costs.
@@ -282,16 +200,6 @@ def timeline(
     )
     names = [task.op.name for task in schedule.tasks]
     return {name: (result.start_s[0][i], result.end_s[0][i]) for i, name in enumerate(names)}
-
-
-def test_one_lane_is_serial() -> None:
-    schedule = flow("a compute", "b compute", "c compute a")
-    assert timeline(schedule, {"a": 1, "b": 2, "c": 3}) == {"a": (0, 1), "b": (1, 3), "c": (3, 6)}
-
-
-def test_lanes_run_side_by_side() -> None:
-    schedule = flow("a compute", "b inter", "c compute b")
-    assert timeline(schedule, {"a": 1, "b": 2, "c": 3}) == {"a": (0, 1), "b": (0, 2), "c": (2, 5)}
 
 
 CHUNKS = {"d0": 2, "d1": 2, "e0": 3, "e1": 3, "c0": 2, "c1": 2}
@@ -441,10 +349,6 @@ def test_tasks_of_no_seconds() -> None:
     assert nothing.end_s == [[0.0] * 5] * 3
 
 
-def test_an_empty_schedule() -> None:
-    assert simulate(flow(), lambda rank, task: 1.0).makespan_s == 0
-
-
 def longest_path(schedule: Schedule, seconds: Sequence[float]) -> float:
     """Along the edges of the rule: lanes and values."""
     ends: list[float] = []
@@ -539,7 +443,3 @@ def test_chrome_trace() -> None:
         (3, "param", "other"),
     ]
     assert [e["args"] for e in of(events, "C")] == [{"sent": 5, "arrived": 0}]
-
-
-def test_an_empty_trace_is_json() -> None:
-    assert json.loads(chrome_trace([]))["traceEvents"] == []

@@ -109,24 +109,6 @@ def test_h4_remainders_rotate(sender: int, rows: dict[int, int]) -> None:
     assert {cell: count for cell, count in enumerate(rows_C.tolist()) if count} == rows
 
 
-def test_texts_tell_shares_apart() -> None:
-    shares = (
-        NearestCopy(HOME, NODE_C),
-        NearestCopy(HOME, NODE_C // 2),
-        NearestCopy(H2, NODE_C),
-        LocalElseHome(HOME, HOME),
-        LocalElseHome(HOME, H2),
-        LocalElseHome(H2, H2),
-    )
-    assert len({share.describe() for share in shares}) == len(shares)
-    assert NearestCopy(H2, NODE_C).describe() == NearestCopy(with_copies(H2, []), NODE_C).describe()
-
-
-def test_a_node_for_each_cell() -> None:
-    with pytest.raises(ValueError, match="has 4 cells; name one node a cell"):
-        NearestCopy(HOME, np.array([0, 0, 1]))
-
-
 # Properties.
 
 

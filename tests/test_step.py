@@ -25,14 +25,11 @@ from ds_moe_ext.schedule.task import (
     ATTENTION,
     COMPUTE,
     HAVE_AGAIN,
-    HOST,
     INTER,
     JOIN,
     PARAM,
     Lane,
-    Op,
     Schedule,
-    Span,
     Task,
 )
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -222,14 +219,6 @@ def test_adjoints_are_of_what_ran_in_this_step(layers: list[LayerTasks]) -> None
     assert ran >= {"dispatch", "expert", "combine", "restore", "attention"}
 
 
-def test_layers_need_numbers_of_their_own() -> None:
-    (layer,) = programs(ExpertParallel(), [AT_HOME])
-    with pytest.raises(ValueError, match=r"have the numbers \[0, 0\]; give one layer at least"):
-        whole_step([layer, layer])
-    with pytest.raises(ValueError, match=r"have the numbers \[\]"):
-        whole_step([])
-
-
 # By hand.
 
 
@@ -365,22 +354,6 @@ def test_a_backward_waits_for_gradients_of_the_pass_begun_behind_it() -> None:
         for layer in range(3 - behind):
             home = [end for name, (_, end) in at.items() if f"gather'[{layer + behind}," in name]
             assert at[f"restore'[{layer},0]"][0] == max(home)
-
-
-def test_lanes_made_one() -> None:
-    step = block_by_block(2)
-    for lanes, left in (
-        ({}, {COMPUTE, INTER, PARAM, HOST}),
-        (ONE_QUEUE, {COMPUTE, INTER, HOST}),
-        (NOTHING_BESIDE, {COMPUTE, HOST}),
-    ):
-        moved = in_lanes(step, lanes)
-        assert {task.lane for task in moved.tasks} == left
-        assert str(moved) == str(step)
-        assert moved.after == step.after
-    other = Task(Op("moves", PARAM, back=INTER), 0, Span(0, 1), (), ())
-    both = Schedule((other, replace(other, adjoint_of=(0,))), (), ())
-    assert [task.lane for task in in_lanes(both, {INTER: COMPUTE}).tasks] == [PARAM, COMPUTE]
 
 
 # Pro-Prophet's formula: section 3.5 of the spec.

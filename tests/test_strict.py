@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_moe_ext.strict import read_record
+from ds_moe_ext.strict import found_at, read_record
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,38 @@ def test_what_is_wrong_in_them_is_named_by_its_place(values: dict[str, Any], say
     with pytest.raises(ValueError) as caught:
         read_record(Outer, values, "it")
     assert str(caught.value).startswith(says)
+
+
+# Classes that JSON names by where they are: any way in which a module may have one will do.
+
+
+LAZY = """
+def __getattr__(name):
+    if name == "Late":
+        from lazy_package.inner import Late
+        return Late
+    raise AttributeError(name)
+"""
+
+
+def test_a_package_may_load_its_classes_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lazy_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(LAZY)
+    (package / "inner.py").write_text("class Late: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    late = found_at("lazy_package:Late", "ds_moe_ext.strategy", "'a:B'")
+    assert late is found_at("lazy_package.inner:Late", "ds_moe_ext.strategy", "'a:B'")
+    with pytest.raises(ValueError, match=r"'lazy_package:Never'.*AttributeError.*as 'a:B'"):
+        found_at("lazy_package:Never", "ds_moe_ext.strategy", "'a:B'")
+
+
+def test_a_class_may_lie_in_a_class() -> None:
+    path = f"{__name__}:Enclosing.Inner"
+    assert found_at(path, "ds_moe_ext.gate", "'a:B'") is Enclosing.Inner
+
+
+class Enclosing:
+    class Inner: ...

@@ -136,28 +136,6 @@ def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
     }
 
 
-def test_a_step_of_two_layers() -> None:
-    step = striped_step(2, 2)
-    assert names(step.tasks) == (
-        "a00 a01 d00 e00 c00 d01 e01 c01 a10 a11 d10 e10 c10 d11 e11 c11 "
-        "h20 h'20 c'10 h21 h'21 c'11 "
-        "e'10 d'10 e'11 d'11 a'10 c'00 a'11 c'01 e'00 d'00 e'01 d'01 a'00 a'01"
-    )
-    attention, back = (t for t in step.tasks if name(t) in ("a10", "a'10"))
-    assert [str(v) for v in attention.reads] == ["hidden[0,0]", "returned[0,0]", "dense[1]"]
-    assert [str(v) for v in attention.writes] == ["hidden[1,0]", "rows[1,0]"]
-    assert [str(v) for v in back.reads] == ["hidden'[1,0]", "rows'[1,0]"]
-    assert [str(v) for v in back.writes] == ["hidden'[0,0]", "returned'[0,0]", "dense'[1]"]
-    assert [str(v) for v in step.inputs] == [
-        *("tokens[0,0]", "dense[0]", "tokens[0,1]", "weights[0]", "dense[1]", "weights[1]"),
-        "dense[2]",
-    ]
-    assert [str(v) for v in step.outputs] == [
-        *("loss[2,0]", "dense'[2]", "loss[2,1]", "weights'[1]", "dense'[1]", "weights'[0]"),
-        "dense'[0]",
-    ]
-
-
 def test_offloaded_experts_stand_behind_attention_and_before_its_adjoint() -> None:
     step = striped_step(2, 2, offloaded=[1])
     assert names(lane_of(step, ATTENTION_SIDE)) == (
@@ -220,13 +198,6 @@ def test_the_simulator_hides_copies_behind_what_precedes_their_experts() -> None
     assert started(copied, timeline, PARAM) == "g00-1@0 g10-1@2 g'10-1@45 g'00-1@61"
 
 
-@pytest.mark.parametrize(("layers", "micro_batches"), [(0, 2), (2, 0)])
-def test_there_is_something_to_do(layers: int, micro_batches: int) -> None:
-    match = f"{micro_batches} micro-batches of {layers} layers, .* give one of both at least"
-    with pytest.raises(ValueError, match=match):
-        striped_step(layers, micro_batches)
-
-
 def test_only_layers_of_the_stack_are_offloaded() -> None:
     with pytest.raises(ValueError, match=r"of which \[1, 2\] are offloaded"):
         striped_step(2, 2, offloaded=[1, 2])
@@ -234,12 +205,6 @@ def test_only_layers_of_the_stack_are_offloaded() -> None:
         striped_step(2, 2, copied=[2])
     with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* revised are copied, too"):
         striped_step(2, 2, copied=[0], revised=[1])
-
-
-def test_an_adjoint_is_picked_with_what_it_is_of() -> None:
-    step = striped_step(1, 1)
-    with pytest.raises(ValueError, match=r"attention'\[0,0\] is picked without"):
-        picked(step, [len(step.tasks) - 1])
 
 
 # G6: whole steps.
@@ -331,17 +296,6 @@ def test_figure_6_as_published() -> None:
     assert more[1].makespan_s == approx(moved[1].makespan_s)
     expert, expert_open = window(*more, EXPERT_SIDE)
     assert 1 - expert / expert_open == approx(0.0625)
-
-
-def test_figure_6_starts() -> None:
-    forward, timeline = figure_6(0, 1, 1)
-    starts: dict[Lane, list[float]] = {lane: [] for lane in LANES}
-    for task, start in zip(forward.tasks, timeline.start_s[0]):
-        starts[task.lane].append(start)
-    assert starts[ATTENTION_SIDE] == approx(
-        [0, 3, 6, 9, 13, 17, 20, 62 / 3, 64 / 3, 22, 25, 28, 31, 95 / 3, 97 / 3]
-    )
-    assert starts[EXPERT_SIDE] == approx([4, 8, 12, 16, 58 / 3, 68 / 3, 26, 88 / 3, 98 / 3])
 
 
 # G8 and G10: what the order does not promise.
@@ -531,43 +485,6 @@ def test_one_micro_batch_overlaps_nothing(num_layers: int, seconds: Seconds) -> 
 
 
 # Both sides.
-
-
-def of_host(num_layers: int, num_micro_batches: int, offloaded: bool) -> dict[Lane, list[str]]:
-    """The loops of spec rules 41 and 42; what waits for counts is issued an attention later."""
-    each = range(num_micro_batches)
-    attention, expert = [], []
-    for i in range(num_layers):
-        attention.append(f"a{i}0")
-        for j in each:
-            attention += [f"a{i}{j + 1}"] * (j + 1 < num_micro_batches)
-            attention += [f"{task}{i}{j}" for task in ("d" if offloaded else "dc")]
-            expert += [f"{task}{i}{j}" for task in ("de" if offloaded else "dec")]
-        if offloaded:
-            attention += [f"{task}{i}{j}" for j in each for task in "oc"]
-            expert += [f"c{i}{j}" for j in each]
-    for j in each:
-        attention += [f"h{num_layers}{j}", f"h'{num_layers}{j}", f"c'{num_layers - 1}{j}"]
-    expert += [f"c'{num_layers - 1}{j}" for j in each]
-    for i in reversed(range(num_layers)):
-        attention += [f"{t}'{i}{j}" for j in each for t in ("od" if offloaded else "d")]
-        expert += [f"{t}'{i}{j}" for j in each for t in "ed"]
-        for j in each:
-            attention += [f"a'{i}{j}", *([f"c'{i - 1}{j}"] if i else [])]
-        expert += [f"c'{i - 1}{j}" for j in each if i]
-    return {ATTENTION_SIDE: attention, EXPERT_SIDE: expert}
-
-
-@at_any_size
-@given(sizes, st.booleans())
-def test_each_side_issues_its_part(size: tuple[int, int], is_offloaded: bool) -> None:
-    step = striped_step(*size, offloaded=range(size[0]) if is_offloaded else ())
-    for side, wanted in of_host(*size, is_offloaded).items():
-        part = part_of(step, side)
-        assert [name(task) for task in part.tasks] == wanted
-        assert len(part.after) == len(part.tasks)
-        for lane in SHARED:  # what a communicator must see is the same on all ranks
-            assert names(lane_of(part, lane)) == names(lane_of(step, lane))
 
 
 @at_any_size

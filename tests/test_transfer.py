@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import (
     MOST_SEGMENTS,
-    START_BYTES,
     Cargo,
     Move,
     Part,
@@ -240,29 +239,6 @@ def test_a_chain_over_two_nodes_by_hand() -> None:
     assert transfers.part_of(3).received == transfers.part_of(3).sent == (0,)
 
 
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("expert_bytes", "num_leaders", "num_others", "count"),
-    [
-        (0, 7, 7, 1),
-        (4 * MIB, 7, 0, 1),  # starts of messages would cost more than is gained
-        (352 * MIB, 1, 0, 1),  # one hop
-        (352 * MIB, 0, 1, 1),
-        (352 * MIB, 2, 0, 13),
-        (352 * MIB, 7, 0, MOST_SEGMENTS),
-        (90 * MIB, 3, 0, 9),
-        (8 * 90 * MIB, 0, 3, 9),  # a chain within a node, eight times as fast
-        (90 * MIB, 60, 0, 1),  # a tree of six rounds is shorter than a chain of sixty hops
-    ],
-)
-def test_in_how_many_segments(
-    expert_bytes: int, num_leaders: int, num_others: int, count: int
-) -> None:
-    assert Cargo(expert_bytes).num_segments(num_leaders, num_others) == count
-
-
 @PROPERTY
 @given(st.integers(0, 1 << 30), st.integers(1, 1 << 24), st.integers(0, 300), st.integers(0, 16))
 def test_the_number_of_segments_is_the_best(
@@ -284,10 +260,6 @@ def test_the_number_of_segments_is_the_best(
     best = min(map(chain, range(2, MOST_SEGMENTS + 1)))
     ours = tree if count == 1 else chain(count)
     assert ours <= 1.06 * min(best, tree) + 8
-
-
-def test_a_start_is_what_a_fast_link_carries_in_40_us() -> None:
-    assert Cargo().start_bytes == START_BYTES == pytest.approx(40e-6 * 50e9, rel=0.05)
 
 
 @PROPERTY
@@ -339,12 +311,6 @@ def test_broadcasts_serve_if_all_that_moves_goes_everywhere(
     else:
         assert transfers.everywhere == ()
     assert transfers.part_of(0).everywhere == transfers.everywhere
-
-
-def test_broadcasts_have_one_root() -> None:
-    held = widened(Placement.owned_by(np.array([0, 1]), 4), [(0, 3)])
-    everywhere = widened(held, [(0, cell) for cell in range(4)])
-    assert gather_rounds(held, everywhere, np.zeros(4, dtype=np.int64)).everywhere == ()
 
 
 TWO_BY_TWO = np.array([0, 0, 1, 1])

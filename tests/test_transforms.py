@@ -27,7 +27,7 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Hooked, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts, _check_transforms
-from ds_moe_ext.moe.transforms import PLACES, Transform, applied
+from ds_moe_ext.moe.transforms import Transform, applied
 from ds_moe_ext.planning.strategy import Job, Site, Strategy
 from ds_moe_ext.schedule.task import DISPATCH
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -340,18 +340,6 @@ def test_tokens_are_reshaped_at_the_start_and_the_end(world_size: int) -> None:
     assert max(pool_of(world_size).run(_reshaped)) <= TOLERANCE
 
 
-def test_without_transforms_stages_are_bare() -> None:
-    for hooks, found in ((Hooked(), 0), (Hooked(transforms=ALL), 2)):
-        (kinds,) = pool_of(1).run(_kinds, hooks)
-        assert kinds.count("TransformedStage") == found
-
-
-def _kinds(rank: int, world_size: int, hooks: Hooked) -> list[str]:
-    layer = layer_of(ExpertParallel(), world_size, hooks)
-    stages = layer.routed.program(torch.device("cpu")).crew.stages
-    return [type(stage).__name__ for stage in stages.values()]
-
-
 # What is refused.
 
 
@@ -446,10 +434,6 @@ def _refused(rank: int, world_size: int, strategy: Strategy) -> str:
 def test_roles_have_no_place_for_them() -> None:
     with pytest.raises(ValueError, match=r"Zebra gives the ranks roles.*choose another strategy"):
         _check_transforms({}, Zebra(), mock.Mock(), Hooked(transforms=ALL))
-
-
-def test_all_places_have_been_tried() -> None:
-    assert {transform.at for transform in ALL} == set(PLACES)
 
 
 def test_they_are_read_by_name() -> None:

@@ -182,9 +182,9 @@ def test_what_cannot_be_compared_is_told(
 def test_nobody_else_loads_what_verifies() -> None:
     """Its patches and what watches are loaded by name, where the variable is set."""
     ours = ("hosts.verification", "patches.verify_")
-    for source in SOURCES:
-        if not source.module.startswith(ours):
-            names = [name for _, name in imported(source.nodes)]
+    for module, nodes in SOURCES.items():
+        if not module.startswith(ours):
+            names = [name for _, name in imported(nodes)]
             assert not [name for name in names if name.partition(".")[2].startswith(ours)]
     assert VERIFY not in os.environ
     assert [module for host in VERIFIERS for module in _patches_of(host)] == [HOSTS["deepspeed"]]

@@ -87,15 +87,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     yield found
 
 
-def test_watches_by_the_store_of_this_process(ranks: list[Rank]) -> None:
-    first, _ = ranks
-    wires = first.watch._wires
-    assert wires is not None and first.watch.has_begun(wires.store)
-    assert not first.watch.has_begun(Store())
-    assert not Watch(_wires=replace(wires, process=0)).has_begun(wires.store)
-    assert not Watch().has_begun(wires.store)
-
-
 def test_who_waits_leaves_when_another_has_failed(ranks: list[Rank]) -> None:
     waiting, failing = ranks
     waiting.watch.at(lambda: "layer 1")
@@ -167,19 +158,6 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     first.late(71.0)
     assert "rank 1 waits in layer 0" in capsys.readouterr().err
     assert first.broken == second.broken == []
-
-
-def test_who_tells_soon_says_nothing_of_those_that_had_no_time_to_count(
-    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = ranks
-    first.watch.patience = Patience(told_after_s=2, told_every_s=4)
-    second.watch._beat(1000.0)
-    comes(first.watch)
-    first.late(3.0)
-    assert "rank 1 is in none of them" in capsys.readouterr().err
-    first.late(7.0)
-    assert "rank 1 is not heard of" in capsys.readouterr().err
 
 
 def test_a_rank_that_was_killed_is_named(
@@ -379,19 +357,6 @@ def test_a_process_says_that_it_ends() -> None:
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["told\n", ""]
 
 
-def test_waits_are_told_when_the_keys_say(
-    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, _ = ranks
-    first.watch.patience = Patience(told_after_s=30, told_every_s=5)
-    comes(first.watch)
-    told = []
-    for seconds in (11.0, 31.0, 34.0, 36.0):
-        first.late(seconds)
-        told.append(capsys.readouterr().err != "")
-    assert told == [False, True, False, True]
-
-
 def test_a_script_that_ends_by_a_killed_rank_says_so(
     ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -453,53 +418,6 @@ def test_in_a_large_world_each_listens_to_some(ranks: list[Rank]) -> None:
     assert [*watch_of(900)._beats(GROUP)] == [3, 500, *range(901, 965)]
 
 
-def test_who_is_far_from_a_rank_that_ended_is_told_by_others(
-    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those near to it find that when this one has listened as long as they did."""
-    store, watch_of = of_many(1000, group=(3, 500))
-    for rank in range(1000):
-        watch_of(rank)._beat(1000.0)
-    assert watch_of(450)._listen_for_ends()
-    store.values = {key: value for key, value in store.values.items() if "failure" not in key}
-    far, beats, sleeps, sleep = watch_of(3), count(), count(), watch.time.sleep
-
-    def slept(seconds: float) -> None:
-        sleep(seconds)
-        if next(sleeps) == 12:  # half a second each
-            watch._post_failure(store, 450, "ranks 451, 452 ended")  # type: ignore[arg-type]
-
-    monkeypatch.setattr(watch.time, "sleep", slept)
-    monkeypatch.setattr(far, "_beats", lambda _: {4: str(next(beats)).encode()})
-    assert far._listen_for_ends()
-    assert far._reason == "ranks 451, 452 ended"
-
-
-def test_one_rank_tells_of_a_wait_and_asks_for_others(
-    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
-) -> None:
-    group = range(100)
-    store, watch_of = of_many(100, group)
-    asked: list[str] = []
-    check = store.check
-
-    def counted(keys: list[str]) -> bool:
-        asked.extend(keys)
-        return check(keys)
-
-    store.check = counted  # type: ignore[method-assign]
-    told = []
-    for rank in (0, 50):
-        watching = watch_of(rank)
-        watching.at(lambda: "layer 7")
-        comes(watching)
-        wait = leaves(watching)
-        asked.clear()
-        watching._tell(wait, wait.since_s + 20.0)
-        told.append((len(asked), capsys.readouterr().err.count("has waited")))
-    assert told == [(99, 1), (1, 0)]
-
-
 IN_A_FAKE_GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -513,6 +431,7 @@ print(Board.of_world(), WATCH.is_on)
 """
 
 
+@pytest.mark.slow
 def test_a_fake_group_has_nobody_to_tell() -> None:
     """Host time is measured in one, by one process that stands for a rank of many."""
     done = subprocess.run(

@@ -313,16 +313,20 @@ class Airfield:
                 for w, dtype in zip(like, dtypes)
             )
 
-    def keep_shapes(self, device: torch.device) -> None:
+    def keep_shapes(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Go by what the weights are like now, for their host will take their memory between
         passes.
 
         Args:
             device: where they will be computed.
+            dtype: that their host is going to cast them to; None leaves them as they are.
         """
         self.like = tuple(
-            weight.new_empty((), device=device).expand(weight.shape).requires_grad_(is_trained)
-            for weight, is_trained in [(w.detach(), w.requires_grad) for w in self.like]
+            w.detach()
+            .new_empty((), device=device, dtype=dtype)
+            .expand(w.shape)
+            .requires_grad_(w.requires_grad)
+            for w in self.like
         )
 
     @property

@@ -17,6 +17,7 @@ from tests.marks import slow
 ON: Mapping[str, str] = {}
 OFF = {"DS_MOE_EXT_AUTOLOAD": "0"}
 BOTH = pytest.mark.parametrize("switch", [ON, OFF], ids=["on", "off"])
+ON_AND_SLOWLY_OFF = pytest.mark.parametrize("switch", [ON, slow(OFF)], ids=["on", "off"])
 
 SCRIPT = """
 import sys
@@ -111,7 +112,7 @@ def test_a_folder_of_our_name_is_not_in_the_way_of_another(installed: Path, tmp_
 # What we import, and our own code.
 
 
-@BOTH
+@ON_AND_SLOWLY_OFF
 @pytest.mark.parametrize("first", ["", slow("import deepspeed")])
 def test_a_module_rich_of_the_users(first: str, switch: dict[str, str], tmp_path: Path) -> None:
     """It is not looked at before a host is imported, which then goes on without us."""
@@ -124,7 +125,7 @@ def test_a_module_rich_of_the_users(first: str, switch: dict[str, str], tmp_path
     assert printed.count("ds_moe_ext could not attach to deepspeed and is off") == expected
 
 
-@BOTH
+@ON_AND_SLOWLY_OFF
 @pytest.mark.parametrize("name", ["__init__.py", slow("_autoload.py")])
 def test_a_package_that_cannot_be_imported(
     name: str, switch: dict[str, str], installed: Path, tmp_path: Path
@@ -147,7 +148,7 @@ def test_a_package_that_has_gone(installed: Path, tmp_path: Path) -> None:
     assert printed.count("ds_moe_ext cannot be imported and is off: ModuleNotFoundError(") == 1
 
 
-@BOTH
+@ON_AND_SLOWLY_OFF
 def test_without_numpy(switch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['numpy'] = None")
     told, printed = said(tmp_path, SCRIPT, switch, tmp_path)

@@ -9,8 +9,7 @@ with roles cannot do is a list of its own (docs/known_limits.md), so ``zebra`` i
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from types import SimpleNamespace
@@ -32,12 +31,12 @@ from tests.hosts import tensor_parallel as tp
 from tests.hosts.jobs import Job
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.pipelines import Pipeline
+from tests.marks import Values, cases
 from tests.ranks import pool_of, preload, refusal
 
 preload("transformers")
 
 STRATEGIES = ("ep", "fssdp", "prophet", "esp", "auto")
-Values = dict[str, Any]
 
 
 class Step(NamedTuple):
@@ -54,49 +53,6 @@ class Step(NamedTuple):
 
 def block(strategy: str) -> dict[str, Any]:
     return {"enabled": True, "strategy": strategy}
-
-
-# Cases: all combinations of some values, or so many that every pair is among them.
-
-
-def combinations(**values: Sequence[Any]) -> list[Values]:
-    return [dict(zip(values, each)) for each in itertools.product(*values.values())]
-
-
-def by_pairs(cases: Sequence[Values]) -> list[Values]:
-    """Some of the cases, in which every pair of values is that is in any. Greedy: the next one has
-    most of those that are missing."""
-    missing = set().union(*map(_pairs, cases))
-    chosen = []
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(missing & _pairs(case))))
-        missing -= _pairs(chosen[-1])
-    return chosen
-
-
-def _pairs(case: Values) -> set[Any]:
-    return set(itertools.combinations(case.items(), 2))
-
-
-def cases(possible: Callable[[Values], bool], **values: Sequence[Any]) -> Any:
-    """For ``parametrize``: those that no pair needs are slow."""
-    found = list(filter(possible, combinations(**values)))
-    quick = by_pairs(found)
-    return [
-        pytest.param(
-            each,
-            id=" ".join(f"{name}={value}" for name, value in each.items()),
-            marks=[] if each in quick else [pytest.mark.slow],
-        )
-        for each in found
-    ]
-
-
-def test_every_pair_is_among_those_that_are_chosen() -> None:
-    found = combinations(a=range(4), b=range(3), c=range(3))
-    chosen = by_pairs(found)
-    assert {pair for each in chosen for pair in _pairs(each)} == set().union(*map(_pairs, found))
-    assert len(chosen) < len(found) // 2
 
 
 # DeepSpeed.

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,27 +23,6 @@ from tests.hosts import families
 from tests.hosts.test_huggingface import AnyConfig
 
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Arguments of ``deepspeed.initialize`` and what its error must say.
-
-    Attributes:
-        says: parts of the message: the key, the value or rule, the remedy.
-        block: keys of ``ds_moe_ext`` beside ``enabled``.
-        document: keys of the rest of the configuration.
-        world_size: ranks.
-        model: makes the model.
-        arguments: of ``deepspeed.initialize``.
-    """
-
-    says: tuple[str, ...]
-    block: Document = field(default_factory=dict)
-    document: Document = field(default_factory=dict)
-    world_size: int = 2
-    model: Callable[[], nn.Module] = lambda: families.build("mixtral")
-    arguments: Document = field(default_factory=dict)
 
 
 def native(num_experts: int = 4, *, expert: nn.Module | None = None, **arguments: Any) -> nn.Module:
@@ -174,465 +152,73 @@ def zero(**keys: Any) -> Document:
     return {"zero_optimization": keys}
 
 
-ESP: Document = {"strategy": "esp"}
-OWN_SCHEDULES = "tests.strategies_for_tests:Chunked"
-
-MODELS = {
-    # Sizes
-    "cells do not divide the world": Case(
-        ("expert_parallel_size is 3", "world size 4", "[1, 2, 4]"),
-        {"expert_parallel_size": 3},
-        world_size=4,
-    ),
-    "more cells than ranks": Case(
-        ("expert_parallel_size is 4", "world size 2", "[1, 2]"), {"expert_parallel_size": 4}
-    ),
-    "cells do not divide the experts": Case(
-        ("expert_parallel_size is 6", "8 experts of model.layers.0", "[1, 2]"),
-        {"expert_parallel_size": 6},
-        world_size=6,
-    ),
-    "cells do not divide native experts": Case(
-        ("expert_parallel_size is 4", "6 experts of moe", "[1, 2]"),
-        {"expert_parallel_size": 4},
-        world_size=4,
-        model=lambda: native(6),
-    ),
-    "native model built for other cells": Case(
-        ("expert_parallel_size is 4", "ep_size 2", "make them equal"),
-        {"expert_parallel_size": 4},
-        world_size=4,
-        model=lambda: native(4, ep_size=2),
-    ),
-    "native model built for cells, asked for one": Case(
-        ("expert_parallel_size is 1", "ep_size 2", "make them equal"),
-        {"expert_parallel_size": 1},
-        model=lambda: native(4, ep_size=2),
-    ),
-    "native model built for more ranks than there are": Case(
-        ("expert_parallel_size is 4", "world size 2", "[1, 2]"), model=lambda: native(4, ep_size=4)
-    ),
-    "native layers built for different cells": Case(
-        ("expert_parallel_size", "ep_size", "make them equal"),
-        world_size=4,
-        model=lambda: nn.Sequential(native(4, ep_size=2), native(4, ep_size=4)),
-    ),
-    "sharded experts": Case(
-        ("expert_sharding_size is 2", "set it to 1 or null", "use strategy 'esp'"),
-        {"expert_sharding_size": 2},
-    ),
-    "split experts do not divide the world": Case(
-        ("expert_sharding_size is 3", "world size 4", "[1, 2, 4]"),
-        {**ESP, "expert_sharding_size": 3},
-        world_size=4,
-    ),
-    "cells of several ranks do not divide the world": Case(
-        ("expert_parallel_size is 4", "world size 4 in cells of 2 ranks", "[1, 2]"),
-        {**ESP, "expert_sharding_size": 2, "expert_parallel_size": 4},
-        world_size=4,
-    ),
-    "widths that do not divide": Case(
-        ("expert_sharding_size is 5", "experts of model.layers.0", "a multiple of 5", "set it to"),
-        {**ESP, "expert_sharding_size": 5},
-        world_size=5,
-    ),
-    "experts whose parts do not add up": Case(
-        ("expert_sharding_size is 2", "experts of moe", "(8, 8)", "moe_layer_pattern"),
-        {**ESP, "expert_sharding_size": 2},
-        model=native,
-    ),
-    "split experts that the model has spread": Case(
-        ("expert_sharding_size is 2", "ep_size 2", "build it with ep_size 1"),
-        {**ESP, "expert_sharding_size": 2},
-        world_size=4,
-        model=lambda: native(4, ep_size=2),
-    ),
-    "homes in a part of the world": Case(
-        ("interval is 9, but", "each expert has 2 homes", "leave expert_parallel_size out"),
-        {**ESP, "balance": "fssdp", "expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}},
-        world_size=4,
-    ),
-    # ZeRO
-    "roles at stage 3": Case(
-        ("stage is 3", "gives ranks roles", "use stage 0, 1 or 2"),
-        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
-        document=zero(stage=3),
-    ),
-    "homes that move at stage 3": Case(
-        ("stage is 3", "fssdp.reshard_interval is 9", "reshard_interval to 0 or null"),
-        {"strategy": "fssdp", "fssdp": {"reshard_interval": 9}},
-        document=zero(stage=3),
-    ),
-    "uneven homes at stage 3": Case(
-        ("stage is 3", "3 cells have 2 to 3 of the 8 experts", "expert_parallel_size"),
-        {"strategy": "fssdp", "expert_parallel_size": 3},
-        document=zero(stage=3),
-        world_size=3,
-    ),
-    "second shards": Case(
-        ("stage is 3", "zero_hpz_partition_size is 2", "set it to 1"),
-        document=zero(stage=3, zero_hpz_partition_size=2),
-    ),
-    "rounded weights": Case(
-        ("stage is 3", "zero_quantized_weights is true", "set it to false"),
-        document=zero(stage=3, zero_quantized_weights=True),
-    ),
-    "rounded weights that are not trained": Case(
-        ("stage is 3", "zero_quantized_nontrainable_weights is true", "set it to false"),
-        document=zero(stage=3, zero_quantized_nontrainable_weights=True),
-    ),
-    "rounded gradients": Case(
-        ("stage is 3", "zero_quantized_gradients is true", "set it to false"),
-        document=zero(stage=3, zero_quantized_gradients=True),
-    ),
-    "modules taken for one": Case(
-        ("stage is 3", "stage3_module_granularity_threshold is 100", "leave it out"),
-        document=zero(stage=3, stage3_module_granularity_threshold=100),
-    ),
-    "optimizer offloaded without ZeRO": Case(
-        ("zero_optimization.offload_optimizer is set", "use stage 1, 2 or 3"),
-        document=zero(stage=0, offload_optimizer={"device": "cpu"}),
-    ),
-    "optimizer offloaded to disk": Case(
-        ("zero_optimization.offload_optimizer.device is 'nvme'", "use cpu"),
-        document=zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
-    ),
-    "gradients where they are": Case(
-        ("zero_optimization.contiguous_gradients is false", "set it to true"),
-        document=zero(stage=1, contiguous_gradients=False),
-    ),
-    "gradients summed whole": Case(
-        ("zero_optimization.reduce_scatter is false", "set it to true"),
-        document=zero(stage=2, reduce_scatter=False),
-    ),
-    "optimizer offloaded to another process": Case(
-        ("zero_optimization.offload_optimizer.super_offload is true", "set it to false"),
-        document=zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}),
-    ),
-    "zenflow": Case(
-        ("zero_optimization.zenflow is set", "remove it"),
-        document=zero(stage=2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}),
-    ),
-    "masters of 16 bits": Case(
-        ("bf16.bf16_master_weights_and_grads is true", "set it to false"),
-        document={
-            **zero(stage=2, offload_optimizer={"device": "cpu"}),
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-        },
-    ),
-    "offloaded parameters": Case(
-        ("zero_optimization.offload_param is set", "offload_optimizer may stay"),
-        document=zero(stage=3, offload_param={"device": "cpu"}),
-    ),
-    "both offloaded": Case(
-        ("zero_optimization.offload_param is set", "offload_optimizer may stay"),
-        document=zero(
-            stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}
-        ),
-    ),
-    "offloading, old spelling": Case(
-        ("zero_optimization.cpu_offload is true", "offload_optimizer"),
-        document=zero(stage=1, cpu_offload=True),
-    ),
-    "offloading of parameters, old spelling": Case(
-        ("zero_optimization.cpu_offload_param is true", "remove it"),
-        document=zero(stage=1, cpu_offload_param=True),
-    ),
-    "parameters sharded at construction": Case(
-        ("deepspeed.zero.Init", "stage is 1", "use stage 3, or build it without"),
-        model=sharded_at_construction,
-        document=zero(stage=1),
-    ),
-    "experts of DeepSpeed's sharded at construction": Case(
-        ("deepspeed.moe.layer.MoE", "deepspeed.zero.Init", "build it without"),
-        model=lambda: sharded_at_construction(native()),
-        document=zero(stage=3),
-    ),
-    "a gate in a model that was sharded at construction": Case(
-        ("gate is set", "deepspeed.zero.Init", "build it without"),
-        {"gate": {"type": "noisy_top_k"}},
-        model=sharded_at_construction,
-        document=zero(stage=3),
-    ),
-    # Other parallelism
-    "pipeline of two stages a rank": Case(("DualPipeVModule", "use PipelineModule"), model=folded),
-    "pipeline of tensor parallel ranks": Case(
-        ("topology of the PipelineModule has model 2", "num_stages"),
-        model=pipeline(pipe=2, data=1, model=2),
-    ),
-    "pipeline of strides": Case(
-        ("ranks [[0, 2], [1, 3]]", "neighbours", "PipeDataParallelTopology"),
-        model=pipeline(data=2, pipe=2),
-    ),
-    "pipeline in float16": Case(
-        ("fp16.enabled is true", "use bf16"),
-        document={"fp16": {"enabled": True}},
-        model=pipeline(pipe=2, data=2),
-    ),
-    "pipeline of roles": Case(
-        ("the model is a PipelineModule", "ranks of one role", "plain nn.Module"),
-        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
-        model=pipeline(pipe=2, data=2),
-    ),
-    "pipeline stages of an mpu": Case(
-        ("mpu", "2 pipeline stages", "use 1"),
-        arguments={"mpu": SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)},
-    ),
-    "parts of sequences without an mpu": Case(
-        ("ds_moe_ext.sequence_parallel is true", "no mpu", "leave sequence_parallel out"),
-        {"sequence_parallel": True},
-    ),
-    "mesh": Case(("mesh_param was passed", "UlyssesSP"), arguments={"mesh_param": (1, 2)}),
-    "mesh of the JSON": Case(
-        ("data_parallel_size is set beside sequence_parallel_size", "UlyssesSP"),
-        document={"sequence_parallel_size": 2, "data_parallel_size": 1},
-    ),
-    "sequence parallel without groups": Case(
-        ("sequence_parallel_size is 2", "UlyssesSP", "set it to 1"),
-        document={"sequence_parallel_size": 2},
-    ),
-    "AutoTP and DeepSpeed's own MoE": Case(
-        ("autotp_size is 2, and the model has a deepspeed.moe", "set it to 1"),
-        model=native,
-        document={"tensor_parallel": {"autotp_size": 2}},
-    ),
-    "AutoTP and an mpu": Case(
-        ("tensor_parallel.autotp_size is 2, and an mpu was passed", "leave out one"),
-        document={"tensor_parallel": {"autotp_size": 2}},
-        arguments={"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 1)},
-    ),
-    "AutoEP": Case(
-        ("expert_parallel.enabled is true", "AutoEP", "set one"),
-        document={"expert_parallel": {"enabled": True, "autoep_size": 2}},
-    ),
-    "data before experts": Case(
-        ("use_data_before_expert_parallelism", "set it to false"),
-        document={"use_data_before_expert_parallelism": True},
-    ),
-    "checkpoints in pieces": Case(
-        ("checkpoint.use_node_local_storage is true", "set it to false"),
-        document={"checkpoint": {"use_node_local_storage": True}},
-    ),
-    "DeepCompile": Case(
-        ("compile.deepcompile is true", "set it to false"),
-        document={"compile": {"deepcompile": True}},
-    ),
-    "hybrid engine": Case(
-        ("hybrid_engine.enabled is true", "set it to false"),
-        document={"hybrid_engine": {"enabled": True}},
-    ),
-    "expert tensor parallel": Case(
-        ("enable_expert_tensor_parallelism", "build it without"),
-        model=lambda: native(4, enable_expert_tensor_parallelism=True),
-    ),
-    # Layers
-    "native experts with buffers": Case(
-        ("an expert of moe has buffers ['running_mean'", "make them parameters"),
-        model=lambda: native(4, expert=nn.BatchNorm1d(8)),
-    ),
-    "no MoE layer": Case(
-        ("no MoE layer", "register_experts", "doctor"), model=lambda: nn.Linear(4, 4)
-    ),
-    "a pattern that finds nothing": Case(
-        ("no MoE layer", "matches 'layer_9'", "known are"), {"moe_layer_pattern": "layer_9"}
-    ),
-    "experts as a list of modules": Case(
-        ("no MoE layer", "register_experts"),
-        model=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)] * 4)}),
-    ),
-    "modules that look like experts": Case(
-        (
-            "no MoE layer",
-            "These look like experts: model.layers.*.mlp.input_linear (JetMoeParallelExperts, 2)",
-        ),
-        model=jet_moe,
-    ),
-    "adapters without elements": Case(
-        ("an adapter of peft (Adapter) lies on the meta device", "zeros, was lost", "on the CPU"),
-        model=lambda: on_meta(adapted_elsewhere),
-    ),
-    "native experts without elements": Case(
-        ("a deepspeed.moe.layer.MoE lies on the meta device", "with an ep_size"),
-        model=lambda: on_meta(native),
-    ),
-    "parts of a model without elements": Case(
-        ("mpu passed to deepspeed.initialize has tensor parallel groups", "meta", "use AutoTP"),
-        model=on_meta,
-        arguments={
-            "mpu": SimpleNamespace(
-                get_tensor_model_parallel_world_size=lambda: 2,
-                get_tensor_model_parallel_rank=lambda: 0,
-                get_tensor_model_parallel_group=lambda: "a group",
-            )
-        },
-    ),
-    "roles of a model without elements": Case(
-        ("strategy is 'zebra', but this MixtralForCausalLM lies on the meta device", "on the CPU"),
-        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
-        model=on_meta,
-    ),
-    "experts without transformers' decorator": Case(
-        ("Undecorated without _apply_gate", "use_experts_implementation", "register_experts"),
-        model=lambda: undecorated("top_k_index", "top_k_weights"),
-    ),
-    "scores before ids": Case(
-        ("experts(hidden_states, routing_weights, router_indices), not", "register_experts"),
-        model=lambda: undecorated("routing_weights", "router_indices"),
-    ),
-    "experts that take rows by expert": Case(
-        ("Llama4TextExperts", "experts(hidden_states), not", "moe_layer_pattern", "let the model"),
-        model=lambda: hugging_face("llama4.modeling_llama4.Llama4TextExperts"),
-    ),
-    "experts with a norm": Case(
-        ("MuseSparkExperts", "normalises", "moe_layer_pattern"),
-        model=lambda: hugging_face("muse_spark.modeling_muse_spark.MuseSparkExperts"),
-    ),
-    "experts with weights of another kind": Case(
-        ("down_proj_scale_inv", "moe_layer_pattern"),
-        model=lambda: experts_with("down_proj_scale_inv"),
-    ),
-    "experts with adapters": Case(
-        ("layers.0.mlp.experts has", "Adapter", "'gate_up_proj' and 'down_proj'", "target_param"),
-        model=adapted,
-    ),
-    "parametrized experts": Case(
-        ("layers.0.mlp.experts.down_proj is parametrized", "remove_parametrizations"),
-        model=lambda: parametrized(
-            "model.layers.0.mlp.experts", "down_proj", families.build("mixtral")
-        ),
-    ),
-    "parametrized native experts": Case(
-        ("deepspeed_experts.0.weight is parametrized", "remove_parametrizations"),
-        model=lambda: parametrized(
-            "moe.deepspeed_moe.experts.deepspeed_experts.0", "weight", native()
-        ),
-    ),
-    "replaced before": Case(
-        ("replaced by an earlier", "build the model anew"), model=replaced_before
-    ),
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "cells do not divide native experts": lambda: native(6),
+    "native model built for other cells": lambda: native(4, ep_size=2),
+    "native model built for cells, asked for one": lambda: native(4, ep_size=2),
+    "native model built for more ranks than there are": lambda: native(4, ep_size=4),
+    "native layers built for different cells": lambda: nn.Sequential(
+        native(4, ep_size=2), native(4, ep_size=4)
+    ),
+    "experts whose parts do not add up": native,
+    "split experts that the model has spread": lambda: native(4, ep_size=2),
+    "parameters sharded at construction": sharded_at_construction,
+    "experts of DeepSpeed's sharded at construction": lambda: sharded_at_construction(native()),
+    "a gate in a model that was sharded at construction": sharded_at_construction,
+    "pipeline of two stages a rank": folded,
+    "pipeline of tensor parallel ranks": pipeline(pipe=2, data=1, model=2),
+    "pipeline of strides": pipeline(data=2, pipe=2),
+    "pipeline in float16": pipeline(pipe=2, data=2),
+    "pipeline of roles": pipeline(pipe=2, data=2),
+    "AutoTP and DeepSpeed's own MoE": native,
+    "expert tensor parallel": lambda: native(4, enable_expert_tensor_parallelism=True),
+    "native experts with buffers": lambda: native(4, expert=nn.BatchNorm1d(8)),
+    "no MoE layer": lambda: nn.Linear(4, 4),
+    "experts as a list of modules": lambda: nn.ModuleDict(
+        {"experts": nn.ModuleList([nn.Linear(4, 4)] * 4)}
+    ),
+    "modules that look like experts": jet_moe,
+    "adapters without elements": lambda: on_meta(adapted_elsewhere),
+    "native experts without elements": lambda: on_meta(native),
+    "parts of a model without elements": on_meta,
+    "roles of a model without elements": on_meta,
+    "experts without transformers' decorator": lambda: undecorated("top_k_index", "top_k_weights"),
+    "scores before ids": lambda: undecorated("routing_weights", "router_indices"),
+    "experts that take rows by expert": lambda: hugging_face(
+        "llama4.modeling_llama4.Llama4TextExperts"
+    ),
+    "experts with a norm": lambda: hugging_face("muse_spark.modeling_muse_spark.MuseSparkExperts"),
+    "experts with weights of another kind": lambda: experts_with("down_proj_scale_inv"),
+    "experts with adapters": adapted,
+    "parametrized experts": lambda: parametrized(
+        "model.layers.0.mlp.experts", "down_proj", families.build("mixtral")
+    ),
+    "parametrized native experts": lambda: parametrized(
+        "moe.deepspeed_moe.experts.deepspeed_experts.0", "weight", native()
+    ),
+    "replaced before": replaced_before,
 }
-
-BLOCKS = {
-    # The block itself, as a whole
-    "not an object": (["enabled"], ("must be an object",)),
-    "a string": ("true", ("must be an object",)),
-    "a number": (1, ("must be an object",)),
-    "true": (True, ("must be an object",)),
-    # Keys
-    "a mistyped key": ({"stratgy": "ep"}, ("'stratgy'", "did you mean 'strategy'")),
-    "a key of another tool": ({"autoep_size": 2}, ("'autoep_size'", "known")),
-    "a mistyped key of the report": (
-        {"report": {"pth": "x"}},
-        ("ds_moe_ext.report", "'pth'", "did you mean 'path'"),
-    ),
-    "a mistyped key of the trace": (
-        {"trace": {"first_stp": 1}},
-        ("ds_moe_ext.trace", "did you mean 'first_step'"),
-    ),
-    "a key of a strategy without any": ({"ep": {"degree": 1}}, ("ds_moe_ext.ep", "'degree'")),
-    # Strategies
-    "an unknown strategy": ({"strategy": "pe"}, ("strategy is 'pe', which is unknown", "known: ")),
-    "a strategy that is a number": ({"strategy": 1}, ("strategy is 1", "must be a string")),
-    "a strategy in no module": (
-        {"strategy": "no_such_module:Mine"},
-        ("no_such_module:Mine", "cannot be imported", "my_package"),
-    ),
-    "a strategy that is not in its module": (
-        {"strategy": "json:Mine"},
-        ("json:Mine", "cannot be imported"),
-    ),
-    "a strategy that is no dataclass": (
-        {"strategy": "json:JSONDecoder"},
-        ("json:JSONDecoder", "not a dataclass", "make it one"),
-    ),
-    "options of a built-in strategy": (
-        {"options": {"degree": 1}},
-        ("ds_moe_ext.options", "no effect", "ds_moe_ext.ep"),
-    ),
-    # Pipelines, and what they are laid over
-    "chunks in words": (
-        {"esp": {"degree": "auto"}},
-        ("ds_moe_ext.esp.degree is 'auto'", "an integer or an object or null", "write null"),
-    ),
-    "no chunks": ({"esp": {"degree": 0}}, ("ds_moe_ext.esp.degree is 0", "at least 1")),
-    "no chunks forward": (
-        {"esp": {"degree": {"forward": 0}}},
-        ("ds_moe_ext.esp.degree.forward is 0", "at least 1"),
-    ),
-    "chunks of a mistyped direction": (
-        {"esp": {"degree": {"backwards": 2}}},
-        ("ds_moe_ext.esp.degree", "'backwards'", "did you mean 'backward'"),
-    ),
-    "no degree to try": ({"esp": {"max_degree": 0}}, ("esp.max_degree is 0", "at least 1")),
-    "an unknown schedule": (
-        {"esp": {"schedule": "tutl"}},
-        ("ds_moe_ext.esp.schedule is 'tutl'", "did you mean 'tutel'"),
-    ),
-    "an unknown solver": ({"esp": {"solver": "x"}}, ("esp.solver is 'x'", "known: exact, paper")),
-    "an unknown way": ({"esp": {"all_to_all": "2d"}}, ("esp.all_to_all is '2d'", "'2dh'")),
-    "chunks where none are cut": (
-        {"esp": {"degree": 2, "schedule": "default"}},
-        ("ds_moe_ext.esp.degree is 2", "'default' cuts no tokens", "leave degree out"),
-    ),
-    "slices in words": (
-        {"esp": {"slice_gradients": "yes"}},
-        ("esp.slice_gradients is 'yes'", "true or false"),
-    ),
-    "balance of a strategy that balances": (
-        {"strategy": "prophet", "balance": "fssdp"},
-        ("balance is 'fssdp'", "'prophet' decides itself", "set strategy to 'esp'"),
-    ),
-    "a balance that places nothing": (
-        {"strategy": "esp", "balance": "esp"},
-        ("balance is 'esp'", "does not place experts", "known: ep, fssdp, prophet"),
-    ),
-    "a balance in no module": (
-        {"strategy": "esp", "balance": "no_such_module:Mine"},
-        ("ds_moe_ext.balance is 'no_such_module:Mine'", "cannot be imported", "my_package"),
-    ),
-    "a balance with schedules of its own": (
-        {**ESP, "balance": OWN_SCHEDULES, "options": {"forward": 1, "backward": 1}},
-        ("ds_moe_ext.balance is Chunked", "decides itself how rows travel", "choose another"),
-    ),
-    "options of a built-in balance": (
-        {"strategy": "esp", "balance": "fssdp", "options": {"window": 1}},
-        ("ds_moe_ext.options", "no effect", "ds_moe_ext.fssdp"),
-    ),
-    # Values
-    "no part of an expert": (
-        {"expert_sharding_size": 0},
-        ("expert_sharding_size is 0", "at least 1"),
-    ),
-    "parts of sequences in words": (
-        {"sequence_parallel": "yes"},
-        ("sequence_parallel is 'yes'", "true or false"),
-    ),
-    "enabled in words": ({"enabled": "yes"}, ("enabled is 'yes'", "true or false")),
-    "enabled as a number": ({"enabled": 1}, ("enabled is 1", "true or false")),
-    "enabled as null": ({"enabled": None}, ("enabled is None", "true or false")),
-    "cells as a string": (
-        {"expert_parallel_size": "2"},
-        ("expert_parallel_size is '2'", "an integer or null"),
-    ),
-    "cells automatic": (
-        {"expert_parallel_size": "auto"},
-        ("expert_parallel_size is 'auto'", "write null"),
-    ),
-    "half a cell": ({"expert_parallel_size": 0.5}, ("expert_parallel_size is 0.5", "an integer")),
-    "no cells": ({"expert_parallel_size": 0}, ("expert_parallel_size is 0", "at least 1")),
-    "negative cells": ({"expert_parallel_size": -2}, ("expert_parallel_size is -2", "at least 1")),
-    "no room": ({"capacity_factor": 0}, ("capacity_factor is 0", "above 0", "null")),
-    "room in words": ({"capacity_factor": "1.5"}, ("capacity_factor is '1.5'", "a number or null")),
-    "a pattern that is none": (
-        {"moe_layer_pattern": "layers.(1"},
-        ("moe_layer_pattern is 'layers.(1'", "no regular expression", "mend it"),
-    ),
-    "a list of patterns": ({"moe_layer_pattern": ["a"]}, ("moe_layer_pattern", "a string or null")),
-    "a report to a number": ({"report": {"path": 3}}, ("report.path is 3", "a string or null")),
-    "a report that is a path": ({"report": "runs"}, ("report is 'runs'", "must be an object")),
-    "a report of one step": ({"report": {"max_steps": 1}}, ("report.max_steps is 1", "at least 2")),
-    "a trace of no steps": ({"trace": {"num_steps": 0}}, ("trace.num_steps is 0", "at least 1")),
+"""By cases of ``refused.json``; of the others it is one of transformers."""
+ARGUMENTS: dict[str, Document] = {
+    "pipeline stages of an mpu": {
+        "mpu": SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)
+    },
+    "mesh": {"mesh_param": (1, 2)},
+    "AutoTP and an mpu": {"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 1)},
+    "parts of a model without elements": {
+        "mpu": SimpleNamespace(
+            get_tensor_model_parallel_world_size=lambda: 2,
+            get_tensor_model_parallel_rank=lambda: 0,
+            get_tensor_model_parallel_group=lambda: "a group",
+        )
+    },
 }
+"""Further ones of ``deepspeed.initialize``."""
+REFUSED = json.loads(Path(__file__).with_name("refused.json").read_text())
+"""A configuration, ranks, and parts of what is said: value, rule, remedy. One rank stands for what
+is wrong in the block itself, more for what does not fit them, the host or the model."""
+CASES = [row for row in REFUSED if row["ranks"] > 1]
+MALFORMED = [row for row in REFUSED if row["ranks"] == 1]
 
 
 def in_dict(document: Document, folder: Path) -> Document:
@@ -709,38 +295,36 @@ def document_with(block: Any, **keys: Any) -> Document:
     return {"train_micro_batch_size_per_gpu": 1, **keys, "ds_moe_ext": block}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_and_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = MODELS[name]
-    document = document_with({"enabled": True, **case.block}, **case.document)
-    arguments = {"model": case.model(), "config": document, **case.arguments}
-    message = refuse(monkeypatch, case.world_size, arguments)
-    assert all(part in message for part in case.says), message
+def said(row: Document) -> str:
+    return "; ".join(row["says"])
 
 
-NAMES_CODE = [
-    name
-    for name, (block, _) in BLOCKS.items()
-    if isinstance(block, dict)
-    and any(
-        ":" in path for key in ("strategy", "balance") if isinstance(path := block.get(key), str)
-    )
-]
-"""Which is imported where the block is enabled alone."""
+def arguments_of(row: Document, block: Any) -> Document:
+    """Of ``deepspeed.initialize``; without a block where that is None."""
+    name, document = row.get("case", ""), document_with(block, **row["config"])
+    if block is None:
+        del document["ds_moe_ext"]
+    model = MODELS.get(name, lambda: families.build("mixtral"))()
+    return {"model": model, "config": document, **ARGUMENTS.get(name, {})}
 
 
-@pytest.mark.parametrize(
-    ("name", "is_enabled"),
-    [(name, on) for name in BLOCKS for on in (True, False) if on or name not in NAMES_CODE],
-)
-def test_malformed_blocks(name: str, is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is checked whether it is enabled or not."""
-    block, says = BLOCKS[name]
-    if isinstance(block, dict):
-        block = {"enabled": is_enabled, **block}
-    arguments = {"model": nn.Linear(2, 2), "config": document_with(block)}
-    message = refuse(monkeypatch, 1, arguments)
-    assert all(part in message for part in says), message
+@pytest.mark.parametrize("row", CASES, ids=said)
+def test_models_and_ranks(row: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(row, {"enabled": True, **row["config"].get("ds_moe_ext", {})})
+    message = refuse(monkeypatch, row["ranks"], arguments)
+    assert all(part in message for part in row["says"]), message
+
+
+@pytest.mark.parametrize("row", MALFORMED, ids=said)
+def test_malformed_blocks(row: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is checked whether it is enabled or not; code that it names is imported if it is."""
+    block = row["config"]["ds_moe_ext"]
+    names_code = isinstance(block, dict) and ":" in f"{block.get('strategy')}{block.get('balance')}"
+    for is_enabled in (True,) if names_code else (True, False):
+        given = {"enabled": is_enabled, **block} if isinstance(block, dict) else block
+        arguments = {"model": nn.Linear(2, 2), "config": document_with(given)}
+        message = refuse(monkeypatch, 1, arguments)
+        assert all(part in message for part in row["says"]), message
 
 
 @pytest.mark.parametrize("spell", SPELLINGS)
@@ -801,20 +385,15 @@ def check(arguments: Document, monkeypatch: pytest.MonkeyPatch, world_size: int 
     assert not dist.is_initialized()
 
 
-OFF: tuple[Any, ...] = (None, {}, {"enabled": False}, {"strategy": "ep"})
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("row", CASES, ids=said)
 def test_nothing_is_checked_where_the_block_is_off(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    row: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = MODELS[name]
-    documents = [document_with(block, **case.document) for block in OFF]
-    absent = document_with({}, **case.document)
-    del absent["ds_moe_ext"]
-    model = case.model()
-    for document in (*documents, absent):
-        check({"model": model, "config": document, **case.arguments}, monkeypatch)
+    arguments = arguments_of(row, None)
+    check(arguments, monkeypatch)
+    for block in (None, {}, {"enabled": False}, {"strategy": "ep"}):
+        arguments["config"]["ds_moe_ext"] = block
+        check(arguments, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ Shape letters: L layers, E experts, C cells.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.core.placement import Placement, even_homes
-from ds_moe_ext.planning.fssdp_planner import shard
+from ds_moe_ext.planning.fssdp_planner import CopyRules, MoveCosts, materialize, shard, swap_homes
+from ds_moe_ext.planning.prices import Prices, RoutedRows, least_flow, nearest_flow, step_seconds
 from tests.planners.plainly import (
     NODE_C,
     PROPERTY,
@@ -21,6 +24,7 @@ from tests.planners.plainly import (
     layer_loads,
     model_homes,
     sharded,
+    small_models,
 )
 
 
@@ -97,3 +101,172 @@ def test_what_does_not_fit() -> None:
         shard([np.array([1, 2])], overlap_degree=0, node_C=NODE_C, homes=even_homes([3], 4))
     with pytest.raises(ValueError, match="whole rows"):
         shard([np.array([1.5, 2])], overlap_degree=0, node_C=NODE_C)
+
+
+# New homes by gain: by hand, and what holds of any layers. Pure.
+
+
+COMPUTING = Prices(
+    row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
+)
+FREE = MoveCosts(expert_s=0.0, num_steps=1)
+TWO_NODES = np.array([0, 0, 1, 1])
+# Of each of 4 senders: experts 0 and 1 live together, and have most rows; all others have few.
+TOGETHER_CE = np.tile([10, 10, 1, 2, 1, 3, 1, 4], (4, 1))
+
+
+def rules_of(
+    *rows: np.ndarray, t: int = 0, m: int = 0, node_C: np.ndarray = TWO_NODES
+) -> CopyRules:
+    each = np.ones(len(rows), dtype=np.int64)
+    return CopyRules(RoutedRows.of(rows, node_C), t * each, m * each, COMPUTING, nearest_flow)
+
+
+def owners(homes: tuple[Placement, ...]) -> list[list[int]]:
+    return [home.owner_E.tolist() for home in homes]
+
+
+def test_two_hot_experts_part() -> None:
+    """Cell 0 computes 80 of 128 rows, cells 1 to 3 12, 16 and 20. No cell can do with less than
+    40 and the smallest of the others, 4: a second later than that there is nothing to gain."""
+    rules = rules_of(TOGETHER_CE)
+    (home,) = homes = swap_homes(even_homes([8], 4), rules, FREE)
+    assert home.owner_E[0] != home.owner_E[1]
+    assert rules.seconds(even_homes([8], 4)) == 80
+    assert rules.seconds(homes) == 44
+
+
+@pytest.mark.parametrize(("expert_s", "moves"), [(11.9, True), (12.1, False)])
+def test_a_move_must_gain_more_than_it_costs(expert_s: float, moves: bool) -> None:
+    """Two cells, of 28 and 4 rows. The best swap leaves 16 at each and gains 12 seconds a step;
+    each of the two cells sends one expert and gets one."""
+    rules = rules_of(np.array([[8, 6, 0, 2], [8, 6, 0, 2]]), node_C=np.array([0, 0]))
+    home = Placement.owned_by(np.array([0, 0, 1, 1]), 2)
+    assert rules.seconds([home]) == 28
+    costs = MoveCosts(expert_s=expert_s, num_steps=1)
+    (new,) = swap_homes((home,), rules, costs)
+    assert (new is not home) == moves
+    # Meant for twice as many steps it pays at twice the price.
+    (new,) = swap_homes((home,), rules, MoveCosts(expert_s=2 * expert_s, num_steps=2))
+    assert (new is not home) == moves
+
+
+def test_links_carry_moves_at_the_same_time() -> None:
+    """Each layer can gain 12 seconds by a swap, between cells 0 and 1, and 2 and 3. A move of both
+    takes as long as one."""
+    one_CE, other_CE = (
+        np.tile(load_E, (4, 1)) for load_E in ([4, 3, 0, 1, 2, 2, 2, 2], [2, 2, 2, 2, 4, 3, 0, 1])
+    )
+    homes, one_node, costs = even_homes([8, 8], 4), np.zeros(4, dtype=np.int64), MoveCosts(20.0, 1)
+    both = swap_homes(homes, rules_of(one_CE, other_CE, node_C=one_node), costs)
+    assert all(new is not old for new, old in zip(both, homes))
+    assert costs.seconds(homes, both, one_node) == 20
+    (alone,) = swap_homes(homes[:1], rules_of(one_CE, node_C=one_node), costs)
+    assert alone is homes[0]
+
+
+def test_cards_of_nodes_carry_what_their_cells_send() -> None:
+    homes, costs = even_homes([8, 8], 4), MoveCosts(expert_s=1.0, num_steps=1)
+    far = replace_owner(homes[0], 0, 2), replace_owner(homes[1], 2, 3)  # from cells 0 and 1
+    assert costs.seconds(homes, far, TWO_NODES) == 2
+    assert costs.seconds(homes, far, np.zeros(4, dtype=np.int64)) == 1
+    assert costs.seconds(homes, homes, TWO_NODES) == 0
+
+
+def replace_owner(home: Placement, expert: int, cell: int) -> Placement:
+    owner_E = home.owner_E.copy()
+    owner_E[expert] = cell
+    return Placement.owned_by(owner_E, home.num_cells)
+
+
+def test_nothing_moves_that_copies_mend() -> None:
+    """Both hot experts are copied to all cells: what is left is not worth a move."""
+    rules = rules_of(TOGETHER_CE, t=2, m=2)
+    homes = even_homes([8], 4)
+    assert rules.seconds(homes) == 20 + 20
+    costs = MoveCosts(expert_s=9.0, num_steps=1)
+    assert swap_homes(homes, rules, costs)[0] is homes[0]
+    assert swap_homes(homes, rules_of(TOGETHER_CE), costs)[0] is not homes[0]
+
+
+def test_rows_that_cost_nothing_or_are_not_there() -> None:
+    homes = even_homes([8], 4)
+    free = replace(rules_of(TOGETHER_CE), prices=replace(COMPUTING, row_s=0.0))
+    assert swap_homes(homes, free, FREE) == homes
+    assert swap_homes(homes, rules_of(0 * TOGETHER_CE), FREE) == homes
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[tuple[Placement, ...], CopyRules, MoveCosts]:
+    homes, sizes, node_C, rng = draw(small_models())
+    rows = [(500 * rng.random((len(node_C), size)) ** 4).astype(np.int64) for size in sizes]
+    prices = Prices(
+        row_s=draw(st.sampled_from([1e-6, 1e-5])),
+        row_bytes=draw(st.sampled_from([0.0, 1024.0])),
+        copy_s=1e-4,
+        inter_bytes_per_s=1e9,
+        intra_bytes_per_s=draw(st.sampled_from([1e9, 1e11])),
+    )
+    limits = [rng.integers(0, most, len(sizes)) for most in (6, 4)]
+    flow_of = draw(st.sampled_from([nearest_flow, least_flow]))
+    rules = CopyRules(RoutedRows.of(rows, node_C), *limits, prices, flow_of)
+    costs = MoveCosts(draw(st.sampled_from([0.0, 1e-4, 1e-2])), draw(st.sampled_from([1, 100])))
+    return homes, rules, costs
+
+
+@PROPERTY
+@given(jobs())
+def test_moves_pay_and_cells_keep_their_numbers(
+    job: tuple[tuple[Placement, ...], CopyRules, MoveCosts],
+) -> None:
+    homes, rules, costs = job
+    new = swap_homes(homes, rules, costs)
+    for before, after in zip(homes, new):
+        assert (after.holds_EC.sum(axis=1) == 1).all()
+        assert after.holds_EC.sum(axis=0).tolist() == before.holds_EC.sum(axis=0).tolist()
+    gain_s = costs.num_steps * (rules.seconds(homes) - rules.seconds(new))
+    cost_s = costs.seconds(homes, new, rules.routed.node_C)
+    assert owners(new) == owners(homes) or gain_s > cost_s
+    assert owners(swap_homes(homes, rules, costs)) == owners(new)
+
+
+@PROPERTY
+@given(jobs())
+def test_seconds_are_those_of_the_copies_that_will_be_planned(
+    job: tuple[tuple[Placement, ...], CopyRules, MoveCosts],
+) -> None:
+    homes, rules, _ = job
+    rules = replace(rules, flow_of=nearest_flow)
+    node_C = rules.routed.node_C
+    rows = np.split(rules.routed.rows_CY, rules.routed.first_L1[1:-1], axis=1)
+    targets = materialize(
+        homes,
+        rules.routed.totals,
+        overlap_degree=rules.overlap_degree_L,
+        copies_per_cell=rules.copies_L,
+        node_C=node_C,
+    )
+    alone_L, copied_L = (
+        step_seconds(each, rows, prices=rules.prices, node_C=node_C) for each in (homes, targets)
+    )
+    assert rules.seconds(homes) == pytest.approx(np.minimum(alone_L, copied_L).sum(), rel=1e-12)
+    # No share of the same copies can take less than what is least.
+    least = replace(rules, flow_of=least_flow)
+    assert least.seconds(homes) <= rules.seconds(homes) * (1 + 1e-9)
+
+
+@PROPERTY
+@given(jobs(), st.data())
+def test_layers_that_are_named_several_times(
+    job: tuple[tuple[Placement, ...], CopyRules, MoveCosts], data: st.DataObject
+) -> None:
+    _, rules, _ = job
+    routed = rules.routed
+    layers = data.draw(st.lists(st.integers(0, routed.num_layers - 1), min_size=1, max_size=6))
+    rows = np.split(routed.rows_CY, routed.first_L1[1:-1], axis=1)
+    found, expected = (
+        routed.of_layers(layers),
+        RoutedRows.of([rows[layer] for layer in layers], routed.node_C),
+    )
+    for name in ("rows_CY", "first_L1", "node_C", "sent_LC", "of_nodes_NY"):
+        assert vars(found)[name].tolist() == vars(expected)[name].tolist()

@@ -6,6 +6,8 @@ Shape letters: E experts, C cells.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -17,7 +19,17 @@ from hypothesis import strategies as st
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning import prophet_planner
 from ds_moe_ext.planning.layer_costs import is_balanced, placement_seconds
-from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts
+from ds_moe_ext.planning.prophet_planner import (
+    SPLITS,
+    BlockPlan,
+    Split,
+    SplitRule,
+    place_experts,
+    shadow_experts,
+    shadow_seconds,
+    split_backward,
+    split_forward,
+)
 from tests.planners.plainly import (
     BLOCK_PRICES,
     GATING_CE,
@@ -26,6 +38,7 @@ from tests.planners.plainly import (
     Block,
     blocks,
     prophesied,
+    shadowed,
 )
 
 SCHEDULED = replace(BLOCK_PRICES, is_scheduled=True)
@@ -253,3 +266,137 @@ def test_a_permutation_of_cells_permutes_the_plan(
     assert permuted.selected == plan.selected
     assert permuted.seconds == plan.seconds
     assert np.array_equal(permuted.target.holds_EC, plan.target.holds_EC[:, order_C])
+
+
+# FasterMoE's policy: the golden test, and the policy line by line. Pure.
+
+
+# Golden P7: one byte an element, d = 1 and alpha_h = 1, so that w = 4 / 8 s, feat = 1 s and an
+# expert has 2 elements.
+P7_PRICES = replace(BLOCK_PRICES, weight_bytes=2.0, gradient_bytes=2.0)
+
+
+def test_golden_p7() -> None:
+    """Expert rows are 34, 10, 12, 8."""
+    assert shadowed(GATING_CE.tolist(), P7_PRICES) == ([0, 2, 1], [187, 68, 59, 50])
+    costs = [
+        shadow_seconds(P7_PRICES, most_rows=rows, num_shadows=shadows)
+        for shadows, rows in enumerate([34, 12, 10, 8])
+    ]
+    assert costs == [187, 68, 59, 50]
+    plan = shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES)
+    assert plan.selected == (0, 2, 1)
+    assert plan.target.holds_EC.tolist() == [[True] * 4] * 3 + [[False, False, False, True]]
+    # Cell 3 gets the 5 rows of expert 3 beside its own 16; three experts go there and back.
+    assert plan.rows.computed_C.tolist() == [15, 14, 14, 21]
+    assert plan.seconds.step_s == 4 * 5 + 3 * 21 / 2 + 3 * 2 + 3 * 2
+    assert plan.seconds_without.step_s == 147
+    fitting = shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES, max_copied=2)
+    assert fitting.selected == plan.selected[:2]
+    assert not shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES, max_copied=0).selected
+
+
+def test_it_stops_at_the_first_that_is_no_gain() -> None:
+    """The third would pay for the second, but is never looked at."""
+    rows_CE = np.array([[30, 20, 20, 1]])
+    prices = replace(P7_PRICES, row_bytes=0.0, row_s=1 / 3)  # 30, 20 + 2, 20 + 4, 1 + 6
+    plan = shadow_experts(Placement.block(4, 1), rows_CE, prices=prices)
+    assert plan.selected == (0,)
+
+
+def test_nothing_to_gain() -> None:
+    dear = replace(P7_PRICES, weight_bytes=1000.0)
+    plan = shadow_experts(ONE_EACH, GATING_CE, prices=dear)
+    assert plan.target is ONE_EACH
+    assert plan.seconds == plan.seconds_without
+    with pytest.raises(ValueError, match="rows have shape"):
+        shadow_experts(ONE_EACH, GATING_CE.T[:3], prices=dear)
+
+
+@PROPERTY
+@given(blocks())
+def test_the_plan_is_fastermoes(block: Block) -> None:
+    home, rows_CE, prices = block
+    plan = shadow_experts(home, rows_CE, prices=prices)
+    shadows, _ = shadowed(rows_CE.tolist(), prices)
+    assert plan.selected == tuple(shadows)
+    is_shadow_E = np.isin(np.arange(home.num_experts), shadows)
+    assert np.array_equal(plan.target.holds_EC, home.holds_EC | is_shadow_E[:, None])
+    assert plan.seconds == placement_seconds(home, plan.target, rows_CE, prices=prices)
+
+
+# Copies under two computations: the golden test, both rules both ways, properties. Pure.
+
+
+FNEC_FIRST, HALF = SPLITS["fnec_first"], SPLITS["half"]
+
+
+def test_golden_p6() -> None:
+    """Two moves of 4 s fit into 9 s: the last two in forward, the first two in backward."""
+    selected = (7, 5, 6)
+    forward = split_forward(selected, rule=FNEC_FIRST, layer_s=9.0, move_s=4.0)
+    assert forward == Split(first=(7,), second=(5, 6))
+    backward = split_backward(selected, rule=FNEC_FIRST, layer_s=9.0, move_s=4.0)
+    assert backward == Split(first=(7, 5), second=(6,))
+
+
+@pytest.mark.parametrize(
+    ("layer_s", "move_s", "beside_layer"),
+    [(0.0, 4.0, 0), (3.9, 4.0, 0), (4.0, 4.0, 1), (1e300, 1e-300, 3), (0.0, 0.0, 3), (9.0, 0.0, 3)],
+)
+def test_how_many_the_layer_hides(layer_s: float, move_s: float, beside_layer: int) -> None:
+    split = split_forward((0, 1, 2), rule=FNEC_FIRST, layer_s=layer_s, move_s=move_s)
+    assert len(split.second) == beside_layer
+    split = split_backward((0, 1, 2), rule=FNEC_FIRST, layer_s=layer_s, move_s=move_s)
+    assert len(split.first) == beside_layer
+
+
+def test_halves() -> None:
+    """The odd expert goes beside the layer, whatever fits there."""
+    for layer_s in (0.0, 99.0):
+        forward = split_forward((4, 2, 0, 1, 3), rule=HALF, layer_s=layer_s, move_s=1.0)
+        assert forward == Split(first=(4, 2), second=(0, 1, 3))
+        backward = split_backward((4, 2, 0, 1, 3), rule=HALF, layer_s=layer_s, move_s=1.0)
+        assert backward == Split(first=(4, 2, 0), second=(1, 3))
+
+
+@pytest.mark.parametrize(("layer_s", "move_s"), [(-1.0, 1.0), (1.0, -1.0), (1.0, math.nan)])
+def test_times_that_cannot_be(layer_s: float, move_s: float) -> None:
+    for split in (split_forward, split_backward):
+        with pytest.raises(ValueError, match=f"takes {layer_s} s and a move {move_s} s; give"):
+            split((0,), rule=FNEC_FIRST, layer_s=layer_s, move_s=move_s)
+
+
+@PROPERTY
+@given(
+    st.lists(st.integers(0, 99), unique=True),
+    st.sampled_from(sorted(SPLITS.values(), key=lambda rule: rule.__name__)),
+    st.floats(0, 100),
+    st.floats(0, 10),
+    st.sampled_from([split_forward, split_backward]),
+)
+def test_all_experts_move_once_in_order(
+    selected: list[int],
+    rule: SplitRule,
+    layer_s: float,
+    move_s: float,
+    split: Callable[..., Split],
+) -> None:
+    both = split(selected, rule=rule, layer_s=layer_s, move_s=move_s)
+    assert list(both.first + both.second) == selected
+
+
+@PROPERTY
+@given(st.integers(0, 9), st.floats(0.25, 4), st.floats(0, 40), st.floats(0, 40))
+def test_the_layer_first_exposes_least(
+    num_experts: int, move_s: float, layer_s: float, expert_s: float
+) -> None:
+    """Of whole experts, no other number beside the layer exposes less than one move less."""
+    split = split_forward(range(num_experts), rule=FNEC_FIRST, layer_s=layer_s, move_s=move_s)
+
+    def exposed(beside_layer: int) -> float:
+        rest = num_experts - beside_layer
+        return max(0.0, beside_layer * move_s - layer_s) + max(0.0, rest * move_s - expert_s)
+
+    least = min(map(exposed, range(num_experts + 1)))
+    assert exposed(len(split.second)) <= least + move_s + 1e-9

@@ -137,3 +137,11 @@ def test_pages_say_the_same_of_versions_and_minutes() -> None:
     (minutes,) = re.findall(r"(\w+) minutes on two quiet cores", started)
     assert f"shows what there is: {minutes.lower()} minutes" in readme
     assert f"(measurements.md#the-main-job) in {minutes.lower()} minutes" in all_pages
+
+
+def test_every_source_names_its_licence() -> None:
+    for folder in ("ds_moe_ext", "patches", "launch", "docs", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.*"):
+            is_code = path.suffix in {".py", ".sh", ".c", ".css", ".js"}
+            head = path.read_text()[:120] if is_code else ""
+            assert not head or "SPDX-License-Identifier: Apache-2.0" in head, path

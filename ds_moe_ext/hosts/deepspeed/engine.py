@@ -184,7 +184,7 @@ class DeepSpeedHost:
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
             if self._shards_weights:
-                zero_3.shard_over_replicas(layer, blueprint.grid, self.device)
+                zero_3.shard_over_replicas(layer, blueprint.grid, self.device, self.dtype)
             if strategy.has_uneven_homes or blueprint.copies_by_grid:
                 record.last.update(layer.parameters)
         if strategy.roles is not None:

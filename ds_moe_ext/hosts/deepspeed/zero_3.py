@@ -261,11 +261,14 @@ def check_homes(blueprint: Blueprint) -> None:
             )
 
 
-def shard_over_replicas(layer: AttachedLayer, grid: Grid, device: torch.device) -> None:
+def shard_over_replicas(
+    layer: AttachedLayer, grid: Grid, device: torch.device, dtype: torch.dtype
+) -> None:
     """Let ZeRO shard a layer's experts over the ranks that have the same ones, and have them whole
-    while the module in the experts' place runs, forward and backward, on this device."""
+    while the module in the experts' place runs, forward and backward, on this device. The engine
+    is going to cast them where its type is a half."""
     if layer.routed.copies is not None:  # also of experts that are not whole right then
-        layer.routed.copies.keep_shapes(device)
+        layer.routed.copies.keep_shapes(device, None if dtype == torch.float32 else dtype)
     name = f"ep_size_{grid.size}"
     hosted = layer.hosted
     assert isinstance(hosted, nn.Module)
