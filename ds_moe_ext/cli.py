@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds-moe-ext``: what a person asks from a shell."""
+"""``ds-moe-ext``: what a person asks from a shell. A command loads torch where it needs it only."""
 
 from __future__ import annotations
 
 import argparse
 from importlib.metadata import version
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ds_moe_ext.commands.cluster_profile import add_profile
 from ds_moe_ext.commands.compare import add_compare
-from ds_moe_ext.commands.convert import add_convert
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.loads_table import add_loads
 from ds_moe_ext.commands.plan import add_plan
-from ds_moe_ext.commands.price.command import add_price
 from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
 from ds_moe_ext.commands.verify import add_verify
+
+FORMS = ("megatron", "deepspeed", "huggingface")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class _Version(argparse.Action):
@@ -42,3 +45,78 @@ def main() -> None:
         raise SystemExit(given.run(given))
     except (ImportError, OSError, ValueError) as error:
         parser.exit(2, f"ds-moe-ext: {error}\n")
+
+
+def add_price(commands: Any) -> None:
+    """Add ``price``: what a job would take under every strategy."""
+    parser = commands.add_parser(
+        "price", help="what a job would take under every strategy, before a GPU hour is spent"
+    )
+    add = parser.add_argument
+    add("job", type=Path, help="DeepSpeed's JSON, or a file of Megatron's flags")
+    add("--model", type=Path, help="a Hugging Face config.json, or a name of configs/models")
+    add(
+        "--hardware",
+        required=True,
+        nargs="+",
+        help="a file, or a name of configs/hardware, as dgx_h100; several stand side by side",
+    )
+    add("--nodes", type=int, nargs="+", help="of each cluster, where not those of its file")
+    add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
+    add("--strategies", default="all", help="names with commas between, or all; or module:Class")
+    add("--grids", choices=("few", "all"), default="few", help="of ranks that are tried")
+    add("--length", type=int, help="tokens of a sample")
+    add("--micro-batch", type=int, help="samples of a rank in one pass")
+    add("--micro-batches", type=int, help="passes of a step")
+    add("--recomputes", action=argparse.BooleanOptionalAction, help="activations, in backward")
+    add("--pays", action="store_true", help="price other skews and token counts, too")
+    add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")
+    add("--trace", type=Path, metavar="FILE", help="a timeline, for ui.perfetto.dev")
+    add("--json", type=Path, metavar="FILE", help="all numbers")
+    parser.set_defaults(run=_price)
+
+
+def _price(given: argparse.Namespace) -> int:
+    from ds_moe_ext.commands.price.command import price
+
+    return price(given)
+
+
+def add_convert(commands: Any) -> None:
+    """Add ``convert``: a checkpoint's weights in the form of another host."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint's weights in the form of Megatron, DeepSpeed or Hugging Face",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", type=Path, help="folder of a checkpoint")
+    add("target", metavar="TARGET", type=Path, help="folder to write, new or empty")
+    add("--from", dest="given", choices=FORMS, help="form of SOURCE; default: as it looks")
+    add("--to", dest="goal", choices=FORMS, required=True, help="form of TARGET")
+    add(
+        "--model",
+        dest="described",
+        metavar="FILE",
+        type=Path,
+        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
+        "a name there; a deepspeed SOURCE needs it, others say themselves",
+    )
+    add("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert
+
+    asked = Asked(
+        source=given.source,
+        target=given.target,
+        goal=Form(given.goal),
+        given=None if given.given is None else Form(given.given),
+        described=given.described,
+        dtype=given.dtype and resolve_name(f"torch:{given.dtype}"),
+    )
+    convert(asked, Console())
+    return 0

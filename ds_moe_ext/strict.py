@@ -23,6 +23,24 @@ from typing import Any, TypeVar
 AUTOMATIC = "auto"  # what people write where null is meant
 MOST = 2**63 - 1  # of integers
 
+
+class Bounds(typing.NamedTuple):
+    """Of a number, both included: ``Annotated[int, Bounds(1, 8)]`` is the type of such a field."""
+
+    least: float = 0
+    most: float = math.inf
+
+    def check(self, value: float, where: str) -> None:
+        """Refuse a number that lies outside; ``where`` is its key."""
+        if not self.least <= value <= self.most:
+            kind = _JSON_NAMES[type(value)]
+            to = f"of at least {self.least}"
+            limit = to if self.most == math.inf else f"from {self.least} to {self.most}"
+            raise ValueError(f"{where} is {reprlib.repr(value)}; it must be {kind} {limit}")
+
+
+ANY = Bounds(-math.inf)
+
 NOT_A_KEY = types.MappingProxyType({"is_key": False})
 """Metadata of a field that JSON does not set."""
 
@@ -32,7 +50,8 @@ T = TypeVar("T")
 
 def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
     """A record from a JSON object, every value checked against its field's type, in lists and
-    objects too. ``Annotated[T, read]`` is read by ``read(value, where)``.
+    objects too. ``Annotated[T, read]`` is read by ``read(value, where)``, and of
+    ``Annotated[T, Bounds(...)]`` a number is held against its bounds.
 
     Args:
         cls: a dataclass; its fields may be records themselves.
@@ -78,13 +97,20 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     for option in options:
+        bounds = ANY
         if typing.get_origin(option) is typing.Annotated:
-            return option.__metadata__[0](value, where)
+            option, rule = typing.get_args(option)  # noqa: PLW2901
+            if not isinstance(rule, Bounds):
+                return rule(value, where)
+            bounds = rule
         is_record = dataclasses.is_dataclass(option) and isinstance(option, type)
         if is_record and (isinstance(value, Mapping) or len(options) == 1):
             return read_record(option, value, where)
         if _fits(option, value):
-            return _as_float(value) if option is float else _within(option, value, where)
+            read = _as_float(value) if option is float else _within(option, value, where)
+            if bounds != ANY:
+                bounds.check(read, where)
+            return read
     wanted = " or ".join(_in_json(option) for option in options)
     raise ValueError(f"{where} is {value!r}, but must be {wanted}{_hint_for(value, options)}")
 
@@ -113,7 +139,8 @@ def _tuple(option: Any, value: Sequence[Any], where: str) -> Any:
     if kinds[1:] == (...,):
         kinds = kinds[:1] * len(value)
     if len(value) != len(kinds):
-        raise ValueError(f"{where} is {value!r}, but must have {len(kinds)} entries")
+        names = f": {', '.join(_hints_of(option))}" if is_named else ""
+        raise ValueError(f"{where} is {value!r}, but must have {len(kinds)} entries{names}")
     read = [
         _value(kind, each, f"{where}[{at}]") for at, (kind, each) in enumerate(zip(kinds, value))
     ]
@@ -164,6 +191,8 @@ _JSON_NAMES = {
 def _in_json(option: Any) -> str:
     if option is type(None):
         return "null"
+    if typing.get_origin(option) is typing.Annotated:
+        return _in_json(typing.get_args(option)[0])
     if typing.get_origin(option) is typing.Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(option))
     if _is_tuple(option):

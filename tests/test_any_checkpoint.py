@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.commands.conversion import dcp
-from ds_moe_ext.files import file_sums
-from ds_moe_ext.files.dcp_reader import TABLE
+from ds_moe_ext.files import whole_files
+from ds_moe_ext.files.unpickle import TABLE
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
 from ds_moe_ext.hosts.megatron.checkpoint_sums import LAST_FILE, SUMS_FILE, check_part
 from tests.test_any_input import as_bytes, check_line, nearly, of_bytes
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("saved")
     for name, contents in FILES.items():
         (made / name).write_bytes(contents)
-    sums = file_sums.sums_of(made, list(FILES))
+    sums = whole_files.sums_of(made, list(FILES))
     SavedLayout(
         strategy="fssdp",
         expert_parallel_size=2,
@@ -52,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         routing={name: {"top_k": 2, "capacity_factor": None} for name in EXPERTS},
     ).write(made)
     document = {"format": 1, "files": sums, "routing": {"moe_router_topk": 2}}
-    with_sum = {**document, "crc32": file_sums.sum_of_document(document)}
-    file_sums.write_whole(made / SUMS_FILE, json.dumps(with_sum))
+    with_sum = {**document, "crc32": whole_files.sum_of_document(document)}
+    whole_files.write_whole(made / SUMS_FILE, json.dumps(with_sum))
     weight = torch.arange(12.0).reshape(3, 4)
     boxes = {(0, 0): dcp.ToMake((3, 4), lambda: weight)}
     written = {"weight": dcp.ToWrite((3, 4), torch.float32, boxes)}

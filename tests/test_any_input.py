@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext import cli
-from ds_moe_ext.commands.plan_jobs.algorithms import plan_text
+from ds_moe_ext.commands.plan import plan_text
 from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from tests.marks import slow

@@ -24,7 +24,7 @@ _ds_moe_ext_autoload < _autoload < strict files version < schedule < core < plan
 """
 """Rooms, the lowest first: folders or files of the package, itself last. No import goes up."""
 PURE = (
-    "strict files.configs files.documents schedule.task schedule.orders schedule.simulator"
+    "strict files.documents schedule.task schedule.orders schedule.simulator"
     " schedule.step schedule.stripes core.placement core.share core.row_levels"
     " core.row_levels_twin core.transfer core.hardware planning.loads planning.load_files"
     " planning.load_models planning.prices planning.layer_costs planning.exchange_costs"

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 
-from ds_moe_ext.commands.plan_jobs.algorithms import ALGORITHMS, plan_text
+from ds_moe_ext.commands.plan import ALGORITHMS, plan_text
 
 MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
 PROPHET, SHADOW = "prophet", "shadow"
@@ -261,156 +262,111 @@ def test_loads_may_be_means() -> None:
     assert planned(MATERIALIZE, changed(MATERIALIZE, load=fifths)) == H2
 
 
+def numbers(values: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
+    """Lists and objects that have a number, where in them, and what errors call it."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        name = f"{where}.{key}" if isinstance(values, dict) else f"{where}[{key}]"
+        if isinstance(value, (dict, list)):
+            yield from numbers(value, name)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield values, key, name
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_number_has_a_type_and_bounds(name: str) -> None:
+    job = json.loads(json.dumps(JOBS[name]))
+    found = list(numbers(job, "input"))
+    assert len(found) > 5
+    for holder, key, where in found:
+        if name == SHADOW and key == "num_excluded":  # which is not for it
+            continue
+        before = holder[key]
+        for wrong in (True, "7", None, {}):
+            holder[key] = wrong
+            if wrong is None and key in OPTIONAL:
+                continue
+            with pytest.raises(ValueError) as caught:
+                planned(name, job)
+            assert str(caught.value).startswith(f"job: {where} is {wrong!r}, but must be ")
+        for wrong in (-1, 10**40):
+            holder[key] = wrong
+            with pytest.raises(ValueError) as caught:
+                planned(name, job)
+            assert str(caught.value).startswith("job: ") and len(str(caught.value)) < 300
+        holder[key] = before
+    assert job == JOBS[name]
+
+
+OPTIONAL = ("num_excluded", "max_moved", "attention_s", "expert_s")
+
+
 def bad_jobs() -> list[tuple[str, Any, str]]:
     """Name, job and what must be said."""
-    hecate: list[tuple[dict[str, Any], str]] = [
-        ({"overlap_degree": -1}, "overlap_degree is -1; it must be an integer of at least 0"),
-        ({"overlap_degree": 2**63}, "overlap_degree is 9223372036854775808; it must be at most"),
-        ({"overlap_degree": True}, "overlap_degree is True"),
-        ({"overlap_degree": 1.5}, "overlap_degree is 1.5"),
-        ({"overlap_degree": "1"}, "overlap_degree is '1'"),
-        ({"overlap_degree": None}, "overlap_degree is None"),
-        ({"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
-        ({"num_ranks": 5}, "num_ranks is 5, which ranks_per_node, 2, does not divide"),
-        ({"num_ranks": 10**30}, "are more than 1048576"),
-        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
-        ({"ranks_per_node": False}, "ranks_per_node is False"),
-        ({"ranks_per_node": 8}, "does not divide"),
-        ({"load": 3}, "load is 3, but must be a list"),
-        ({"load": []}, "[]"),
-        ({"steps": 3}, "has no key 'steps'; known: "),
-        ({"num_rank": 4}, "has no key 'num_rank'; did you mean 'num_ranks'?"),
+    gather, reduce = JOBS[DEGREE]["all_gather"], JOBS[PARTITION]["all_reduce"]
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        (MATERIALIZE, {"overlap_degree": -1}, "degree is -1; it must be an integer from 0 to"),
+        (MATERIALIZE, {"overlap_degree": 2**63}, "overlap_degree is 9223372036854775808; it must"),
+        (MATERIALIZE, {"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
+        (MATERIALIZE, {"num_ranks": 5}, "num_ranks is 5, which ranks_per_node, 2, does not divide"),
+        (MATERIALIZE, {"num_ranks": 10**30}, "are more than 1048576"),
+        (MATERIALIZE, {"num_rank": 4}, "has no key 'num_rank'; did you mean 'num_ranks'?"),
+        (MATERIALIZE, {"steps": 3}, "has no key 'steps'; known: "),
+        (MATERIALIZE, {"load": [1] * 7}, "load has 7 numbers, but home has 8"),
+        (MATERIALIZE, {"home": [], "load": []}, "load is []"),
+        (MATERIALIZE, {"home": [0] * 7 + [4]}, "home[7] is 4; it must be an integer from 0 to 3"),
+        (SHARD, {"load": []}, "load is []; give a list of loads for each layer"),
+        (SHARD, {"load": [[1, 2], []]}, "load[1] is []"),
+        (SHARD, {"load": [[1, 2], 3]}, "load[1] is 3"),
+        (SHARD, {"load": [[1], [1, 2**33]]}, "load[1][1] is 8589934592.0; it must be a number"),
+        (PROPHET, {"rows": []}, "rows is []; give a list of rows for each rank"),
+        (PROPHET, {"rows": [[]], "home": []}, "rows[0] is []; give a list of rows for each"),
+        (PROPHET, {"rows": [[1, 2, 3, 4], [1]]}, "rows[1] has 1 numbers, but home has 4 ranks"),
+        (PROPHET, {"home": [0, 1, 2]}, "rows[0] has 4 numbers, but home has 3 ranks; give both"),
+        (PROPHET, {"home": [0, 1, 2, 4]}, "home[3] is 4; it must be an integer from 0 to 3"),
+        (PROPHET, {"num_excluded": 4}, "num_excluded is 4, but an expert has 3 cells besides its"),
+        (PROPHET, {"num_excluded": -1}, "give a number from 0 to 3, or null for automatic"),
+        (PROPHET, {"num_excluded": "auto"}, "write null"),
+        (PROPHET, {"bandwidth": 0}, "bandwidth is 0.0; it must be a number from 1e-09 to 1e+18"),
+        (PROPHET, {"bytes_per_row": 10**400}, "bytes_per_row is inf; it must be a number from 0"),
+        (PROPHET, {"scheduled": 1}, "scheduled is 1, but must be true or false"),
+        (SHADOW, {"rows": []}, "rows is []"),
+        (DEGREE, {"all_to_all": 3}, "input.all_to_all is 3, but must be an object"),
+        (DEGREE, {"all_to_all": {"alpha_s": 1, "beta_s": 1}}, "input.all_to_all needs the key 'n'"),
+        (DEGREE, {"all_gather": {**gather, "alpha": 1}}, "did you mean 'alpha_s'?"),
+        (DEGREE, {"reduce_scatter": {**gather, "n": 1e19}}, "reduce_scatter.n is 1e+19; it must"),
+        (DEGREE, {"max_degree": 0}, "max_degree is 0; it must be an integer from 1 to 4096"),
+        (PARTITION, {"layers": []}, "layers has 0 objects; give one for each layer, from 1 to"),
+        (PARTITION, {"layers": [BACKWARD] * 1025}, "layers has 1025 objects"),
+        (PARTITION, {"all_reduce": {**reduce, "n": 1}}, "input.all_reduce has no key 'n'"),
+        (PARTITION, {"tail_elements": 2**41}, "tail_elements is 2199023255552"),
+        (PARTITION, {"layers": [BACKWARD, 3]}, "layers[1] is 3, but must be an object"),
+        (PARTITION, {"layers": [BACKWARD, {}]}, "layers[1] needs the key 'all_to_all'; add it"),
+        (PARTITION, {"solver": "papr"}, "solver is 'papr', which is unknown; did you mean 'paper'"),
+        (ASYMMETRIC, {"num_experts": 25}, "num_experts is 25, which expert_ranks, 8, does not"),
+        (ASYMMETRIC, {"attention_ranks": 3}, "attention_ranks is 3 and expert_ranks 8, of which"),
+        (ASYMMETRIC, {"min_moved": 241}, "min_moved is 241, but 10 layers can give 240 experts, 8"),
+        (
+            ASYMMETRIC,
+            {"min_moved": 9, "max_moved": 3},
+            "on each of 4 attention ranks, has room for",
+        ),
+        (ASYMMETRIC, {"variant": "print"}, "variant is 'print', which is unknown; did you mean"),
+        (SHARE, {"rows": []}, "rows are of 0 senders and holders of 2 experts; give at least one"),
+        (SHARE, {"rows": [[10, 2], [8]]}, "rows[1] has 1 numbers, but holders are of 2 experts"),
+        (SHARE, {"holders": [[0, 1], []]}, "holders[1] is []; give a list of the cells"),
+        (
+            SHARE,
+            {"holders": [[0, 2], [1]]},
+            "holders[0][1] is 2; it must be an integer from 0 to 1",
+        ),
+        (SHARE, {"holders": [[1, 1], [1]]}, "holders[0] is [1, 1]; name each cell once"),
+        (SHARE, {"node": [0]}, "node has 1 numbers, but rows are of 2 cells; give one for each"),
+        (SHARE, {"row_s": [1]}, "row_s has 1 numbers, but rows are of 2 cells"),
+        (SHARE, {"row_s": [1, -1]}, "row_s[1] is -1.0; it must be a number from 0 to 1e+18"),
+        (SHARE, {"row_s": "1"}, "row_s is '1', but must be a list or a number"),
     ]
-    replication: list[tuple[dict[str, Any], str]] = [
-        ({"rows": []}, "rows is []; give a list of rows for each rank"),
-        ({"rows": 3}, "rows is 3, but must be a list"),
-        ({"rows": [[]], "home": []}, "rows[0] is []; give a list of rows for each expert"),
-        ({"rows": [[1, 2, 3, 4], 3]}, "rows[1] is 3"),
-        ({"rows": [[1, 2, 3, 4], [1, 2, 3]]}, "rows[1] has 3 numbers, but home has 4 ranks"),
-        ({"home": [0, 1, 2]}, "rows[0] has 4 numbers, but home has 3 ranks; give both one for"),
-        ({"home": [0, 1, 2, 4]}, "home[3] is 4; it must be an integer from 0 to 3"),
-        ({"home": [0, 1, 2, -1]}, "home[3] is -1"),
-        ({"home": [0, 1, 2, 3.0]}, "home[3] is 3.0"),
-        ({"num_excluded": 4}, "num_excluded is 4, but an expert has 3 cells besides its home"),
-        ({"num_excluded": -1}, "give a number from 0 to 3, or null for automatic"),
-        ({"num_excluded": 0.5}, "num_excluded is 0.5, but must be an integer or null"),
-        ({"num_excluded": "auto"}, "write null"),
-        ({"balance": -1}, "balance is -1.0; it must be a number from 0"),
-        ({"bandwidth": 0}, "bandwidth is 0.0; it must be a number from 1e-09 to 1e+18"),
-        ({"rows_per_second": 0}, "rows_per_second is 0.0"),
-        ({"rows_per_second": -2}, "rows_per_second is -2.0"),
-        ({"bytes_per_row": 10**400}, "bytes_per_row is inf; it must be a number from 0 to 1e+18"),
-        ({"parameter_bytes": -8}, "parameter_bytes is -8.0"),
-        ({"gradient_bytes": "8"}, "gradient_bytes is '8', but must be a number"),
-        ({"forward_non_expert_s": -4}, "forward_non_expert_s is -4.0"),
-        ({"backward_non_expert_s": None}, "backward_non_expert_s is None"),
-        ({"scheduled": 1}, "scheduled is 1, but must be true or false"),
-        ({"bandwith": 1}, "has no key 'bandwith'; did you mean 'bandwidth'?"),
-        *(({"rows": [[1, 2, 3, x]]}, "rows[0][3] is ") for x in [-1, 1.5, True, None, 2**33]),
-    ]
-    gather = JOBS[DEGREE]["all_gather"]
-    degree: list[tuple[dict[str, Any], str]] = [
-        ({"all_to_all": 3}, "input.all_to_all is 3, but must be an object"),
-        ({"all_to_all": {"alpha_s": 1, "beta_s": 1}}, "input.all_to_all needs the key 'n'"),
-        ({"all_gather": {**gather, "alpha": 1}}, "did you mean 'alpha_s'?"),
-        ({"all_gather": {**gather, "alpha_s": -1}}, "all_gather.alpha_s is -1.0; it must be a"),
-        ({"reduce_scatter": {**gather, "n": 1e19}}, "reduce_scatter.n is 1e+19; it must be a"),
-        ({"expert": {**gather, "beta_s": "1"}}, "expert.beta_s is '1', but must be a number"),
-        ({"expert": {**gather, "beta_s": 10**400}}, "expert.beta_s is inf; it must be a number"),
-        ({"gradient_s": -0.5}, "gradient_s is -0.5; it must be a number from 0"),
-        ({"gradient_s": None}, "gradient_s is None, but must be a number"),
-        ({"max_degree": 0}, "max_degree is 0; it must be an integer from 1 to 4096"),
-        ({"max_degree": 5000}, "max_degree is 5000"),
-        ({"max_degree": 2.0}, "max_degree is 2.0"),
-        ({"max_degree": True}, "max_degree is True"),
-        ({"degree": 2}, "has no key 'degree'; did you mean 'max_degree'?"),
-    ]
-    reduce = JOBS[PARTITION]["all_reduce"]
-    partition: list[tuple[dict[str, Any], str]] = [
-        ({"layers": 3}, "layers is 3, but must be a list"),
-        ({"layers": []}, "layers has 0 objects; give one for each layer, from 1 to 1024"),
-        ({"layers": [BACKWARD] * 1025}, "layers has 1025 objects"),
-        ({"all_reduce": {"alpha_s": 1}}, "input.all_reduce needs the key 'beta_s'"),
-        ({"all_reduce": {**reduce, "n": 1}}, "input.all_reduce has no key 'n'"),
-        ({"all_reduce": {**reduce, "beta_s": -1}}, "all_reduce.beta_s is -1.0; it must be a"),
-        ({"tail_elements": -1}, "tail_elements is -1; it must be an integer from 0"),
-        ({"tail_elements": 2**41}, "tail_elements is 2199023255552"),
-        ({"tail_elements": 0.5}, "tail_elements is 0.5, but must be an integer"),
-        ({"max_degree": 0}, "max_degree is 0; it must be an integer from 1 to 4096"),
-        ({"head_elements": 0}, "has no key 'head_elements'; did you mean 'tail_elements'?"),
-    ]
-    layer: list[tuple[Any, str]] = [
-        (3, "layers[1]: layer is 3, but must be an object"),
-        ({}, "layer needs the key 'all_to_all'; add it"),
-        ({**BACKWARD, "expert": {}}, "layer.expert needs the key 'alpha_s'"),
-        ({**BACKWARD, "expert": {**reduce, "n": -5}}, "layers[1]: expert.n is -5.0; it must be"),
-        ({**BACKWARD, "dense_window_s": -2}, "layers[1]: dense_window_s is -2.0; it"),
-        ({**BACKWARD, "dense_window": 2}, "did you mean 'dense_window_s'?"),
-        ({**BACKWARD, "gradient_elements": -1}, "gradient_elements is -1; it must be an integer"),
-        ({**BACKWARD, "gradient_elements": True}, "gradient_elements is True"),
-        ({**BACKWARD, "gradient_elements": 10**30}, "gradient_elements is 1000000000"),
-    ]
-    asymmetric: list[tuple[dict[str, Any], str]] = [
-        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to 1048576"),
-        ({"num_experts": 12.0}, "num_experts is 12.0, but must be an integer"),
-        ({"num_experts": 25}, "num_experts is 25, which expert_ranks, 8, does not divide"),
-        ({"num_layers": 0}, "num_layers is 0; it must be an integer from 1 to 1024"),
-        ({"num_layers": 10**9}, "num_layers is 1000000000"),
-        ({"attention_ranks": 3}, "attention_ranks is 3 and expert_ranks 8, of which neither"),
-        ({"attention_ranks": True}, "attention_ranks is True"),
-        ({"expert_ranks": -8}, "expert_ranks is -8"),
-        ({"attention_s": -1}, "attention_s is -1.0; it must be a number from 0 to 1e+18"),
-        ({"expert_s": 10**400}, "expert_s is inf"),
-        ({"expert_on_attention_s": None}, "expert_on_attention_s is None, but must be a number"),
-        ({"min_moved": -1}, "min_moved is -1; it must be an integer of at least 0"),
-        ({"min_moved": None}, "min_moved is None"),
-        ({"min_moved": 241}, "min_moved is 241, but 10 layers can give 240 experts, 8 at a time"),
-        ({"min_moved": 9, "max_moved": 3}, "on each of 4 attention ranks, has room for 8; the"),
-        ({"max_moved": -1}, "max_moved is -1; it must be an integer of at least 0"),
-        ({"max_moved": "auto"}, "write null"),
-        ({"variant": "print"}, "variant is 'print', which is unknown; did you mean 'printed'?"),
-        ({"variant": 1}, "variant is 1, but must be a string"),
-        ({"layers": 4}, "has no key 'layers'; did you mean 'num_layers'?"),
-    ]
-    share: list[tuple[dict[str, Any], str]] = [
-        ({"rows": []}, "rows are of 0 senders and holders of 2 experts; give at least one of both"),
-        ({"rows": [[10, 2], [8]]}, "rows[1] has 1 numbers, but holders are of 2 experts"),
-        ({"rows": [[10, 2], [8, -4]]}, "rows[1][1] is -4"),
-        ({"rows": [[10, 2], [8, 0.5]]}, "rows[1][1] is 0.5, but must be an integer"),
-        ({"holders": [[0, 1], []]}, "holders[1] is []; give a list of the cells"),
-        ({"holders": [[0, 1], 1]}, "holders[1] is 1, but must be a list"),
-        ({"holders": [[0, 2], [1]]}, "holders[0][1] is 2; it must be an integer from 0 to 1"),
-        ({"holders": [[1, 1], [1]]}, "holders[0] is [1, 1]; name each cell once"),
-        ({"node": [0]}, "node has 1 numbers, but rows are of 2 cells; give one for each"),
-        ({"node": [0, -1]}, "node[1] is -1"),
-        ({"row_s": [1]}, "row_s has 1 numbers, but rows are of 2 cells"),
-        ({"row_s": [1, -1]}, "row_s[1] is -1.0; it must be a number from 0 to 1e+18"),
-        ({"row_s": "1"}, "row_s is '1', but must be a number or a list"),
-        ({"local_row_s": -0.5}, "local_row_s is -0.5"),
-        ({"cross_row_s": 10**400}, "cross_row_s is inf"),
-        ({"cros_row_s": 1}, "did you mean 'cross_row_s'?"),
-    ]
-    loads = [-1, True, "7", None, [7], {}, 2**33, 1e300, 10**400]
     return [
-        *((name, changed(name, **v), says) for name in (MATERIALIZE, SHARD) for v, says in hecate),
-        *((PROPHET, changed(PROPHET, **values), says) for values, says in replication),
-        *((DEGREE, changed(DEGREE, **values), says) for values, says in degree),
-        *((PARTITION, changed(PARTITION, **values), says) for values, says in partition),
-        *((PARTITION, changed(PARTITION, layers=[BACKWARD, x]), says) for x, says in layer),
-        *((ASYMMETRIC, changed(ASYMMETRIC, **values), says) for values, says in asymmetric),
-        *((SHARE, changed(SHARE, **values), says) for values, says in share),
-        (SHADOW, changed(SHADOW, rows=[]), "rows is []"),
-        *((MATERIALIZE, changed(MATERIALIZE, load=[1] * 7 + [x]), "load[7] is ") for x in loads),
-        *((SHARD, changed(SHARD, load=[[1], [1, x]]), "load[1][1] is ") for x in loads),
-        (MATERIALIZE, changed(MATERIALIZE, load=[1] * 7), "load has 7 numbers, but home has 8"),
-        (MATERIALIZE, changed(MATERIALIZE, home=[], load=[]), "load is []"),
-        (MATERIALIZE, changed(MATERIALIZE, home=[0] * 7 + [4]), "home[7] is 4; it must be an"),
-        (MATERIALIZE, changed(MATERIALIZE, home=[0] * 7 + [-1]), "from 0 to 3"),
-        (MATERIALIZE, changed(MATERIALIZE, home=[0] * 7 + [True]), "home[7] is True"),
-        (MATERIALIZE, changed(MATERIALIZE, home=[0] * 7 + [1.0]), "home[7] is 1.0"),
-        (MATERIALIZE, changed(MATERIALIZE, copies_per_rank=-2), "copies_per_rank is -2"),
-        (SHARD, changed(SHARD, load=[[1, 2], []]), "load[1] is []"),
-        (SHARD, changed(SHARD, load=[[1, 2], 3]), "load[1] is 3"),
+        *((name, changed(name, **values), says) for name, values, says in changes),
         *((name, job, "must be an object") for name in JOBS for job in (3, "job", None, True)),
     ]
 

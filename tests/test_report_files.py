@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.files import file_sums
+from ds_moe_ext.files import whole_files
 from ds_moe_ext.hosts.attachment.notices import or_warn
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.report_files import ReportFiles, keep_earlier, write_whole
@@ -93,7 +93,7 @@ def test_what_was_there_stays_where_writing_fails(tmp_path: Path) -> None:
     assert path.read_text() == "one"
 
 
-@pytest.mark.parametrize("write", [write_whole, file_sums.write_whole])
+@pytest.mark.parametrize("write", [write_whole, whole_files.write_whole])
 def test_a_full_disk_keeps_no_half_of_a_file(
     write: Callable[[Path, str], None], tmp_path: Path
 ) -> None:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
-from ds_moe_ext.strict import found_at, read_record
+from ds_moe_ext.strict import Bounds, found_at, read_record
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,26 @@ def test_a_class_may_lie_in_a_class() -> None:
 
 class Enclosing:
     class Inner: ...
+
+
+@dataclass
+class Bounded:
+    count: Annotated[int, Bounds(1, 8)] | None = None
+    shares: list[Annotated[float, Bounds(0, 1)]] = field(default_factory=list)
+    rest: Annotated[int, Bounds(0)] = 0
+
+
+def test_numbers_are_held_against_their_bounds() -> None:
+    assert read_record(Bounded, {"count": 8, "shares": [0, 1], "rest": 2**70}, "it") == Bounded(
+        8, [0.0, 1.0], 2**70
+    )
+    assert read_record(Bounded, {"count": None}, "it").count is None
+    for values, says in (
+        ({"count": 9}, "it.count is 9; it must be an integer from 1 to 8"),
+        ({"count": "9"}, "it.count is '9', but must be an integer or null"),
+        ({"shares": [1, 1.5]}, "it.shares[1] is 1.5; it must be a number from 0 to 1"),
+        ({"rest": -1}, "it.rest is -1; it must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            read_record(Bounded, values, "it")
+        assert str(caught.value) == says

@@ -14,10 +14,18 @@ import torch
 
 from ds_moe_ext._autoload import HOSTS, VERIFIERS, VERIFY, _patches_of
 from ds_moe_ext.cli import main
-from ds_moe_ext.verification.comparison import Comparison, Stage, compare
-from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
-from ds_moe_ext.verification.sketch import CHUNK, sketch, sketch_at
-from ds_moe_ext.verification.trial import Precision
+from ds_moe_ext.verification import (
+    CHUNK,
+    Comparison,
+    Kind,
+    LayerSeen,
+    Precision,
+    RankRecord,
+    Stage,
+    compare,
+    sketch,
+    sketch_at,
+)
 from tests.test_house import SOURCES, imported
 
 T, K, E, D = 600, 2, 8, 4

@@ -44,12 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(given: argparse.Namespace) -> int:
-    """Measure; the first rank prints and writes. Collective.
-
-    Raises:
-        ValueError: an option, ranks that are spread unevenly over nodes, or a file that cannot be
-            written.
-    """
+    """Measure; the first rank prints and writes. Collective."""
     from ds_moe_ext.commands import profile_ranks  # loads torch, which other commands do without
 
     rank, hardware = profile_ranks.measure_here(

@@ -38,7 +38,7 @@ def add_compare(commands: Any) -> None:
 
 
 def compare(first: Path, second: Path) -> int:
-    """Print the comparison."""
+    """Print two runs side by side, what is compared, and where more is to be seen."""
     runs = Finished.read(first), Finished.read(second)
     check_comparable(*runs)
     console = Console(highlight=False)
@@ -53,52 +53,31 @@ def compare(first: Path, second: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a training script told of its run in `summary.json`; None where it told nothing.
+    """What a training script told of its run in `summary.json`; None where it told nothing."""
 
-    Attributes:
-        strategy: its name.
-        model: what was trained.
-        text: what was read.
-        seed: of weights and of the order of the text.
-        dtype: number type of the weights in forward.
-        device: what ranks computed on.
-        cores: of a CPU, that all ranks shared.
-        world_size: ranks.
-        tokens_per_step: of all ranks.
-        first_step: steps that a resumed checkpoint had behind it.
-        losses: one a step, nats.
-        tokens_per_s: of all ranks, without the first step.
-        seconds_per_step_s: likewise.
-    """
-
-    strategy: str | None = None
-    model: str | None = None
-    text: str | None = None
-    seed: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    cores: int | None = None
-    world_size: int | None = None
-    tokens_per_step: int | None = None
-    first_step: int = 0
-    losses: tuple[float, ...] = ()
-    tokens_per_s: float | None = None
-    seconds_per_step_s: float | None = None
+    strategy: str | None = None  # its name
+    model: str | None = None  # what was trained
+    text: str | None = None  # what was read
+    seed: int | None = None  # of weights and of the order of the text
+    dtype: str | None = None  # number type of the weights in forward
+    device: str | None = None  # what ranks computed on
+    cores: int | None = None  # of a CPU, that all ranks shared
+    world_size: int | None = None  # ranks
+    tokens_per_step: int | None = None  # of all ranks
+    first_step: int = 0  # steps that a resumed checkpoint had behind it
+    losses: tuple[float, ...] = ()  # one a step, nats
+    tokens_per_s: float | None = None  # of all ranks, without the first step
+    seconds_per_step_s: float | None = None  # likewise
 
     @classmethod
     def read(cls, path: Path) -> Told:
-        """Read a file, which may tell more.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Read a file, which may tell more."""
         try:
             document = read_document(path)
             if not isinstance(document, Mapping):
                 raise ValueError("it holds no JSON object")
-            known = {
-                each.name: document[each.name] for each in fields(cls) if each.name in document
-            }
+            names = {each.name for each in fields(cls)}
+            known = {name: value for name, value in document.items() if name in names}
             return cls(**{**known, "losses": tuple(map(float, known.get("losses", ())))})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a summary of a run ({error}); train again") from error
@@ -106,25 +85,15 @@ class Told:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        folder: its results.
-        told: by the training script.
-        record: by ds_moe_ext; None if it replaced no layers.
-    """
-
-    folder: Path
-    told: Told
-    record: RunRecord | None
+    folder: Path  # its results
+    told: Told  # by the training script
+    record: RunRecord | None  # by ds_moe_ext; None if it replaced no layers
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
-        """Read the files of a run.
-
-        Raises:
-            ValueError: there are none, or they are not those of a run.
-        """
+        """Read the files of a run."""
         summary, report = folder / SUMMARY, folder / REPORT
         if not summary.is_file() and not report.is_file():
             raise ValueError(
@@ -178,20 +147,10 @@ class Finished:
         losses = zip(self.pace.steps_G, self.pace.loss_G.tolist())
         return {step + 1: loss for step, loss in losses if not math.isnan(loss)}
 
-    @property
-    def layers(self) -> tuple[tuple[str, int], ...] | None:
-        """What was replaced: names and numbers of experts."""
-        if self.record is None:
-            return None
-        return tuple((layer.name, layer.num_experts) for layer in self.record.layers)
-
 
 def check_comparable(first: Finished, second: Finished) -> None:
     """Refuse runs whose figures have nothing to do with each other. What one of them does not tell
     is not asked of the other.
-
-    Raises:
-        ValueError: they differ in more than the strategy.
     """
     ours, theirs = _facts(first), _facts(second)
     for name in ours:
@@ -209,10 +168,10 @@ def check_comparable(first: Finished, second: Finished) -> None:
 
 
 def _facts(run: Finished) -> Mapping[str, Any]:
-    told = {name: vars(run.told)[name] for name in SAME}
+    layers = run.record and tuple((each.name, each.num_experts) for each in run.record.layers)
     device = run.device and run.device.name
-    found = {"device": device, "world_size": run.world_size, "replaced layers": run.layers}
-    return {**told, **found}
+    found = {"device": device, "world_size": run.world_size, "replaced layers": layers}
+    return {**{name: vars(run.told)[name] for name in SAME}, **found}
 
 
 # Losses.
@@ -266,20 +225,13 @@ def shown_steps(num_steps: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the table; one that neither run knows is left out.
+    """A line of the table; one that neither run knows is left out."""
 
-    Attributes:
-        name: of the line.
-        of: a run's, None where it is not known.
-        shown: as text.
-        is_speed: it says how fast the run was, which some machines cannot tell.
-        found: the same by the ranks of a run, for runs whose scripts do not tell.
-    """
-
-    name: str
-    of: Callable[[Finished], float | None]
-    shown: Callable[[float], str]
-    is_speed: bool = False
+    name: str  # of the line
+    of: Callable[[Finished], float | None]  # a run's, None where it is not known
+    shown: Callable[[float], str]  # as text
+    is_speed: bool = False  # it says how fast the run was, which some machines cannot tell
+    # the same by the ranks of a run, for runs whose scripts do not tell
     found: Callable[[Finished], float | None] | None = None
 
     def of_both(self, runs: Sequence[Finished]) -> list[float | None]:
@@ -314,7 +266,7 @@ def _most(of: Callable[[RanksRecord], np.ndarray]) -> Callable[[Finished], float
     return most
 
 
-def _bytes(value: float) -> str:
+def _whole_bytes(value: float) -> str:
     return bytes_text(round(value))
 
 
@@ -333,16 +285,14 @@ FIGURES = (
         is_speed=True,
         found=_of_pace(lambda pace: pace.step_s_G),
     ),
-    Figure(
-        "balance, no copies", _of_outcome(lambda outcome: outcome.home_balance), "{:.2f}".format
-    ),
-    Figure("balance, as computed", _of_outcome(lambda outcome: outcome.balance), "{:.2f}".format),
-    Figure("copies a step", _of_outcome(lambda outcome: outcome.copies), "{:.1f}".format),
-    Figure("homes moved", _of_outcome(lambda outcome: outcome.num_moved), "{:,.0f}".format),
-    Figure("expert weights, rank 0", _expert_bytes, _bytes),
-    Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), _bytes),
-    Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), _bytes),
-    Figure("host memory, fullest rank", _most(lambda ranks: ranks.resident_R), _bytes),
+    Figure("balance, no copies", _of_outcome(lambda each: each.home_balance), "{:.2f}".format),
+    Figure("balance, as computed", _of_outcome(lambda each: each.balance), "{:.2f}".format),
+    Figure("copies a step", _of_outcome(lambda each: each.copies), "{:.1f}".format),
+    Figure("homes moved", _of_outcome(lambda each: each.num_moved), "{:,.0f}".format),
+    Figure("expert weights, rank 0", _expert_bytes, _whole_bytes),
+    Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), _whole_bytes),
+    Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), _whole_bytes),
+    Figure("host memory, fullest rank", _most(lambda ranks: ranks.resident_R), _whole_bytes),
 )
 
 

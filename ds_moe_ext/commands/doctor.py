@@ -100,23 +100,14 @@ def _loading() -> str:
 
 
 class PatchedHost(NamedTuple):
-    """A host that the doctor looks at.
+    """A host that the doctor looks at."""
 
-    Attributes:
-        name: for a person; of the distribution, where that knows the version.
-        module: that is there where the host is.
-        patches: module of ours with its patches.
-        versioned: module that knows the version; empty asks the installed distribution.
-        when: they are applied, where not whenever the host is imported.
-        absent: told where it is not there.
-    """
-
-    name: str
-    module: str
-    patches: str
-    versioned: str = ""
-    when: str = ""
-    absent: str = "not installed"
+    name: str  # for a person; of the distribution, where that knows the version
+    module: str  # that is there where the host is
+    patches: str  # module of ours with its patches
+    versioned: str = ""  # module that knows the version; empty asks the installed distribution
+    when: str = ""  # they are applied, where not whenever the host is imported
+    absent: str = "not installed"  # told where it is not there
 
 
 PATCHED = (
@@ -154,12 +145,12 @@ def _version(host: PatchedHost) -> str | None:
 
 
 class PatchRow(NamedTuple):
-    """One line of the doctor's table; ``failure`` is empty where the patch is in."""
+    """One line of the doctor's table."""
 
     id: str
-    failure: str
-    target: str
-    reason: str
+    failure: str  # empty where the patch is in
+    target: str = ""
+    reason: str = ""
 
 
 def _patch_rows(host: PatchedHost) -> list[PatchRow]:
@@ -167,7 +158,7 @@ def _patch_rows(host: PatchedHost) -> list[PatchRow]:
         importlib.import_module(host.module)
         module = importlib.import_module(host.patches)
     except Exception as error:
-        return [PatchRow("all", repr(error), "", "")]
+        return [PatchRow("all", repr(error))]
     try:
         module.apply()
         failure = ""

@@ -16,8 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from ds_moe_ext.commands.conversion.description import BUILDER, is_model_file
-from ds_moe_ext.files.configs import file_of, names_of
-from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.files.documents import file_of, names_of, read_document
 from ds_moe_ext.hosts.attachment.host_layer import any_name
 from ds_moe_ext.hosts.attachment.modules import check_not_tied, unknown_experts
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
@@ -26,14 +25,8 @@ from ds_moe_ext.strict import check_object, nearest_and_all
 
 
 def layers_table(model: str) -> Table:
-    """The layers of a model, built without memory.
-
-    Args:
-        model: path of a Hugging Face config.json or its folder, of a file like those of
-            configs/models, a name there, or ``"package.module:function"``.
-
-    Raises:
-        ValueError: it names no model.
+    """The layers of a model, built without memory. It is named by a path of a Hugging Face config
+    or of a file like those of configs/models, by a name there, or ``"package.module:function"``.
     """
     with torch.device("meta"):
         built = _built(model)
@@ -48,8 +41,8 @@ def layers_table(model: str) -> Table:
         table.add_row(found.name, found.kind, str(found.num_experts), f"{count:,}")
     if not table.row_count:
         table.add_row("none found", "", "", "")
-    for told in unknown_experts(built, [found.name for found in found_all], any_name):
-        table.add_row(told, "not known: stays as it is", "", "")
+    for unknown in unknown_experts(built, [found.name for found in found_all], any_name):
+        table.add_row(unknown, "not known: stays as it is", "", "")
     return table
 
 
@@ -76,11 +69,7 @@ def _built(model: str) -> nn.Module:
 
 
 def _check_takes_nothing(model: str, build: Any) -> None:
-    """Whether it can be called as it is called here.
-
-    Raises:
-        ValueError: it is no function, or needs arguments.
-    """
+    """Whether it can be called as it is called here."""
     if not callable(build):
         raise ValueError(
             f"--model is {model!r}, which is no function but {reprlib.repr(build)}; name one that "

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_objects
+from ds_moe_ext.core.comm import all_to_all_by_pairs, all_to_all_rows, gather_objects
 from ds_moe_ext.core.hardware import Hardware, ranks_per_node_of
 from ds_moe_ext.core.layout import world
-from ds_moe_ext.files.writable import why_unwritable
+from ds_moe_ext.files.whole_files import why_unwritable
 from ds_moe_ext.hosts.attachment.startup_check import Launched
 from ds_moe_ext.planning.bench import Bench, clock_of
 from ds_moe_ext.planning.probe import Sizes, levels_of, measure_cluster, measure_memory
@@ -28,17 +28,8 @@ def measure_here(
     device_kind: str | None,
     out: Path,
 ) -> tuple[int, Hardware]:
-    """This rank, and the cluster as all ranks together found it. Collective.
-
-    Args:
-        is_quick: few and small sizes.
-        expert_bytes: weights of one expert, for copies.
-        ranks_per_node: where host names do not tell.
-        device_kind: of ``torch.device``; None takes CUDA where there is one.
-        out: file that the first rank will write.
-
-    Raises:
-        ValueError: ranks that are spread unevenly over nodes, or a file that cannot be written.
+    """This rank, and the cluster as all ranks together found it; ``out`` is what the first will
+    write. Collective.
     """
     launched = Launched.from_environment()
     device = device_of(launched, device_kind)
@@ -50,7 +41,9 @@ def measure_here(
         hosts = gather_objects(socket.gethostname(), None)
         if ranks_per_node is None:
             ranks_per_node = ranks_per_node_of(hosts)
-        exchange = exchange_of(device, spans_nodes=len(hosts) > ranks_per_node)
+        # As layers exchange rows, see ``moe.dispatch.Wire``.
+        by_pairs = len(hosts) > ranks_per_node and device.type == "cpu"
+        exchange = all_to_all_by_pairs if by_pairs else all_to_all_rows
         levels = levels_of(len(hosts), ranks_per_node, exchange)
         rank = levels.whole.here
         with Console(quiet=rank > 0).status("starting") as status:
@@ -63,20 +56,14 @@ def measure_here(
                 begins=status.update,
             )
             hardware = measure_cluster(levels, bench, sizes_of(is_quick, expert_bytes))
-            rate = measure_memory(bench)
-            measured = dataclasses.replace(hardware.device, memory_bytes_per_s=rate)
-            hardware = dataclasses.replace(hardware, device=measured)
+            device_read = replace(hardware.device, memory_bytes_per_s=measure_memory(bench))
     how = "ds-moe-ext profile --quick" if is_quick else "ds-moe-ext profile"
     source = f"{how}, {datetime.date.today()}, torch {torch.__version__}, {backend}"
-    return rank, dataclasses.replace(hardware, source=f"measured by {source}")
+    return rank, replace(hardware, device=device_read, source=f"measured by {source}")
 
 
 def device_of(launched: Launched, kind: str | None) -> torch.device:
-    """This rank's device, made current.
-
-    Raises:
-        ValueError: CUDA is not there, or has no device for this rank.
-    """
+    """This rank's device, made current."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(kind or ("cuda" if num_devices else "cpu"))
     if device.type != "cuda":
@@ -95,11 +82,6 @@ def device_of(launched: Launched, kind: str | None) -> torch.device:
     device = torch.device("cuda", launched.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def exchange_of(device: torch.device, *, spans_nodes: bool) -> AllToAll:
-    """How layers exchange rows, see ``moe.dispatch.Wire``."""
-    return all_to_all_by_pairs if spans_nodes and device.type == "cpu" else all_to_all_rows
 
 
 def sizes_of(is_quick: bool, expert_bytes: int) -> Sizes:

@@ -62,11 +62,7 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def read_report(path: Path) -> RunRecord:
-    """The record of a run.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """The record of a run; a ValueError says why it is none."""
     try:
         text = bytes_of(path).decode("utf-8")
     except ValueError as error:

@@ -11,16 +11,14 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext._autoload import VERIFY
-from ds_moe_ext.files.writable import why_unwritable
-from ds_moe_ext.verification.comparison import Compared, Comparison, compare
-from ds_moe_ext.verification.rank_record import RankRecord
-from ds_moe_ext.verification.trial import Precision, Trial
+from ds_moe_ext.files.whole_files import why_unwritable
+from ds_moe_ext.verification import Compared, Comparison, Precision, RankRecord, Trial, compare
 
 NUM_TAIL_LINES = 60
 """Of the output of a run that failed: launchers add dozens of their own."""
@@ -51,11 +49,7 @@ def add_verify(commands: Any) -> None:
 
 
 def verify(given: argparse.Namespace) -> int:
-    """Run twice and compare. 0 if both are equal within rounding, 1 if not.
-
-    Raises:
-        ValueError: they cannot be compared.
-    """
+    """Run twice and compare. 0 if both are equal within rounding, 1 if not."""
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command:
         raise ValueError(
@@ -97,15 +91,11 @@ def verify(given: argparse.Namespace) -> int:
         print(json.dumps(_in_json(comparison, verdict)))
     else:
         _show(console, comparison, verdict)
-    return 0 if verdict.is_equal else 1
+    return 0 if comparison.first is None else 1
 
 
 def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
-    """What each rank of a run left.
-
-    Raises:
-        ValueError: it failed, or took too few steps.
-    """
+    """What each rank of a run left."""
     folder = Path(trial.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank_*.npz"):
@@ -117,10 +107,11 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
             ["env", *told, *command], stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])
         raise ValueError(
             f"the command ended with exit code {done.returncode} when {name}"
             + ("" if trial.is_on else ", that is as your host runs it without ds_moe_ext")
-            + f"; the end of {log}:\n{_tail(log)}"
+            + f"; the end of {log}:\n{tail}"
         )
     records = [RankRecord.read(path) for path in sorted(folder.glob("rank_*.npz"))]
     steps = min((record.num_steps for record in records), default=0)
@@ -149,19 +140,8 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
     return records
 
 
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])
-
-
-class Verdict(NamedTuple):
-    """In words."""
-
-    is_equal: bool
-    text: str
-
-
-def verdict_of(comparison: Comparison, precision: Precision) -> Verdict:
-    """Of a comparison."""
+def verdict_of(comparison: Comparison, precision: Precision) -> str:
+    """Of a comparison, in words."""
     first = comparison.first
     if first is not None:
         factor = "" if first.factor is None else f": on is {first.factor:.4g} times off"
@@ -169,7 +149,7 @@ def verdict_of(comparison: Comparison, precision: Precision) -> Verdict:
             f"NOT equal: first differs in {first.stage.words}: {first.name}, by "
             f"{first.error:.1e} where {first.tolerance:.1e} is rounding{factor}"
         )
-        return Verdict(False, f"{where}. Likely cause: {first.stage.cause}.")
+        return f"{where}. Likely cause: {first.stage.cause}."
     kind = "the types of the job" if precision is Precision.AS_IS else precision.value
     ties = ""
     if comparison.num_ties:
@@ -178,10 +158,10 @@ def verdict_of(comparison: Comparison, precision: Precision) -> Verdict:
             "which is rounding too"
         )
     unseen = "; but not all was compared" if comparison.uncompared else ""
-    return Verdict(True, f"equal within the rounding of {kind}{ties}{unseen}")
+    return f"equal within the rounding of {kind}{ties}{unseen}"
 
 
-def _show(console: Console, comparison: Comparison, verdict: Verdict) -> None:
+def _show(console: Console, comparison: Comparison, verdict: str) -> None:
     losses = Table(title="loss of each step", title_justify="left")
     for heading in ("step", "off", "on", "relative difference"):
         losses.add_column(heading, justify="right")
@@ -198,14 +178,14 @@ def _show(console: Console, comparison: Comparison, verdict: Verdict) -> None:
     console.print(table)
     for name in comparison.uncompared:
         console.print(f"not compared: {name}", soft_wrap=True)
-    console.print(verdict.text, soft_wrap=True, highlight=False)
+    console.print(verdict, soft_wrap=True, highlight=False)
 
 
-def _in_json(comparison: Comparison, verdict: Verdict) -> dict[str, Any]:
+def _in_json(comparison: Comparison, verdict: str) -> dict[str, Any]:
     first = comparison.first
     return {
-        "equal": verdict.is_equal,
-        "verdict": verdict.text,
+        "equal": first is None,
+        "verdict": verdict,
         "losses_off": comparison.off_I.tolist(),
         "losses_on": comparison.on_I.tolist(),
         "first_difference": None if first is None else _row(first),

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.files.configs import file_of, names_of
-from ds_moe_ext.files.documents import bytes_of, parsed
+from ds_moe_ext.files.documents import bytes_of, file_of, names_of, parsed
 from ds_moe_ext.strict import nearest_and_all, read_record
 
 

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON as people write it into files; what cannot be read is told in few words.
+"""JSON as people write it into files, and the files of ``configs/`` by their names.
 
-Callers put the name of the file and the remedy around these: ``{name}, which ... ({error}); ...``.
+What cannot be read is told in few words; callers put the name of the file and the remedy around
+them: ``{name}, which ... ({error}); ...``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import stat
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED, _CLONE = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CLONE
+
+
+def names_of(kind: str) -> dict[str, Path]:
+    """Of JSON files of ``configs/``, each with where it lies.
+
+    Args:
+        kind: a folder there: ``"hardware"``, ``"hosts"``, ``"models"`` or ``"strategies"``.
+    """
+    return {file.stem: file for file in sorted((CONFIGS / kind).rglob("*.json"))}
+
+
+def file_of(kind: str, given: str | Path) -> Path:
+    """The file that a person means by a path or a name, as ``dgx_h100``: one of their own or, where
+    they have none, one of ours of this kind; ``given`` as it is where nobody has it."""
+    own, ours = Path(given), names_of(kind).get(str(given))
+    return own if ours is None or own.exists() else ours
 
 
 def read_document(path: str | Path) -> Any:
@@ -50,20 +74,45 @@ def parsed(text: bytes | str, parse_constant: Callable[[str], Any] | None = None
     """
     try:
         decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-        return json.loads(decoded, parse_constant=parse_constant, object_pairs_hook=unique_keys)
+        return json.loads(decoded, parse_constant=parse_constant, object_pairs_hook=_unique_keys)
     except RecursionError as error:
         raise ValueError("its objects lie in each other too deeply: recursion") from error
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    """An object of JSON.
-
-    Raises:
-        ValueError: a key stands twice in it.
-    """
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"an object has a key twice: {key!r}")
         values[key] = value
     return values
+
+
+# JSON with comments, as DeepSpeed reads its own: by hjson, which DeepSpeed brings.
+
+_COMMENTS = re.compile(r"(\s+|(//|#)[^\n]*(\n|$)|/\*.*?\*/)*", re.DOTALL)
+
+
+def is_json(text: str) -> bool:
+    """Whether a file begins as JSON does, behind comments."""
+    begins = _COMMENTS.match(text)
+    return text[begins.end() if begins else 0 :].startswith(("{", "["))
+
+
+def parsed_as_hjson(text: str) -> Any:
+    """A document as DeepSpeed takes it, every key of its objects once.
+
+    Raises:
+        ValueError: why it is none.
+    """
+    try:
+        return parsed(text)
+    except ValueError as error:
+        if find_spec("hjson") is None:
+            raise ValueError(
+                f"{error}; comments are read where hjson is installed, as with DeepSpeed"
+            ) from error
+    try:
+        return importlib.import_module("hjson").loads(text, object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise ValueError("its objects lie in each other too deeply: recursion") from error

@@ -17,8 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.files.configs import file_of, names_of
-from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.files.documents import file_of, names_of, read_document
 from ds_moe_ext.moe.gate import Gate, read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
 from ds_moe_ext.planning.strategy import Choosing, Overlay, Strategy, class_at, registered

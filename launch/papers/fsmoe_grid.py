@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_moe_ext.core.hardware import Collectives, Hardware, Link, read_hardware
-from ds_moe_ext.files.configs import CONFIGS
+from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.layer_costs import LayerCosts
 from ds_moe_ext.planning.prices import AllReduce, LinearCost
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_moe_ext.core.hardware import Hardware, read_hardware
 from ds_moe_ext.core.placement import Placement, even_homes
-from ds_moe_ext.files.configs import CONFIGS
+from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.fssdp_planner import materialize, shard
 from ds_moe_ext.planning.loads import LoadWindow
 from ds_moe_ext.planning.prices import (

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_moe_ext.core.hardware import Hardware, read_hardware
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.files.configs import CONFIGS
+from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.layer_costs import (
     BlockPrices,
     BlockSeconds,

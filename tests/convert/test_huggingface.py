@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from ds_moe_ext import cli
-from ds_moe_ext.commands.conversion import description, huggingface, megatron, megatron_arguments
+from ds_moe_ext.commands.conversion import description, huggingface, megatron
 from ds_moe_ext.commands.conversion.conversion import Asked, Form, convert, form_of
 from tests.convert import models
 from tests.convert.models import edited
@@ -83,7 +83,7 @@ def test_the_command(
     assert "--untie" not in said
     stored = megatron.open_source(
         tmp_path / "there" / "release",
-        megatron_arguments.model_of(megatron.arguments(tmp_path / "there" / "release")),
+        megatron.model_of_arguments(megatron.arguments(tmp_path / "there" / "release")),
     )
     assert {tensor.dtype for tensor in stored.tensors.values()} == {torch.bfloat16}
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_moe_ext.commands.conversion import description, megatron_arguments, names
-from ds_moe_ext.commands.conversion.listed_model import decoder_of
+from ds_moe_ext.commands.conversion import description, megatron, tables
 from ds_moe_ext.commands.conversion.model import Experts, Model, Part, Piece, pieces
-from ds_moe_ext.commands.conversion.tables import Table, cells, join, of_model, split
+from ds_moe_ext.commands.conversion.tables import Table, cells, decoder_of, join, of_model, split
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 MODELS = {
@@ -26,22 +25,22 @@ OF_HUGGINGFACE = [name for name, model in MODELS.items() if not model.is_gpt]
 
 
 def readable(model: Model) -> Table:
-    *_, last = names.megatron_written(model)
+    *_, last = tables.megatron_layouts(model)
     return last
 
 
 def apart(model: Model) -> Table:
     tied = {"lm_head.weight", "head.weight"} if model.is_tied else set()
-    known = names.in_deepspeed(model)
+    known = tables.in_deepspeed(model)
     return tuple(row for row in known.module + known.experts if row.name not in tied)
 
 
 def files(model: Model) -> Table:
-    return names.in_huggingface(model).files
+    return tables.in_huggingface(model).files
 
 
 def modules(model: Model) -> Table:
-    (table,) = names.in_huggingface(model).others
+    (table,) = tables.in_huggingface(model).others
     return table
 
 
@@ -82,7 +81,7 @@ def test_experts_lie_by_number() -> None:
     model = MODELS["mixtral_tiny"]
     found = {
         cell.lead: cell.pieces
-        for cell in cells(model, names.megatron(model))
+        for cell in cells(model, tables.in_megatron(model))
         if cell.name == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     }
     assert list(found) == [(layer, expert) for layer in range(3) for expert in range(8)]
@@ -97,7 +96,7 @@ def test_experts_lie_by_number() -> None:
 def test_a_description_comes_back(name: str) -> None:
     model = MODELS[name]
     assert description.model_of(description.document_of(model)) == model
-    again = megatron_arguments.model_of(megatron_arguments.arguments_of(model))
+    again = megatron.model_of_arguments(megatron.arguments_of(model))
     assert replace(again, dense_ffn_size=model.dense_ffn_size) == model
 
 
@@ -105,7 +104,7 @@ def test_our_gpt_is_a_gpt_of_megatron() -> None:
     model = MODELS["gpt_moe_tiny"]
     assert model.moe_layers == (1, 3)
     assert model.experts == Experts(8, 2, 512, True)
-    assert megatron_arguments.model_of(megatron_arguments.arguments_of(model)) == model
+    assert megatron.model_of_arguments(megatron.arguments_of(model)) == model
 
 
 def test_defaults_are_those_of_transformers() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.files import writable
+from ds_moe_ext.files import whole_files
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, answers, started
@@ -27,7 +27,7 @@ from tests.ranks import meeting_place, pool_of
 
 
 def why_unwritable(path: Path) -> str:
-    return writable.why_unwritable(path, makes_folders=True)
+    return whole_files.why_unwritable(path, makes_folders=True)
 
 
 def test_a_path_is_tried_without_a_trace(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_path_is_tried_without_a_trace(tmp_path: Path) -> None:
     assert why_unwritable(kept) == "" and kept.read_text() == "something"
     assert why_unwritable(tmp_path / "new/folder/file") == ""
     assert list((tmp_path / "new/folder").iterdir()) == []
-    missing = writable.why_unwritable(tmp_path / "none/file", makes_folders=False)
+    missing = whole_files.why_unwritable(tmp_path / "none/file", makes_folders=False)
     assert missing == "No such file or directory"
 
 

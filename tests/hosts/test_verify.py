@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from ds_moe_ext.commands.verify import verdict_of
-from ds_moe_ext.verification.comparison import Stage
-from ds_moe_ext.verification.rank_record import Kind
-from ds_moe_ext.verification.trial import Precision, Trial
+from ds_moe_ext.verification import Kind, Precision, Stage, Trial
 from tests.hosts import families
 from tests.hosts.jobs import Job
 from tests.hosts.megatron_toy import MegatronRun
@@ -60,7 +58,7 @@ def test_equal_runs_are_found_equal(family: str, strategy: str, stage: int, tmp_
     # The sharpest check: rounding is far below what is let pass.
     gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]
     assert 0 < max(gradients) < 2e-5
-    assert verdict_of(comparison, Precision.FLOAT32).text == "equal within the rounding of float32"
+    assert verdict_of(comparison, Precision.FLOAT32) == "equal within the rounding of float32"
 
 
 def adapted(rank: int, world_size: int, trial: Trial, job: Job, is_wrong: bool) -> None:
@@ -103,7 +101,7 @@ def test_a_gate_that_weighs_otherwise_is_found(gate: str, tmp_path: Path) -> Non
     assert first is not None
     assert (first.stage, first.name) == (stage, "model.layers.0.mlp.experts")
     assert first.factor == (None if factor is None else pytest.approx(factor, rel=1e-5))
-    text = verdict_of(comparison, Precision.FLOAT32).text
+    text = verdict_of(comparison, Precision.FLOAT32)
     assert "NOT equal: first differs in scores: model.layers.0.mlp.experts" in text
     assert ("on is 1.01 times off" in text) == (factor is not None)
 
@@ -113,7 +111,7 @@ def test_experts_that_compute_something_else_are_found(tmp_path: Path) -> None:
     first = comparison.first
     assert first is not None
     assert (first.stage, first.name) == (Stage.OUTPUT, "blocks.0.experts")
-    assert "activation" in verdict_of(comparison, Precision.FLOAT32).text
+    assert "activation" in verdict_of(comparison, Precision.FLOAT32)
 
 
 @pytest.mark.parametrize("family", ["mixtral", slow("toy")])

@@ -19,9 +19,7 @@ import ds_moe_ext
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
 from ds_moe_ext._autoload import VERIFY
 from ds_moe_ext.moe.gate import Choice, SoftmaxTopK
-from ds_moe_ext.verification.comparison import Comparison, compare
-from ds_moe_ext.verification.rank_record import RankRecord
-from ds_moe_ext.verification.trial import Precision, Trial
+from ds_moe_ext.verification import Comparison, Precision, RankRecord, Trial, compare
 from tests.hosts import megatron_jobs, toy
 from tests.hosts.jobs import Job, micro_batch, model_of, train
 from tests.hosts.megatron_toy import MegatronRun

@@ -13,7 +13,7 @@ import slow_motion
 from pace import Card
 from slow_motion import Scene
 
-from ds_moe_ext.files.configs import CONFIGS
+from ds_moe_ext.files.documents import CONFIGS
 from tests.ranks import pool_of
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ds_moe_ext
-from ds_moe_ext.commands.price.cases import Case
+from ds_moe_ext.commands.price.market import Case
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.steps.costs import STEPS

@@ -18,15 +18,12 @@ import pytest
 from rich.console import Console
 
 from ds_moe_ext import cli
-from ds_moe_ext.commands.price.cases import Case, Market
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_of
-from ds_moe_ext.commands.price.market import priced_market
+from ds_moe_ext.commands.price.market import Case, Market, chosen_strategies, priced_market, ways_of
 from ds_moe_ext.commands.price.market_page import page_of
-from ds_moe_ext.commands.price.table import PARTS, print_market
-from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
-from ds_moe_ext.commands.price.words import block_words, grid_text, verdict
+from ds_moe_ext.commands.price.words import PARTS, block_words, grid_text, print_market, verdict
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.files import commented
+from ds_moe_ext.files import documents
 from ds_moe_ext.planning.load_files import read_loads, write_loads
 from ds_moe_ext.planning.model_shape import Training, of_config
 from tests.pricing.models import TINY, cluster
@@ -198,7 +195,7 @@ def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
     narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr("ds_moe_ext.commands.price.market.wide_console", lambda: narrow)
+    monkeypatch.setattr("ds_moe_ext.commands.price.command.wide_console", lambda: narrow)
     assert run(monkeypatch, files, "job.json", *ASKED, "--strategies", "ep") == 0
     said = capsys.readouterr().out
     (heading,) = (line for line in said.splitlines() if "balance" in line)
@@ -351,7 +348,7 @@ def test_forms_of_a_job_s_json(held: bytes, tmp_path: Path) -> None:
 def test_without_hjson_comments_are_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(commented, "find_spec", lambda _: None)
+    monkeypatch.setattr(documents, "find_spec", lambda _: None)
     (tmp_path / "job.json").write_text("{} // nothing")
     with pytest.raises(ValueError, match="comments are read where hjson is installed"):
         read_job(tmp_path / "job.json")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.commands.price.cases import Case
 from ds_moe_ext.commands.price.inputs import read_clusters
+from ds_moe_ext.commands.price.market import Case
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Way, price_way
 from ds_moe_ext.planning.model_shape import ModelParallel, Training, of_config

@@ -11,7 +11,7 @@ import pytest
 
 import ds_moe_ext
 from ds_moe_ext import cli
-from ds_moe_ext.files.configs import CONFIGS, file_of, names_of
+from ds_moe_ext.files.documents import CONFIGS, file_of, names_of
 from tests.release.test_versions import PYTHONS, VERSIONS
 
 ROOT = Path(__file__).parents[2]

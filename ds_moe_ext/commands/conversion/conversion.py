@@ -13,21 +13,18 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_moe_ext.commands.conversion import deepspeed, huggingface, megatron, names
+from ds_moe_ext.commands.conversion import deepspeed, huggingface, megatron, tables
 from ds_moe_ext.commands.conversion.description import (
     Document,
     document_of,
     model_of,
     read_document,
 )
-from ds_moe_ext.commands.conversion.listed_model import decoder_of
-from ds_moe_ext.commands.conversion.megatron_arguments import flags_of
-from ds_moe_ext.commands.conversion.megatron_arguments import model_of as model_of_arguments
+from ds_moe_ext.commands.conversion.megatron import flags_of, model_of_arguments
 from ds_moe_ext.commands.conversion.model import AnyModel
-from ds_moe_ext.commands.conversion.source import Pieces, Source
-from ds_moe_ext.commands.conversion.tables import Table, cells
-from ds_moe_ext.commands.conversion.target import Maker
-from ds_moe_ext.files.writable import why_unwritable
+from ds_moe_ext.commands.conversion.stored import Maker, Pieces, Source
+from ds_moe_ext.commands.conversion.tables import Table, cells, decoder_of
+from ds_moe_ext.files.whole_files import why_unwritable
 
 
 class Form(Enum):
@@ -40,30 +37,18 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a conversion is asked for.
+    """What a conversion is asked for."""
 
-    Attributes:
-        source: folder.
-        target: folder, which must not have anything.
-        goal: form of the target.
-        given: form of the source; None asks its folder.
-        described: of the model; None asks the source.
-        dtype: of the weights; None leaves them.
-    """
-
-    source: Path
-    target: Path
-    goal: Form
-    given: Form | None = None
-    described: Path | None = None
-    dtype: torch.dtype | None = None
+    source: Path  # folder
+    target: Path  # folder, which must not have anything
+    goal: Form  # form of the target
+    given: Form | None = None  # form of the source; None asks its folder
+    described: Path | None = None  # of the model; None asks the source
+    dtype: torch.dtype | None = None  # of the weights; None leaves them
 
 
 def convert(asked: Asked, console: Console) -> AnyModel:
-    """Write a checkpoint's weights in another form, and say what was done.
-
-    Returns:
-        The model that it is of.
+    """Write a checkpoint's weights in another form, and say what was done; the model that it is of.
 
     Raises:
         ValueError: what cannot be converted, and why.
@@ -77,8 +62,7 @@ def convert(asked: Asked, console: Console) -> AnyModel:
         raise ValueError(f"{asked.target} is not empty; name a new folder")
     with ExitStack() as files, Progress(console=console, transient=True) as progress:
         opened = _WAYS[form].open(asked, files)
-        model = opened.model
-        document = opened.document
+        model, document = opened.model, opened.document
         if asked.goal is Form.HUGGINGFACE:
             document = {**document_of(model), **document}
         table = _WAYS[asked.goal].table(model)
@@ -86,40 +70,24 @@ def convert(asked: Asked, console: Console) -> AnyModel:
         task = progress.add_task(f"{form.value} to {asked.goal.value}", total=total)
         pieces = Pieces(opened.source, model)
         maker = Maker(model, pieces, asked.dtype, lambda: progress.advance(task))
-        _try(asked.target)
+        if reason := why_unwritable(asked.target / "file", makes_folders=True):
+            raise ValueError(
+                f"TARGET is {str(asked.target)!r}, where nothing can be written ({reason}); name "
+                "another folder, new or empty"
+            )
         _WAYS[asked.goal].write(asked.target, maker, document)
     _tell(console, asked, opened)
     return model
 
 
-def _try(target: Path) -> None:
-    """Make the folder that is to be written, and see whether it takes files.
-
-    Raises:
-        ValueError: it cannot be made, or takes none.
-    """
-    if reason := why_unwritable(target / "file", makes_folders=True):
-        raise ValueError(
-            f"TARGET is {str(target)!r}, where nothing can be written ({reason}); name another "
-            "folder, new or empty"
-        )
-
-
 @dataclass(frozen=True)
 class _Opened:
-    """A source and the model that it is of.
+    """A source and the model that it is of."""
 
-    Attributes:
-        source: to read.
-        model: that it is of.
-        document: its config, as far as it was given.
-        has_states: of an optimizer.
-    """
-
-    source: Source
-    model: AnyModel
-    document: Document
-    has_states: bool
+    source: Source  # to read
+    model: AnyModel  # that it is of
+    document: Document  # its config, as far as it was given
+    has_states: bool  # of an optimizer
 
 
 def _open_huggingface(asked: Asked, files: ExitStack) -> _Opened:
@@ -154,53 +122,39 @@ def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a form is known, read and written.
+    """How a form is known, read and written."""
 
-    Attributes:
-        is_here: whether a folder looks like it.
-        open: a source.
-        table: names of what is written.
-        write: into a folder, given the config of the model.
-    """
-
-    is_here: Callable[[Path], bool]
-    open: Callable[[Asked, ExitStack], _Opened]
-    table: Callable[[AnyModel], Table]
-    write: Callable[[Path, Maker, Document], None]
+    is_here: Callable[[Path], bool]  # whether a folder looks like it
+    open: Callable[[Asked, ExitStack], _Opened]  # a source
+    table: Callable[[AnyModel], Table]  # names of what is written
+    write: Callable[[Path, Maker, Document], None]  # into a folder, given the config of the model
 
 
 _WAYS = {
     Form.MEGATRON: _Way(
         megatron.is_here,
         _open_megatron,
-        lambda model: names.megatron(decoder_of(model)),
+        lambda model: tables.in_megatron(decoder_of(model)),
         lambda folder, maker, _: megatron.write(folder, maker),
     ),
     Form.DEEPSPEED: _Way(
         deepspeed.is_here,
         _open_deepspeed,
-        lambda model: names.in_deepspeed(model).both,
+        lambda model: tables.in_deepspeed(model).both,
         lambda folder, maker, _: deepspeed.write(folder, maker),
     ),
     Form.HUGGINGFACE: _Way(
         huggingface.is_here,
         _open_huggingface,
-        lambda model: names.in_huggingface(model).files,
+        lambda model: tables.in_huggingface(model).files,
         huggingface.write,
     ),
 }
 
 
 def form_of(folder: Path, told: Form | None) -> Form:
-    """That of a folder.
-
-    Args:
-        folder: of a checkpoint.
-        told: what it is said to be.
-
-    Raises:
-        ValueError: it is not; or of none, or of several.
-    """
+    """That of a folder of a checkpoint, which may be said (``told``); a ValueError where it is not
+    that one, or of none, or of several."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name the folder of a checkpoint")
     found = [form for form, way in _WAYS.items() if way.is_here(folder)]

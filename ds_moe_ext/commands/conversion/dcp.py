@@ -30,24 +30,17 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ds_moe_ext.commands.conversion.model import Shape
-from ds_moe_ext.files.dcp_reader import TABLE, Reader
-from ds_moe_ext.files.unpickle import damaged
+from ds_moe_ext.files.unpickle import TABLE, Reader, damaged
 
 DATA = "__0_0.distcp"
 
 
 class ToWrite(NamedTuple):
-    """A tensor in boxes that are made when they are written.
+    """A tensor in boxes that are made when they are written."""
 
-    Attributes:
-        shape: of all of it.
-        dtype: of all of it.
-        boxes: by where they start; they tile the tensor.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    boxes: Mapping[Shape, ToMake]
+    shape: Shape  # of all of it
+    dtype: torch.dtype  # of all of it
+    boxes: Mapping[Shape, ToMake]  # by where they start; they tile the tensor
 
 
 class ToMake(NamedTuple):
@@ -58,11 +51,7 @@ class ToMake(NamedTuple):
 
 
 def write(folder: Path, tensors: Mapping[str, ToWrite], objects: Mapping[str, Any]) -> None:
-    """Write a folder that DCP loads; one box is in memory at a time.
-
-    Raises:
-        ValueError: a box is not what was said of it.
-    """
+    """Write a folder that DCP loads; one box is in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     with (folder / DATA).open("wb") as file:
@@ -100,14 +89,7 @@ def _described(tensor: ToWrite) -> TensorStorageMetadata:
 
 
 class Folder:
-    """What DCP wrote.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """What DCP wrote."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._reader = path, Reader(path)
@@ -121,11 +103,7 @@ class Folder:
         return {k: v for k, v in saved.items() if isinstance(v, TensorStorageMetadata)}
 
     def object(self, name: str) -> Any:
-        """One that is no tensor; None if it is not there.
-
-        Raises:
-            ValueError: it is damaged, or not of plain values.
-        """
+        """One that is no tensor; None if it is not there."""
         if name not in self._about.state_dict_metadata:
             return None
         return self._reader.read_object(name, self._about)
@@ -143,11 +121,7 @@ class Folder:
         return found
 
     def read(self, name: str, start: Shape, shape: Shape) -> Tensor:
-        """A box, however it was cut when it was written.
-
-        Raises:
-            ValueError: a file is missing or damaged.
-        """
+        """A box, however it was cut when it was written."""
         saved = self.tensors[name]
         boxes = self._by_first.get(name)
         if boxes is not None and shape[0] == 1:

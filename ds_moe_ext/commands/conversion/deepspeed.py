@@ -18,14 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.commands.conversion import dcp, names
-from ds_moe_ext.commands.conversion.form_names import MASTER
+from ds_moe_ext.commands.conversion import dcp
 from ds_moe_ext.commands.conversion.model import AnyModel, Part, Shape, pieces
-from ds_moe_ext.commands.conversion.small_files import text_of
-from ds_moe_ext.commands.conversion.source import Source, Stored
-from ds_moe_ext.commands.conversion.tables import Cell, cells
-from ds_moe_ext.commands.conversion.target import Maker
-from ds_moe_ext.files import file_sums, unpickle
+from ds_moe_ext.commands.conversion.stored import Maker, Source, Stored, text_of
+from ds_moe_ext.commands.conversion.tables import MASTER, Cell, cells, in_deepspeed
+from ds_moe_ext.files import unpickle, whole_files
 from ds_moe_ext.hosts.attachment.modules import plain
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
 
@@ -40,11 +37,7 @@ def is_here(folder: Path) -> bool:
 
 
 def tag_of(folder: Path) -> Path:
-    """The folder of the tag that a run would go on from.
-
-    Raises:
-        ValueError: it is not one of ours, or of tensor parallel ranks or pipeline stages.
-    """
+    """The folder of the tag that a run would go on from."""
     tag = folder
     if not (folder / LAYOUT_FILE).exists():
         tag = folder / text_of(folder / LATEST)
@@ -69,9 +62,6 @@ def tag_of(folder: Path) -> Path:
 def open_source(tag: Path, model: AnyModel) -> Source:
     """Its tensors. Experts are kept as the optimizer steps them, often wider than the model has
     them: they are given in the type that the routers have.
-
-    Raises:
-        ValueError: a file is damaged, or of another save.
     """
     layout = SavedLayout.read(tag)
     layout.check(tag)
@@ -84,7 +74,7 @@ def open_source(tag: Path, model: AnyModel) -> Source:
     dense = {plain(name): t for name, t in module.items() if isinstance(t, Tensor)}
     tensors = {name: Stored(tuple(t.shape), t.dtype, partial(_box, t)) for name, t in dense.items()}
     dtype = _dtype(model, dense, tag)
-    known = names.in_deepspeed(model)
+    known = in_deepspeed(model)
     for cell in cells(model, known.experts):
         kept = stored.tensors.get(cell.name)
         if kept is None:
@@ -100,7 +90,7 @@ def open_source(tag: Path, model: AnyModel) -> Source:
 
 def _dtype(model: AnyModel, dense: Mapping[str, Tensor], tag: Path) -> torch.dtype:
     """Of a norm: routers of a native MoE stay in float32."""
-    name = next(cells(model, names.in_deepspeed(model).module)).name
+    name = next(cells(model, in_deepspeed(model).module)).name
     if name not in dense:
         raise ValueError(
             f"{tag / STATES} has no {name}; is it a {model.family.value} model? Describe it with "
@@ -121,14 +111,11 @@ def write(folder: Path, maker: Maker) -> None:
     """Write a folder that ``engine.load_checkpoint(load_module_only=True)`` takes.
 
     Dense weights are in memory all at once, as they are in DeepSpeed's file; experts one by one.
-
-    Raises:
-        ValueError: the model was trained with what it cannot have there.
     """
     tag, model, save = folder / TAG, maker.model, uuid4().hex
     _check_biases(maker)
     tag.mkdir(parents=True)
-    known = names.in_deepspeed(model)
+    known = in_deepspeed(model)
     made = {cell.name: _to_write(maker, cell) for cell in maker.cells(known.experts)}
     dcp.write(tag / FOLDER, made, {**_objects(model), SAVE: save})
     module = OrderedDict((cell.name, maker.make(cell)) for cell in maker.cells(known.module))
@@ -150,7 +137,7 @@ def write(folder: Path, maker: Maker) -> None:
         optimizer=None,
         step=0,
         save=save,
-        files=file_sums.sums_of(tag, files),
+        files=whole_files.sums_of(tag, files),
     ).write(tag)
     (folder / LATEST).write_text(TAG)
 
@@ -177,7 +164,7 @@ def _objects(model: AnyModel) -> dict[str, Any]:
         "optimizer": {},
         "remembered": np.zeros((0, 0, 0, 0), dtype=np.int64),
     }
-    for cell in cells(model, names.in_deepspeed(model).experts):
+    for cell in cells(model, in_deepspeed(model).experts):
         name = cell.name.removesuffix(MASTER)
         about = {"shape": cell.shape(model), "options": None}
         found |= {f"{name}/scalars": {}, f"{name.rpartition('.')[0]}/about": about}
@@ -189,13 +176,8 @@ def _states(model: AnyModel, module: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "module": module,
         "buffer_names": [],
-        "optimizer": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": 0,
-        "global_steps": 0,
-        "global_samples": 0,
+        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
+        **dict.fromkeys(("skipped_steps", "global_steps", "global_samples"), 0),
         "dp_world_size": 1,
         "mp_world_size": 1,
         "num_experts": [model.num_experts] * model.num_moe_layers,

@@ -15,13 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_moe_ext.commands.conversion import names
 from ds_moe_ext.commands.conversion.description import CONFIG, Document
 from ds_moe_ext.commands.conversion.model import AnyModel, Shape
-from ds_moe_ext.commands.conversion.small_files import object_of
-from ds_moe_ext.commands.conversion.source import Source, Stored
-from ds_moe_ext.commands.conversion.tables import Cell
-from ds_moe_ext.commands.conversion.target import Maker
+from ds_moe_ext.commands.conversion.stored import Maker, Source, Stored, object_of
+from ds_moe_ext.commands.conversion.tables import Cell, in_huggingface
 from ds_moe_ext.files.unpickle import damaged
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -41,11 +38,7 @@ def is_here(folder: Path) -> bool:
 
 
 def open_source(folder: Path, model: AnyModel, files: ExitStack) -> Source:
-    """Its tensors; files stay open as long as the stack.
-
-    Raises:
-        ValueError: a file is missing or damaged.
-    """
+    """Its tensors; files stay open as long as the stack."""
     tensors = {}
     for path in _files(folder):
         try:
@@ -56,7 +49,7 @@ def open_source(folder: Path, model: AnyModel, files: ExitStack) -> Source:
                 "folder again"
             ) from error
         tensors.update({name: _stored(file, name) for name in file.keys()})  # noqa: SIM118
-    known = names.in_huggingface(model)
+    known = in_huggingface(model)
     tables = (known.files, *known.others)
     return Source(str(folder), tensors, tables, spare=known.is_spare)
 
@@ -109,7 +102,7 @@ def write(folder: Path, maker: Maker, document: Document) -> None:
 def _shards(maker: Maker) -> Iterator[list[Cell]]:
     shard: list[Cell] = []
     size = 0
-    for cell in maker.cells(names.in_huggingface(maker.model).files):
+    for cell in maker.cells(in_huggingface(maker.model).files):
         num_bytes = _num_bytes(maker, cell)
         if shard and size + num_bytes > SHARD_BYTES:
             yield shard

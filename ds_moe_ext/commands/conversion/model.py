@@ -3,7 +3,7 @@
 
 Every form keeps the same pieces under other names, some of them joined. A piece is the smallest
 tensor that some form keeps by itself, such as the queries of a layer or the gate of one expert.
-``Model`` is a decoder as all three forms know it; see ``listed_model`` for others.
+``Model`` is a decoder as all three forms know it; see ``ListedModel`` for others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Shape = tuple[int, ...]
+Document = Mapping[str, Any]
+"""A model's config as JSON has it."""
 
 
 class Family(Enum):
@@ -30,21 +32,13 @@ class Family(Enum):
 
 @dataclass(frozen=True)
 class Attention:
-    """Of every layer.
+    """Of every layer."""
 
-    Attributes:
-        num_heads: of queries.
-        num_groups: heads of keys, and of values.
-        head_size: of each.
-        has_norms: queries and keys are normalised, each head by itself.
-        rope_theta: base of rotary positions; None where positions are learned.
-    """
-
-    num_heads: int
-    num_groups: int
-    head_size: int
-    has_norms: bool
-    rope_theta: float | None
+    num_heads: int  # of queries
+    num_groups: int  # heads of keys, and of values
+    head_size: int  # of each
+    has_norms: bool  # queries and keys are normalised, each head by itself
+    rope_theta: float | None  # base of rotary positions; None where positions are learned
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
@@ -56,51 +50,31 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    """Of every layer that has them.
+    """Of every layer that has them."""
 
-    Attributes:
-        number: of experts.
-        top_k: that a token goes to.
-        ffn_size: width inside one.
-        normalizes: the scores of a token's experts sum to 1.
-    """
-
-    number: int
-    top_k: int
-    ffn_size: int
-    normalizes: bool
+    number: int  # of experts
+    top_k: int  # that a token goes to
+    ffn_size: int  # width inside one
+    normalizes: bool  # the scores of a token's experts sum to 1
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder whose feed-forwards are mixtures of experts, in all layers or in some.
+    """A decoder whose feed-forwards are mixtures of experts, in all layers or in some."""
 
-    Attributes:
-        family: says which names it has elsewhere. A GPT has LayerNorm, biases, learned positions
-            and GELU without a gate; the others RMSNorm, no biases, rotary positions and SiLU gates.
-        vocab_size: tokens, without rows that pad.
-        max_positions: the longest window.
-        hidden_size: of a row.
-        num_layers: of all kinds.
-        moe_layers: numbers of those with experts, ascending.
-        dense_ffn_size: width of the feed-forward of the others.
-        attention: of each layer.
-        experts: of each layer that has them.
-        norm_epsilon: of every norm.
-        is_tied: the output has the embedding's weight.
-    """
-
+    # says which names it has elsewhere. A GPT has LayerNorm, biases, learned positions and GELU
+    # without a gate; the others RMSNorm, no biases, rotary positions and SiLU gates
     family: Family
-    vocab_size: int
-    max_positions: int
-    hidden_size: int
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    dense_ffn_size: int
-    attention: Attention
-    experts: Experts
-    norm_epsilon: float
-    is_tied: bool
+    vocab_size: int  # tokens, without rows that pad
+    max_positions: int  # the longest window
+    hidden_size: int  # of a row
+    num_layers: int  # of all kinds
+    moe_layers: tuple[int, ...]  # numbers of those with experts, ascending
+    dense_ffn_size: int  # width of the feed-forward of the others
+    attention: Attention  # of each layer
+    experts: Experts  # of each layer that has them
+    norm_epsilon: float  # of every norm
+    is_tied: bool  # the output has the embedding's weight
 
     @property
     def is_gpt(self) -> bool:
@@ -265,20 +239,9 @@ class Piece(NamedTuple):
 
 
 _BIASES = {
-    Part.FINAL_NORM: Part.FINAL_NORM_BIAS,
-    Part.INPUT_NORM: Part.INPUT_NORM_BIAS,
-    Part.QUERY: Part.QUERY_BIAS,
-    Part.KEY: Part.KEY_BIAS,
-    Part.VALUE: Part.VALUE_BIAS,
-    Part.PROJECTION: Part.PROJECTION_BIAS,
-    Part.DENSE_NORM: Part.DENSE_NORM_BIAS,
-    Part.DENSE_UP: Part.DENSE_UP_BIAS,
-    Part.DENSE_DOWN: Part.DENSE_DOWN_BIAS,
-    Part.MOE_NORM: Part.MOE_NORM_BIAS,
-    Part.ROUTER: Part.ROUTER_BIAS,
-    Part.UP: Part.UP_BIAS,
-    Part.DOWN: Part.DOWN_BIAS,
+    Part[bias.name.removesuffix("_BIAS")]: bias for bias in Part if bias.name.endswith("_BIAS")
 }
+"""Of each part that may have one."""
 
 
 class AnyModel(Protocol):
@@ -287,36 +250,29 @@ class AnyModel(Protocol):
     @property
     def family(self) -> Family:
         """That it is of."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Of all kinds."""
-        ...
 
     @property
     def num_moe_layers(self) -> int:
         """How many of them have experts."""
-        ...
 
     @property
     def num_experts(self) -> int:
         """Of a layer that has them."""
-        ...
 
     @property
     def num_groups(self) -> int:
         """Of the attention, where some form joins its weights by group."""
-        ...
 
     @property
     def shapes(self) -> Mapping[AnyPart, Shape]:
         """Of each part that the model has, the shape of a piece."""
-        ...
 
     def places(self, scope: Scope) -> Iterator[Where]:
         """Where the model has the parts of a scope, in model order."""
-        ...
 
 
 def pieces(model: AnyModel) -> Iterator[Piece]:
@@ -324,3 +280,11 @@ def pieces(model: AnyModel) -> Iterator[Piece]:
     for part in model.shapes:
         for where in model.places(part.scope):
             yield Piece(part, where)
+
+
+def needed(document: Document, *names: str) -> Any:
+    """The value of the first of these keys that is there."""
+    for name in names:
+        if document.get(name) is not None:
+            return document[name]
+    raise ValueError(f"the model's config has no {' or '.join(names)}; add it")

@@ -10,35 +10,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.commands.price.parallel import expert_sizes, parallel_of, whole
 from ds_moe_ext.core.hardware import Hardware, read_hardware
-from ds_moe_ext.files.commented import is_json, parsed_as_hjson
-from ds_moe_ext.files.configs import file_of, names_of
-from ds_moe_ext.files.documents import bytes_of, read_document
-from ds_moe_ext.planning.model_shape import ALONE, ModelShape, Training, of_config, of_megatron
+from ds_moe_ext.files.documents import (
+    bytes_of,
+    file_of,
+    is_json,
+    names_of,
+    parsed_as_hjson,
+    read_document,
+)
+from ds_moe_ext.planning.model_shape import (
+    ALONE,
+    ModelParallel,
+    ModelShape,
+    Training,
+    of_config,
+    of_megatron,
+)
 from ds_moe_ext.strategies.settings import BLOCK
 from ds_moe_ext.strict import nearest_and_all
 
 CONFIG = "config.json"
 DEFAULT_LENGTH = 4096  # tokens of a sample, where nobody says
 FLAG = "--ds-moe-ext-config"
+_REMEDY = "name a DeepSpeed JSON, or a file of Megatron's flags"
+_KINDS, _IN_32 = ("bf16", "fp16"), "fp32"  # number types, as both hosts name them
+_NOWHERE = "none"  # as DeepSpeed says that it offloads nothing
+_ALL_OF_IT, _P2P = "full", "p2p"  # values of Megatron's flags
 
 
 @dataclass(frozen=True, eq=False)
 class AskedJob:
-    """A job as its file describes it.
+    """A job as its file describes it."""
 
-    Attributes:
-        document: with our block; ``{}`` where there is none.
-        shape: of the model, where the file says; Megatron's flags do.
-        sizes: fields of ``Training`` that the file says.
-        samples: of a step, where the file says.
-    """
-
-    document: Mapping[str, Any]
-    shape: ModelShape | None
-    sizes: Mapping[str, Any]
-    samples: int | None = None
+    document: Mapping[str, Any]  # with our block; ``{}`` where there is none
+    shape: ModelShape | None  # of the model, where the file says; Megatron's flags do
+    sizes: Mapping[str, Any]  # fields of ``Training`` that the file says
+    samples: int | None = None  # of a step, where the file says
 
 
 def read_job(path: Path) -> AskedJob:
@@ -60,9 +68,6 @@ def read_job(path: Path) -> AskedJob:
     if not isinstance(document, Mapping):
         raise ValueError(f"{str(path)!r} is a list of JSON, no object; {_REMEDY}")
     return _of_deepspeed(document)
-
-
-_REMEDY = "name a DeepSpeed JSON, or a file of Megatron's flags"
 
 
 def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
@@ -96,12 +101,6 @@ def _offloaded(block: Mapping[str, Any], stage: Any) -> float:
     return float(ratio) if isinstance(ratio, int | float) and 0 <= ratio <= 1 else 1.0
 
 
-_NOWHERE = "none"  # as DeepSpeed says that it offloads nothing
-
-_KINDS, _IN_32 = ("bf16", "fp16"), "fp32"
-"""Number types, as both hosts name them."""
-
-
 def _said(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without those that nobody said."""
     return {name: value for name, value in sizes.items() if value is not None}
@@ -118,13 +117,10 @@ def _number(document: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-_ALL_OF_IT = "full"  # a flag's value
-
-
 def _of_megatron(text: str, path: Path) -> AskedJob:
     flags = _flags(text, path)
     shape = of_megatron(flags, path.stem)
-    parallel = parallel_of(flags, shape, path)
+    parallel = _parallel(flags, shape, path)
     document: Mapping[str, Any] = {}
     named = flags.get(FLAG[2:])
     if isinstance(named, str):
@@ -136,12 +132,12 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         # As Megatron does in bf16, whatever else is said.
         "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
-        "micro_batch": whole(flags, "micro-batch-size", path),
-        "length": whole(flags, "seq-length", path),
+        "micro_batch": _whole(flags, "micro-batch-size", path),
+        "length": _whole(flags, "seq-length", path),
         "parallel": parallel,
     }
-    samples = whole(flags, "global-batch-size", path)
-    said = expert_sizes(flags, parallel, path)
+    samples = _whole(flags, "global-batch-size", path)
+    said = _expert_sizes(flags, parallel, path)
     block = {**document, BLOCK: {**said, **_section(document, BLOCK)}}
     return AskedJob(block, shape, _said(sizes), samples)
 
@@ -168,15 +164,113 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
     return flags
 
 
+# What Megatron's flags say of tensor, context, pipeline and expert parallelism.
+
+_REFUSED = {
+    "pipeline-model-parallel-layout": "say the layers of the first and the last stage by "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    "account-for-embedding-in-pipeline-split": "say --decoder-first-pipeline-num-layers",
+    "account-for-loss-in-pipeline-split": "say --decoder-last-pipeline-num-layers",
+    "hybrid-context-parallel": "leave it out",
+    "hierarchical-context-parallel-sizes": "leave it out",
+}
+"""Flags of other ways than those that are priced, with what to do."""
+
+
+def _parallel(flags: Mapping[str, Any], shape: ModelShape, path: Path) -> ModelParallel:
+    """Of the flags of pretrain_gpt.py, by their names without dashes before."""
+    for name, remedy in _REFUSED.items():
+        if name in flags:
+            raise ValueError(f"{str(path)!r} says --{name}, which is not priced; {remedy}")
+    tensor = _whole(flags, "tensor-model-parallel-size", path) or 1
+    context = _whole(flags, "context-parallel-size", path) or 1
+    _check_tensor(flags, tensor, path)
+    if context > 1 and flags.get("cp-comm-type", _P2P) != _P2P:
+        raise ValueError(
+            f"{str(path)!r} says --cp-comm-type {flags['cp-comm-type']}, which is not priced; only "
+            f"{_P2P} is, Megatron's default"
+        )
+    pipeline = _whole(flags, "pipeline-model-parallel-size", path) or 1
+    parallel = ModelParallel(
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        chunks=_chunks(flags, shape.num_layers, pipeline, path),
+        first_layers=_whole(flags, "decoder-first-pipeline-num-layers", path),
+        last_layers=_whole(flags, "decoder-last-pipeline-num-layers", path),
+    )
+    if pipeline > 1:
+        parallel.layers(shape.num_layers)
+    return parallel
+
+
+def _check_tensor(flags: Mapping[str, Any], tensor: int, path: Path) -> None:
+    if tensor == 1:
+        return
+    if not flags.get("sequence-parallel"):
+        raise ValueError(
+            f"{str(path)!r} says --tensor-model-parallel-size {tensor} without "
+            "--sequence-parallel, which Megatron does not train MoE layers by; add it"
+        )
+    heads = _whole(flags, "num-attention-heads", path) or tensor
+    groups = _whole(flags, "num-query-groups", path) or heads
+    for name, number in (("num-attention-heads", heads), ("num-query-groups", groups)):
+        if number % tensor and (number == heads or tensor % number):
+            raise ValueError(
+                f"{str(path)!r} says --{name} {number}, which --tensor-model-parallel-size "
+                f"{tensor} does not divide; give another size"
+            )
+
+
+def _chunks(flags: Mapping[str, Any], num_layers: int, pipeline: int, path: Path) -> int:
+    """Virtual stages of each stage."""
+    chunks = _whole(flags, "num-virtual-stages-per-pipeline-rank", path)
+    layers = _whole(flags, "num-layers-per-virtual-pipeline-stage", path)
+    if layers is None:
+        return chunks or 1
+    is_uneven = any(f"decoder-{end}-pipeline-num-layers" in flags for end in ("first", "last"))
+    if chunks is not None or is_uneven:
+        raise ValueError(
+            f"{str(path)!r} says --num-layers-per-virtual-pipeline-stage {layers} and how many "
+            "virtual stages there are, or layers of the first or last stage; say the former by "
+            "--num-virtual-stages-per-pipeline-rank alone"
+        )
+    if num_layers % (pipeline * layers):
+        raise ValueError(
+            f"{str(path)!r} says --num-layers-per-virtual-pipeline-stage {layers}, but "
+            f"{num_layers} layers do not divide into {pipeline} pipeline stages of such parts; "
+            "give another number"
+        )
+    return num_layers // (pipeline * layers)
+
+
+def _expert_sizes(
+    flags: Mapping[str, Any], parallel: ModelParallel, path: Path
+) -> Mapping[str, int]:
+    """As keys of our block; as in Megatron, experts are split as dense weights are, if nobody says
+    otherwise."""
+    cells = _whole(flags, "expert-model-parallel-size", path)
+    split = _whole(flags, "expert-tensor-parallel-size", path)
+    if cells is not None and split is None and parallel.tensor > 1:
+        split = parallel.tensor
+    return _said({"expert_parallel_size": cells, "expert_sharding_size": split})
+
+
+def _whole(flags: Mapping[str, Any], name: str, path: Path) -> int | None:
+    """Of a flag, if it is given: a whole number above 0."""
+    value = flags.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and value.isdigit() and int(value):
+        return int(value)
+    raise ValueError(f"{str(path)!r} says --{name} {value}; give a whole number above 0")
+
+
 # The model and the cluster.
 
 
 def read_model(path: Path) -> ModelShape:
-    """Of a Hugging Face config.json or its folder, of a file of configs/models or like those.
-
-    Raises:
-        ValueError: it cannot be read, or what it lacks.
-    """
+    """Of a Hugging Face config.json or its folder, of a file of configs/models or like those."""
     file = path / CONFIG if path.is_dir() else file_of("models", path)
     try:
         document = read_document(file)
@@ -191,11 +285,7 @@ def read_model(path: Path) -> ModelShape:
 
 
 def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list[Hardware]:
-    """Of files, or names of configs/hardware; with other numbers of nodes, if they are given.
-
-    Raises:
-        ValueError: there is none, or what is wrong in it; or numbers for other than each.
-    """
+    """Of files, or names of configs/hardware; with other numbers of nodes, if they are given."""
     read = [read_hardware(each) for each in given]
     if num_nodes is None:
         return read
@@ -214,11 +304,7 @@ def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list
 def training_of(
     asked: AskedJob, shape: ModelShape, num_ranks: int, given: Mapping[str, Any]
 ) -> Training:
-    """How the job is trained: what is given on the command line, else by its file.
-
-    Raises:
-        ValueError: sizes that do not fit.
-    """
+    """How the job is trained: what is given on the command line, else by its file."""
     sizes: dict[str, Any] = {"length": min(shape.length or DEFAULT_LENGTH, DEFAULT_LENGTH)}
     sizes |= asked.sizes
     sizes |= {key: value for key, value in given.items() if value is not None}

@@ -1,94 +1,338 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job was priced at, under every strategy and grid."""
+"""What is priced, and what came out.
+
+A ``Case`` is a job on a cluster. ``chosen_strategies`` and ``ways_of`` say under which strategies
+and grids it is tried, ``priced_market`` prices each such way, and a ``Market`` holds what came out,
+for the tables, the page and the files.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_moe_ext.commands.price.cases import Case, Market
-from ds_moe_ext.commands.price.files import write_json, write_trace
-from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model, training_of
-from ds_moe_ext.commands.price.market_page import write_page
-from ds_moe_ext.commands.price.pays import told_of_scans
-from ds_moe_ext.commands.price.table import print_market
-from ds_moe_ext.commands.price.ways import (
-    EVERY,
-    SEVERAL,
-    Chosen,
-    by_other_shares,
-    chosen_strategies,
-    ways_of,
+from ds_moe_ext.core.hardware import Hardware
+from ds_moe_ext.core.layout import Grid
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, on_its_way
+from ds_moe_ext.planning.candidates import (
+    PRICED,
+    Priced,
+    Reached,
+    Refused,
+    Way,
+    grids_for,
+    price_way,
 )
-from ds_moe_ext.files.console import wide_console
-from ds_moe_ext.planning.candidates import Priced, Refused, Way, price_way
+from ds_moe_ext.planning.described_run import DescribedRun
+from ds_moe_ext.planning.load_files import read_loads
 from ds_moe_ext.planning.loads import Loads
-from ds_moe_ext.planning.zebra_price import ZebraPrice
-from ds_moe_ext.strategies.settings import read_settings
+from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.planning.zebra_price import ZebraPrice, joined, price_zebra
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
+from ds_moe_ext.strict import nearest_and_all
 
+SEEN = 3  # steps that plans go by, before those that are priced
+LARGE = 2**22  # counts of a step, from which one step is priced in place of some
 ALIKE = 1e-3  # part of a step, by which two shares must differ to be shown both
 
+BASE = "ep"
+OVER = " over "
+ALL = (BASE, "fssdp", "prophet", "esp", f"esp{OVER}fssdp", f"esp{OVER}prophet")
+EVERY, SEVERAL, OWN = "all", ",", ":"
 
-def price(given: argparse.Namespace) -> int:
-    """Price a job and show what came out. 0, or 1 if no way can be."""
-    sys.path.insert(0, "")  # as the interpreter itself has it: for a strategy of the user's own
-    asked = read_job(given.job)
-    clusters = read_clusters(given.hardware, given.nodes)
-    shape = asked.shape if given.model is None else read_model(given.model)
-    if shape is None:
-        raise ValueError(
-            f"{str(given.job)!r} does not say the model's sizes; name its config.json with --model"
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A job on a cluster.
+
+    Raises:
+        ValueError: pipeline stages on unlike clusters, or hooks that make no rows of the model's.
+    """
+
+    clusters: tuple[Hardware, ...]  # by their files, side by side
+    shape: ModelShape  # of the model
+    training: Training  # how it is trained
+    reached: Reached = field(default_factory=Reached)  # of datasheets
+    hooks: Hooked = NO_HOOKS  # of its block, by which rows and copies travel
+
+    def __post_init__(self) -> None:
+        if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
+            raise ValueError(
+                f"pipeline stages on {' and '.join(sorted(self._device_names))} are not priced; "
+                "give clusters of one device, or no pipeline parallelism"
+            )
+        self._on_its_way(cell_size=1)  # so that hooks which do not fit are refused at once
+
+    def _on_its_way(self, cell_size: int) -> OnItsWay | None:
+        return on_its_way(self.hooks, self.shape, self.training.number_type, cell_size)
+
+    @property
+    def _device_names(self) -> set[str]:
+        return {each.device.name for each in self.clusters}
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The cluster, as its files say."""
+        return joined(self.clusters)
+
+    @cached_property
+    def _mixed(self) -> tuple[Hardware, ...]:
+        return tuple(map(self.reached.of, self.clusters))
+
+    @property
+    def has_two_kinds(self) -> bool:
+        """Whether it is two clusters of unlike devices, to which zebra would give roles."""
+        return len(self.clusters) == len(self._device_names) == 2
+
+    def zebra(self, rows: Loads) -> ZebraPrice | str:
+        """What zebra would take, or why it cannot be."""
+        if self.training.parallel.is_any:
+            return "its roles go with no tensor, context or pipeline parallelism"
+        if self.hooks.transforms:
+            return "its roles go with no transforms of rows"
+        try:
+            return price_zebra(
+                self._mixed,
+                self.shape,
+                self.training,
+                rows.rows_ILCE[-1].sum(axis=1),
+                passes=self.reached.passes,
+                on_its_way=self._on_its_way(cell_size=1),
+            )
+        except ValueError as error:
+            return str(error)
+
+    def run(self, grid: Grid) -> DescribedRun:
+        """The model on the cluster by one grid."""
+        return DescribedRun(
+            hardware=joined(self._mixed),
+            shape=self.shape,
+            training=self.training,
+            grid=grid,
+            passes=self.reached.passes,
+            on_its_way=self._on_its_way(grid.cell_size),
+            mixed=self._mixed,
         )
-    sizes = {
-        "length": given.length,
-        "micro_batch": given.micro_batch,
-        "micro_batches": given.micro_batches,
-        "recomputes": given.recomputes,
-    }
-    num_ranks = sum(each.num_ranks for each in clusters)
-    training = training_of(asked, shape, num_ranks, sizes)
-    settings, _ = read_settings(asked.document)
-    case = Case(tuple(clusters), shape, training, hooks=settings.hooks)
-    chosen = chosen_strategies(asked.document, given.strategies)
-    to = wide_console()
-    market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=to)
-    if given.strategies != EVERY and SEVERAL not in given.strategies:
-        market = replace(market, asked=given.strategies)
-    pays = told_of_scans(market, given.loads, to) if given.pays else ()
-    print_market(market, pays, to)
-    if not market.priced:
-        return 1
-    writers = (given.html, write_page), (given.trace, write_trace), (given.json, write_json)
-    for path, write in writers:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, market, pays)
-            to.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
-    return 0
+
+    @property
+    def num_priced(self) -> int:
+        """Steps whose mean is a price."""
+        counts = self.training.stage_ranks * len(self.shape.moe_layers) * self.shape.num_experts
+        return 1 if counts > LARGE else PRICED
+
+    def rows(self, loads: str) -> Loads:
+        """Rows of its passes, by a name or a path: of those steps that plans go by and of those
+        that are priced."""
+        return read_loads(
+            loads,
+            ranks=self.training.stage_ranks,
+            experts=self.shape.num_experts,
+            layers=len(self.shape.moe_layers),
+            tokens=self.training.tokens,
+            top_k=self.shape.top_k,
+            steps=SEEN + self.num_priced,
+        )
+
+    def with_tokens(self, tokens: int) -> Case:
+        """The same with so many tokens of a rank in a pass: shorter samples, or more of them."""
+        shared = tokens * self.training.parallel.sharers
+        length = min(shared, self.training.length)
+        training = replace(self.training, length=length, micro_batch=max(shared // length, 1))
+        return replace(self, training=training)
+
+
+# Which strategies and grids are tried.
+
+
+class Chosen(NamedTuple):
+    """A strategy that is priced."""
+
+    name: str  # for a person
+    strategy: Strategy  # with the keys of its block
+    sizes: tuple[int | None, int | None]  # of cells and of their ranks, where they are given
+    is_own: bool  # it is what the job's file says
+
+
+def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
+    """The strategies to price: what the file says, what plain expert parallelism would do, and
+    those that were asked for.
+
+    Args:
+        document: with our block.
+        asked: ``"all"``, or names with commas between; ``"esp over fssdp"`` lays a pipeline over
+            another, ``"my_package.my_module:MyStrategy"`` is one of the user's own.
+
+    Raises:
+        ValueError: an unknown name, a class that cannot be, or what is wrong in the block.
+    """
+    block = document.get(BLOCK) or {}
+    settings, _ = read_settings(document)
+    own = settings.strategy
+    if settings.balance is not None:
+        own = f"{settings.strategy}{OVER}{settings.balance}"
+    names = list(ALL) if asked == EVERY else [name.strip() for name in asked.split(SEVERAL)]
+    for name in names:
+        if name not in (*ALL, own) and OWN not in name:
+            raise ValueError(
+                f"--strategies has {name!r}, which is not priced; {nearest_and_all(name, ALL)}, or "
+                "a class of your own, as my_package.my_module:MyStrategy"
+            )
+    chosen = []
+    for name in dict.fromkeys((own, BASE, *names)):
+        laid, _, over = name.partition(OVER)
+        changed = {**block, "enabled": True, "strategy": laid, "balance": over or None}
+        if name != own:
+            changed.pop("options", None)  # keys of the file's own class
+        strategy = read_settings({**document, BLOCK: changed})[1]
+        assert strategy is not None
+        if not strategy.has_roles:
+            given = settings.expert_parallel_size, settings.expert_sharding_size
+            sizes = given if name == own else (None, None)
+            chosen.append(Chosen(name, strategy, sizes, name == own and bool(block)))
+    return chosen
+
+
+def ways_of(
+    chosen: Sequence[Chosen],
+    hardware: Hardware,
+    num_ranks: int,
+    num_experts: int,
+    *,
+    every_grid: bool,
+) -> Iterator[tuple[Chosen, Way]]:
+    """Each strategy on the grids that it is to be tried on.
+
+    Args:
+        chosen: strategies.
+        hardware: of all ranks.
+        num_ranks: of them, those that run the same layers.
+        num_experts: of a layer.
+        every_grid: all that there are; else, where none is given, experts spread within a node and
+            over as many ranks as there can be, whole and split by the ranks of a node.
+    """
+    for each in chosen:
+        grids = list(grids_for(each.strategy, hardware, num_ranks, num_experts))
+        if not every_grid:
+            grids = _few(grids, min(hardware.ranks_per_node, num_ranks))
+        num_cells, cell_size = each.sizes
+        if num_cells is not None:
+            grids = [Grid(num_ranks, num_cells, cell_size or 1)]
+        elif cell_size is not None:
+            grids = [grid for grid in grids if grid.cell_size == cell_size]
+        for grid in grids:
+            if grid.num_cells > 1 or OVER not in each.name:  # in one cell there is nothing to copy
+                yield each, Way(each.name, each.strategy, grid)
+
+
+def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
+    """The largest within a node, and the largest there are; experts whole, and split by a node."""
+    kept = []
+    for cell_size in sorted({grid.cell_size for grid in grids} & {1, on_node}):
+        alike = [grid for grid in grids if grid.cell_size == cell_size]
+        within = [grid for grid in alike if grid.size <= on_node]
+        kept += within[-1:]
+        if alike[-1] not in kept:
+            kept.append(alike[-1])
+    return kept
+
+
+def _by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
+    """The fastest way of each strategy that copies, by other ways for copies to divide rows: the
+    paper's, or by price."""
+    fastest: dict[str, Way] = {}
+    for each in priced:
+        fastest.setdefault(each.way.name, each.way)
+    for way in fastest.values():
+        for name, strategy in way.strategy.by_share.items() if way.grid.num_cells > 1 else ():
+            if strategy != way.strategy:
+                yield replace(way, name=way.name + name, strategy=strategy)
+
+
+# What came out.
+
+
+@dataclass(frozen=True, eq=False)
+class Market:
+    """All that was priced."""
+
+    case: Case  # what was priced
+    loads: str  # where they are from
+    own: str  # name of the strategy that the job's file says; empty for one that is not priced
+    priced: Sequence[Priced]  # ways that can be, the fastest first
+    refused: Sequence[Refused]  # ways that cannot
+    # what it would take, or why it cannot be; None where devices are alike
+    zebra: ZebraPrice | str | None = None
+    asked: str = ""  # name of the only strategy that was asked for; empty if there are several
+
+    def fits(self, priced: Priced) -> bool:
+        """Whether a rank has memory for it."""
+        has = self.case.hardware.device.memory_bytes
+        return has is None or priced.memory.total <= has
+
+    @property
+    def base(self) -> Priced | None:
+        """The fastest of plain expert parallelism; of those that fit, if any does."""
+        return self._fastest_of(BASE)
+
+    @property
+    def best(self) -> Priced | None:
+        """The fastest of those that fit; None where none does."""
+        return next(filter(self.fits, self.priced), None)
+
+    @property
+    def too_large(self) -> Priced | None:
+        """The fastest, where it does not fit."""
+        return next((each for each in self.priced[:1] if not self.fits(each)), None)
+
+    @property
+    def own_best(self) -> Priced | None:
+        """The fastest of the job's own strategy; of those that fit, if any does."""
+        return self._fastest_of(self.own)
+
+    @property
+    def traced(self) -> Priced | None:
+        """The fastest of the only strategy that was asked for, else of all; likewise."""
+        return self._fastest_of(self.asked) or self.best or next(iter(self.priced), None)
+
+    @property
+    def named(self) -> list[tuple[str, Priced]]:
+        """The fastest, the job's own and the best plain expert parallelism, each way once, and what
+        a person calls it."""
+        named = (
+            ("the fastest", self.best),
+            ("yours", self.own_best),
+            ("the best plain expert parallelism", self.base),
+        )
+        names: dict[int, list[str]] = {}
+        ways: dict[int, Priced] = {}
+        for name, each in named:
+            if each is not None:
+                ways[id(each)] = each
+                names.setdefault(id(each), []).append(name)
+        return [(" and ".join(names[key]), each) for key, each in ways.items()]
+
+    def gain(self, priced: Priced) -> float | None:
+        """Speed over the best plain expert parallelism; None where there is none."""
+        return None if self.base is None else self.base.step_s / priced.step_s
+
+    def _fastest_of(self, name: str) -> Priced | None:
+        named = [each for each in self.priced if each.way.name == name]
+        return next(filter(self.fits, named), None) or next(iter(named), None)
 
 
 def priced_market(
     case: Case, loads: str, chosen: Sequence[Chosen], *, every_grid: bool, to: Console
 ) -> Market:
-    """Price every way.
-
-    Args:
-        case: what is priced.
-        loads: a name or a path.
-        chosen: strategies.
-        every_grid: as of ``ways_of``.
-        to: where progress is shown.
-    """
-    rows = case.rows(loads)
+    """Price every way; ``to`` shows progress."""
+    rows, num_experts = case.rows(loads), case.shape.num_experts
     ranks = case.training.stage_ranks
-    ways = list(
-        ways_of(chosen, case.hardware, ranks, case.shape.num_experts, every_grid=every_grid)
-    )
+    ways = list(ways_of(chosen, case.hardware, ranks, num_experts, every_grid=every_grid))
     refused = list[Refused]()
 
     def price_all(ways: Sequence[Way], about: str, progress: Progress) -> list[Priced]:
@@ -103,20 +347,13 @@ def priced_market(
 
     with Progress(console=to, transient=True) as progress:
         priced = price_all([way for _, way in ways], "pricing", progress)
-        others = price_all(list(by_other_shares(priced)), "by other shares", progress)
-    own = next((each.name for each in chosen if each.is_own), "")
+        others = price_all(list(_by_other_shares(priced)), "by other shares", progress)
     known_s = {(each.way.name, each.way.grid): each.step_s for each in priced}
     for each in others:
         alike_s = known_s[each.way.name.partition(", ")[0], each.way.grid]
         if abs(each.step_s - alike_s) > ALIKE * alike_s:
             priced.append(each)
     priced.sort(key=lambda each: each.step_s)
-    market = Market(case, rows.source, own, tuple(priced), tuple(refused))
-    return replace(market, zebra=_zebra(case, rows)) if case.has_two_kinds else market
-
-
-def _zebra(case: Case, rows: Loads) -> ZebraPrice | str:
-    try:
-        return case.zebra(rows)
-    except ValueError as error:
-        return str(error)
+    own = next((each.name for each in chosen if each.is_own), "")
+    zebra = case.zebra(rows) if case.has_two_kinds else None
+    return Market(case, rows.source, own, tuple(priced), tuple(refused), zebra)

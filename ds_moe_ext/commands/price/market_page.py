@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_moe_ext.commands.price.cases import Market
-from ds_moe_ext.commands.price.table import GIB, MEMORY, parts_of
+from ds_moe_ext.commands.price.market import Market
 from ds_moe_ext.commands.price.timelines import class_names, spans, turn_spans
 from ds_moe_ext.commands.price.words import (
+    GIB,
+    MEMORY,
     about,
     assumed,
     grid_text,
+    parts_of,
     plan_words,
     verdict,
     zebra_words,

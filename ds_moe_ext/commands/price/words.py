@@ -1,20 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was priced, in sentences."""
+"""How a person reads what was priced: in sentences, in tables, and as files for other programs."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from ds_moe_ext.commands.price.cases import Market
-from ds_moe_ext.commands.price.ways import OVER
+from ds_moe_ext.commands.price.market import OVER, Market
+from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_copies
 from ds_moe_ext.report.units import bytes_text, counted
+from ds_moe_ext.schedule.simulator import chrome_trace
 from ds_moe_ext.strategies.settings import BLOCK
+
+GIB = 2**30
+PARTS = {
+    "computed": "computed_s",
+    "imbalance": "imbalance_s",
+    "sending": "exposed_s",
+    "host": "host_s",
+    "end": "end_s",
+}
+"""Where the time of a step goes: heading, and number of ``StepPrice``."""
+BUBBLE = {"bubble": "bubble_s"}
+"""And where there are pipeline stages."""
+FULL = 150
+"""Columns of a terminal that all of these want."""
+BRIEF = ("step", "gain", "balance", "GiB a rank")
+"""What is shown on fewer."""
+MEMORY = ("weights", "gradients", "optimizer", "activations", "copies", "runtime")
+"""What a rank needs memory for: numbers of ``MemoryUse``."""
+NUMBERS = (*PARTS.values(), *BUBBLE.values(), "balance")
 
 
 def about(market: Market) -> str:
@@ -211,3 +236,140 @@ def assumed(market: Market) -> list[str]:
             "unlike devices: each computes experts at its own speed, all else at the slowest's"
         )
     return told
+
+
+# Tables.
+
+
+def parts_of(market: Market) -> dict[str, str]:
+    """Where the time of this market's steps goes."""
+    return PARTS | BUBBLE if market.case.training.parallel.pipeline > 1 else PARTS
+
+
+def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
+    """The tables, the plans in words, from where ways pay, and what all rests on."""
+    to.print(about(market), highlight=False)
+    if market.priced:
+        to.print(_seconds(market, to.width))
+        to.print(_memory(market))
+    told = [verdict(market), *block_words(market)]
+    told += [f"{name}: {plan_words(each)}" for name, each in market.named]
+    told += [*zebra_words(market), *pays]
+    told += [
+        f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
+        for each in market.refused
+    ]
+    told += assumed(market)
+    for line in told:
+        to.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _seconds(market: Market, width: int) -> Table:
+    table = Table(title="a step, ms", title_justify="left")
+    parts = parts_of(market)
+    headings = ("step", "tokens/s", "gain", *parts, "balance", "copies", "GiB a rank")
+    shown = [each for each in headings if width >= FULL or each in BRIEF]
+    for heading in ("", "strategy", "grid"):
+        table.add_column(heading)
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in market.priced:
+        marks = ">" if each is market.best else ""
+        gain = market.gain(each)
+        memory = f"{each.memory.total / GIB:,.0f}"
+        cells = (
+            f"{1e3 * each.step_s:,.1f}",
+            f"{each.tokens_per_s:,.0f}",
+            "" if gain is None else f"{gain:.2f} x",
+            *(f"{1e3 * each.mean(part):,.1f}" for part in parts.values()),
+            f"{each.mean('balance'):.2f}",
+            f"{each.copies:.1f}",
+            memory if market.fits(each) else f"{memory} too much",
+        )
+        by_heading = dict(zip(headings, cells))
+        table.add_row(
+            f"{marks} yours".strip() if each.way.name == market.own else marks,
+            each.way.name,
+            grid_text(each.way.grid),
+            *(by_heading[heading] for heading in shown),
+            style=None if market.fits(each) else "dim",
+        )
+    if len(shown) < len(headings):
+        table.caption = f"where the time goes: from {FULL} columns on, by --html or --json"
+    return table
+
+
+def _memory(market: Market) -> Table:
+    has = market.case.hardware.device.memory_bytes
+    of_device = "" if has is None else f" of {has / GIB:,.0f}"
+    table = Table(title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
+    table.add_column("")
+    for _, each in market.named:
+        table.add_column(f"{each.way.name}, {grid_text(each.way.grid)}", justify="right")
+    used = [each.memory for _, each in market.named]
+    for name in MEMORY:
+        table.add_row(name, *(f"{vars(memory)[name] / GIB:,.1f}" for memory in used))
+    table.add_row("all", *(f"{memory.total / GIB:,.1f}" for memory in used))
+    return table
+
+
+# Files.
+
+
+def write_trace(path: Path, market: Market, pays: Sequence[str]) -> None:
+    """The timeline of a way, a process a class of cells, and one a pipeline stage."""
+    way = market.traced
+    assert way is not None
+    path.write_text(chrome_trace(boxes(way), dict(enumerate(row_names(way)))), "utf-8")
+
+
+def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
+    """All numbers: seconds, bytes, and what they rest on."""
+    case = market.case
+    document = {
+        "about": about(market),
+        "verdict": verdict(market),
+        "model": dataclasses.asdict(case.shape),
+        "training": dataclasses.asdict(case.training),
+        "clusters": [dataclasses.asdict(each) for each in case.clusters],
+        "loads": market.loads,
+        "ways": [_way(market, each) for each in market.priced],
+        "refused": [
+            {"strategy": each.way.name, **_sizes(each.way.grid), "why": each.why}
+            for each in market.refused
+        ],
+        "zebra": None if market.zebra is None else zebra_words(market)[0],
+        "pays": list(pays),
+        "reached": dataclasses.asdict(case.reached),
+        "assumed": assumed(market),
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
+    return {
+        "strategy": priced.way.name,
+        **_sizes(priced.way.grid),
+        "is_own": priced.way.name == market.own,
+        "is_fastest": priced is market.best,
+        "is_base": priced is market.base,
+        "fits": market.fits(priced),
+        "step_s": priced.step_s,
+        "tokens_per_s": priced.tokens_per_s,
+        "gain": market.gain(priced),
+        **{name: priced.mean(name) for name in NUMBERS},
+        "copies": priced.copies,
+        "busiest_stage": priced.steps[-1].stage,
+        "fullest_stage": priced.fullest,
+        "memory_bytes": {**vars(priced.memory), "total": priced.memory.total},
+        "plan": plan_words(priced),
+    }
+
+
+def _sizes(grid: Grid) -> Mapping[str, int]:
+    """As the block's keys say them."""
+    return {
+        "expert_parallel_size": grid.num_cells,
+        "expert_sharding_size": grid.cell_size,
+        "homes": grid.world_size // grid.size,
+    }

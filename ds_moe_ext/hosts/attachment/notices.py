@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.files.writable import why_unwritable
+from ds_moe_ext.files.whole_files import why_unwritable
 from ds_moe_ext.planning.strategy import Keys, Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 

@@ -38,9 +38,8 @@ from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import all_gather_slots, as_bytes, exchange, gather_objects
 from ds_moe_ext.core.layout import group_among
-from ds_moe_ext.files import file_sums
-from ds_moe_ext.files.dcp_reader import TABLE
-from ds_moe_ext.files.unpickle import damaged
+from ds_moe_ext.files import whole_files
+from ds_moe_ext.files.unpickle import TABLE, damaged
 from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.host_layer import Hosted, Slot
 from ds_moe_ext.hosts.attachment.modules import plain, without
@@ -83,7 +82,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     roles, rank = run.blueprint.strategy.roles, dist.get_rank()
     is_writer = rank == (0 if roles is None else roles.attention_cells[0])
     if is_writer:
-        file_sums.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
+        whole_files.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
     gather_objects(None, None)  # nobody writes before
     slots = run.mover.slots(run.planning.job.homes)
     layout = _layout_of(engine, run, slots)
@@ -116,7 +115,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         names = names_written()[rank :: dist.get_world_size()] + [TABLE] * (rank == 0)
         own = [f"{FOLDER}/{name}" for name in names] + theirs
         checksums = run.blueprint.settings.checkpoint.checksums
-        sums = agreed(folder, lambda: file_sums.sums_of(folder, own, checksums=checksums))
+        sums = agreed(folder, lambda: whole_files.sums_of(folder, own, checksums=checksums))
         files = {name: each for given in gather_objects(sums, None) for name, each in given.items()}
         if is_writer:
             replace(layout, files=files).write(folder)

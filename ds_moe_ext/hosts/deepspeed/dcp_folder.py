@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ds_moe_ext.files import unpickle
-from ds_moe_ext.files.dcp_reader import Reader, files_of
+from ds_moe_ext.files.unpickle import Reader, files_of
 from ds_moe_ext.moe.sharding import Shard, Stretch
 
 _OBJECTS = (LossScaler, DynamicLossScaler, ZeroStageEnum)

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.files import file_sums
-from ds_moe_ext.files.file_sums import FileSum
+from ds_moe_ext.files import whole_files
+from ds_moe_ext.files.whole_files import FileSum
 from ds_moe_ext.strict import check_object, read_record
 
 LAYOUT_FILE = "ds_moe_ext.json"
@@ -58,8 +58,12 @@ class SavedLayout:
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""
         document = {"format": FORMAT, **asdict(self)}
-        document = {"format": FORMAT, "crc32": file_sums.sum_of_document(document), **asdict(self)}
-        file_sums.write_whole(folder / LAYOUT_FILE, json.dumps(document, indent=1))
+        document = {
+            "format": FORMAT,
+            "crc32": whole_files.sum_of_document(document),
+            **asdict(self),
+        }
+        whole_files.write_whole(folder / LAYOUT_FILE, json.dumps(document, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> SavedLayout:
@@ -90,7 +94,7 @@ class SavedLayout:
         try:
             if kind == FORMAT:
                 told = document.pop("crc32", 0)  # null where a person has changed something
-                if told is not None and told != file_sums.sum_of_document(document):
+                if told is not None and told != whole_files.sum_of_document(document):
                     raise ValueError("its crc32 is another")
             document.pop("format", None)
             return read_record(cls, {"expert_sharding_size": 1, **document}, "it")
@@ -112,10 +116,10 @@ class SavedLayout:
         files = self.files or {}
         names = list(files)[place::num_places]
         try:
-            sums = {name: file_sums.read_sum(files[name]) for name in names}
+            sums = {name: whole_files.read_sum(files[name]) for name in names}
         except (TypeError, ValueError, OverflowError) as error:
             raise _damaged(folder / LAYOUT_FILE, error) from error
-        file_sums.check(folder, sums, LAYOUT_FILE)
+        whole_files.check(folder, sums, LAYOUT_FILE)
 
     def check_save(self, path: Path, told: Any) -> None:
         """Whether a part of the checkpoint is of this save."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.files import file_sums
-from ds_moe_ext.files.file_sums import FileSum
+from ds_moe_ext.files import whole_files
+from ds_moe_ext.files.whole_files import FileSum
 from ds_moe_ext.hosts.attachment.host_layer import Facts
 
 SUMS_FILE = "ds_moe_ext_files.json"
@@ -49,7 +49,7 @@ def save_sealed(
     path = Path(folder)
     if dist.get_rank() == 0:
         for name in (LAST_FILE, SUMS_FILE):  # of one that is being overwritten
-            file_sums.remove(path / name)
+            whole_files.remove(path / name)
     gather_objects(None, None)  # nobody writes before
     request = save(state, folder, *args, **kwargs)
     if request is None:
@@ -81,7 +81,7 @@ def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
         )
     sums, _ = _read(folder / SUMS_FILE)
     names = sorted(sums)[place::num_places]
-    file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
+    whole_files.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
 
 
 def routing_of(folder: Any) -> Facts | None:
@@ -98,14 +98,14 @@ def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
     rank = dist.get_rank()
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     own = [name for name in names if _writer(name) == rank]
-    sums = file_sums.sums_of(folder, own, checksums=checksums)
+    sums = whole_files.sums_of(folder, own, checksums=checksums)
     told = gather_objects((sums, routing), None)
     if rank == 0:
         files = {name: each for theirs, _ in told for name, each in theirs.items()}
         routing = next((facts for _, facts in told if facts is not None), None)
         document = {"format": FORMAT, "files": files, "routing": routing}
-        text = json.dumps({**document, "crc32": file_sums.sum_of_document(document)}, indent=1)
-        file_sums.write_whole(folder / SUMS_FILE, text)
+        text = json.dumps({**document, "crc32": whole_files.sum_of_document(document)}, indent=1)
+        whole_files.write_whole(folder / SUMS_FILE, text)
 
 
 def _writer(name: str) -> int:
@@ -123,9 +123,9 @@ def _read(path: Path) -> tuple[Mapping[str, FileSum], Facts | None]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         crc = document.pop("crc32")
-        if crc is not None and crc != file_sums.sum_of_document(document):
+        if crc is not None and crc != whole_files.sum_of_document(document):
             raise ValueError("its crc32 is another")
-        files = {name: file_sums.read_sum(told) for name, told in document["files"].items()}
+        files = {name: whole_files.read_sum(told) for name, told in document["files"].items()}
         routing = document.get("routing")  # not in those of earlier versions
         return files, None if routing is None else dict(routing)
     except Exception as error:  # what is damaged may be anything

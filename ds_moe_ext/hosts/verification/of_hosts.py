@@ -31,7 +31,7 @@ from ds_moe_ext.hosts.verification.recording import (
     undrawn,
 )
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
-from ds_moe_ext.verification.trial import Precision
+from ds_moe_ext.verification import Precision
 
 _RECORDINGS: list[Recording] = []  # of this process: one or none
 

@@ -28,9 +28,7 @@ from ds_moe_ext.hosts.attachment.host_layer import Found, Place
 from ds_moe_ext.hosts.steps.training_run import Run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.strategies.settings import BLOCK
-from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
-from ds_moe_ext.verification.sketch import sketch, sketch_at
-from ds_moe_ext.verification.trial import Precision, Trial
+from ds_moe_ext.verification import Kind, LayerSeen, Precision, RankRecord, Trial, sketch, sketch_at
 
 CASTS = {Precision.FLOAT32: nn.Module.float, Precision.FLOAT64: nn.Module.double}
 

@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.files import file_sums
+from ds_moe_ext.files import whole_files
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_damage_is_found_by_what_was_written(tmp_path: Path, checksums: bool) -> None:
     (tmp_path / "a").write_bytes(b"twelve bytes")
-    written = file_sums.sums_of(tmp_path, ["a"], checksums=checksums)
+    written = whole_files.sums_of(tmp_path, ["a"], checksums=checksums)
     told = json.loads(json.dumps(written))
-    sums = {name: file_sums.read_sum(each) for name, each in told.items()}
-    file_sums.check(tmp_path, sums, "told")
+    sums = {name: whole_files.read_sum(each) for name, each in told.items()}
+    whole_files.check(tmp_path, sums, "told")
     (tmp_path / "a").write_bytes(b"twelve bytez")
     if checksums:
         with pytest.raises(ValueError, match="has other contents"):
-            file_sums.check(tmp_path, sums, "told")
+            whole_files.check(tmp_path, sums, "told")
     else:
-        file_sums.check(tmp_path, sums, "told")
+        whole_files.check(tmp_path, sums, "told")
     (tmp_path / "a").write_bytes(b"twelve")
     with pytest.raises(ValueError, match="has 6 bytes, not 12"):
-        file_sums.check(tmp_path, sums, "told")
+        whole_files.check(tmp_path, sums, "told")
 
 
 @pytest.mark.parametrize("told", [3, "ab", [], [1, 2, 3], [None, 1]])
 def test_what_is_no_sum_is_refused(told: object) -> None:
     with pytest.raises((TypeError, ValueError)):
-        file_sums.read_sum(told)  # type: ignore[arg-type]
+        whole_files.read_sum(told)  # type: ignore[arg-type]

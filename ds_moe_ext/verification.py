@@ -1,20 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs compared: what ``ds-moe-ext verify`` finds, and where it comes from. Pure.
+"""Two runs held against each other: ``ds-moe-ext verify``.
 
-What each run computes is held against the other in the order in which it came to be, so that the
-first difference is the cause of the rest. Shape letters: I steps.
+The command tells the ranks of each run by a ``Trial``, in an environment variable, what to do. Each
+rank leaves a ``RankRecord``, in which a tensor is 64 numbers (``sketch``): neither run keeps its
+tensors. ``compare`` holds what one run computes against the other in the order in which it came to
+be, so that the first difference is the cause of the rest. Shape letters: I steps.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.verification.rank_record import SIZE, Kind, LayerSeen, RankRecord, Sketches
-from ds_moe_ext.verification.trial import Tolerances
+if TYPE_CHECKING:  # the command does without torch
+    from torch import Tensor
+
+
+class Tolerances(NamedTuple):
+    """Relative differences that rounding makes."""
+
+    first_step: float  # of all that a step computes from equal weights and batches
+    curve: float  # of losses behind that, which part by flips of choices
+
+
+class Precision(Enum):
+    """In which type both runs compute."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    AS_IS = "as-is"
+
+    def tolerances(self, first_step: float | None = None) -> Tolerances:
+        """By measurement; or around what a user lets pass in the first step."""
+        known = _TOLERANCES[self]
+        if first_step is None:
+            return known
+        return Tolerances(first_step, max(known.curve, 10 * first_step))
+
+
+_TOLERANCES = {
+    Precision.FLOAT32: Tolerances(1e-4, 1e-3),
+    Precision.FLOAT64: Tolerances(1e-10, 1e-6),
+    Precision.AS_IS: Tolerances(5e-2, 2e-2),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One of the two runs."""
+
+    folder: str  # absolute, where each rank leaves its record
+    is_on: bool  # the block is as it is; else the host runs without us
+    num_steps: int  # of the optimizer; all ranks leave behind the last
+    precision: Precision  # of both runs
+    seed: int  # of all generators, as the process starts and as training does
+
+    def to_text(self) -> str:
+        """For the variable."""
+        return json.dumps({**asdict(self), "precision": self.precision.value})
+
+    @classmethod
+    def from_text(cls, text: str) -> Trial:
+        """Of the variable."""
+        told = json.loads(text)
+        return cls(**{**told, "precision": Precision(told["precision"])})
+
+    def file_of(self, rank: int) -> Path:
+        """Where a rank leaves its record."""
+        return Path(self.folder) / f"rank_{rank}.npz"
+
+
+# What a rank saw.
+
+SIZE = 64
+"""Numbers of a sketch."""
+
+Sketches = Mapping[str, np.ndarray]
+"""By name, float64 ``[64]`` each, as ``sketch`` makes them."""
+
+
+class Kind(Enum):
+    """What a parameter is of."""
+
+    DENSE = "dense"
+    GATE = "gates"
+    EXPERT = "experts"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSeen:
+    """The first pass through an MoE layer; None where the host does not show it.
+
+    Shape letters: T tokens, K choices, E experts, D model width.
+    """
+
+    input: np.ndarray | None = None  # sketch of the rows ``[T, D]``
+    choices: np.ndarray | None = None  # of the map of chosen experts ``[T, E]``, ones and zeros
+    # of the scores ``[T, K]``, largest first, whoever they are of
+    score_sizes: np.ndarray | None = None
+    scores: np.ndarray | None = None  # of the scores ``[T, E]``, zero where not chosen
+    output: np.ndarray | None = None  # of the rows ``[T, D]``
+    num_choices: np.ndarray | None = None  # ``T x K``, 0-dim
+
+
+@dataclass(frozen=True, eq=False)
+class RankRecord:
+    """Of one rank."""
+
+    # mean over the micro-batches of each step; none on a rank that sees no loss
+    losses_I: np.ndarray
+    # of all reduced gradients, as the host tells; of the first step alone, or none
+    norms_I: np.ndarray
+    num_steps: int  # of the optimizer
+    num_ranks: int  # of the run
+    weights: Sketches  # dense weights before the first step
+    layers: Mapping[str, LayerSeen]  # MoE layers, in the order in which they ran
+    gradients: Mapping[Kind, Sketches]  # of the first step, of this rank's rows, by kind
+
+    def write(self, path: Path) -> None:
+        """Leave it in a file; the folder is there."""
+        arrays = {"losses": self.losses_I, "norms": self.norms_I}
+        arrays |= {"num_steps": np.array(self.num_steps), "num_ranks": np.array(self.num_ranks)}
+        arrays |= {f"weight|{name}": array for name, array in self.weights.items()}
+        for name, seen in self.layers.items():
+            found = {field: array for field, array in vars(seen).items() if array is not None}
+            arrays |= {f"layer|{name}|{field}": array for field, array in found.items()}
+        for kind, sketches in self.gradients.items():
+            arrays |= {f"{kind.value}|{name}": array for name, array in sketches.items()}
+        with path.open("wb") as file:  # of names with any character
+            np.savez(file, allow_pickle=False, **arrays)
+
+    @classmethod
+    def read(cls, path: Path) -> RankRecord:
+        """As ``write`` left it."""
+        with np.load(path) as stored:
+            arrays = {tuple(key.split("|")): stored[key] for key in stored.files}
+        seen: dict[str, dict[str, np.ndarray]] = {}
+        for key, array in arrays.items():
+            if len(key) > 2:
+                seen.setdefault(key[1], {})[key[2]] = array
+        return cls(
+            losses_I=arrays["losses",],
+            norms_I=arrays["norms",],
+            num_steps=int(arrays["num_steps",]),
+            num_ranks=int(arrays["num_ranks",]),
+            weights=_of("weight", arrays),
+            layers={name: LayerSeen(**fields) for name, fields in seen.items()},
+            gradients={kind: _of(kind.value, arrays) for kind in Kind},
+        )
+
+
+def _of(word: str, arrays: Mapping[tuple[str, ...], np.ndarray]) -> Sketches:
+    return {key[1]: array for key, array in arrays.items() if key[0] == word and len(key) == 2}
+
+
+# A tensor in 64 numbers: a count sketch. Each element is added, with a sign, to one of 64 sums; sum
+# and sign follow from its index alone. So the sketch of a sum is the sum of the sketches, and the
+# norm of a difference of two sketches is about that of the difference of the tensors: within a
+# tenth, as a rule. What is equal has equal sketches.
+
+CHUNK = 1 << 22  # elements at once, for the sake of memory
+
+
+def sketch(values: Tensor) -> Tensor:
+    """Of a dense tensor of any shape: float64 ``[64]``, on its device."""
+    import torch  # which the command does without
+
+    flat = values.detach().reshape(-1)
+    total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK]
+        index = torch.arange(start, start + part.numel(), device=flat.device)
+        _add(total, index, part)
+    return total
+
+
+def sketch_at(index: Tensor, values: Tensor) -> Tensor:
+    """Of a tensor that is zero but at these places.
+
+    Args:
+        index: int64, places in the flat tensor.
+        values: as many.
+    """
+    import torch  # which the command does without
+
+    total = torch.zeros(SIZE, dtype=torch.float64, device=values.device)
+    _add(total, index.reshape(-1), values.detach().reshape(-1))
+    return total
+
+
+def _add(total: Tensor, index: Tensor, values: Tensor) -> None:
+    mixed = (index * 2654435761) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+    signs = 1.0 - 2.0 * ((mixed >> 25) & 1).double()
+    total.index_add_(0, mixed >> 26, values.double() * signs)
+
+
+# The comparison.
 
 
 class Stage(Enum):
@@ -85,21 +273,13 @@ NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True)
 class Compared:
-    """One thing that both runs have.
+    """One thing that both runs have."""
 
-    Attributes:
-        stage: what it is.
-        name: of the layer or parameter, and of the kind of the latter.
-        error: norm of the difference over that of the run that is off.
-        tolerance: up to which it is rounding.
-        factor: on is about so many times off; None where it is not a multiple.
-    """
-
-    stage: Stage
-    name: str
-    error: float
-    tolerance: float
-    factor: float | None = None
+    stage: Stage  # what it is
+    name: str  # of the layer or parameter, and of the kind of the latter
+    error: float  # norm of the difference over that of the run that is off
+    tolerance: float  # up to which it is rounding
+    factor: float | None = None  # on is about so many times off; None where it is not a multiple
     kind: Kind | None = None
 
     @property
@@ -109,20 +289,13 @@ class Compared:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Of both runs.
+    """Of both runs."""
 
-    Attributes:
-        off_I: loss of each step, mean over ranks.
-        on_I: likewise.
-        compared: in the order of the stages.
-        num_ties: choices between experts of equal scores that fell differently.
-        uncompared: what one of the runs does not have or show, for a person.
-    """
-
-    off_I: np.ndarray
-    on_I: np.ndarray
-    compared: tuple[Compared, ...]
-    num_ties: int
+    off_I: np.ndarray  # loss of each step, mean over ranks
+    on_I: np.ndarray  # likewise
+    compared: tuple[Compared, ...]  # in the order of the stages
+    num_ties: int  # choices between experts of equal scores that fell differently
+    # what one of the runs does not have or show, for a person
     uncompared: tuple[str, ...] = field(default=())
 
     @property

