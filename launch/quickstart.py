@@ -19,7 +19,7 @@ from typing import Any
 from ds_moe_ext.commands.compare import EQUAL, Finished, equal_steps, largest_difference
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.guard import is_compiled, told_of_old_lock
-from ds_moe_ext.report.time_saved import ON_CPU
+from ds_moe_ext.report.summary import ON_CPU
 
 BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 TOLD_EVERY_S = 15.0

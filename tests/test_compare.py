@@ -29,7 +29,7 @@ from ds_moe_ext.commands.compare import (
 )
 from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
-from ds_moe_ext.report.verdict import verdict
+from ds_moe_ext.report.summary import verdict
 from tests.test_report import UNKNOWN
 from tests.test_time_saved import pace, ranks
 

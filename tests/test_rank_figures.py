@@ -16,7 +16,6 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.moe.observation import Pass, Rows
 from ds_moe_ext.planning.strategy import Destination
-from ds_moe_ext.report.exposure import exchanges_s, exposed_s
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.rank_figures import (
     MOST_POINTS,
@@ -29,6 +28,7 @@ from ds_moe_ext.report.rank_figures import (
     is_told,
 )
 from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
+from ds_moe_ext.report.spans import exchanges_s, exposed_s
 from ds_moe_ext.report.summary import ranks_line, scores_line
 from tests.test_report import worked
 

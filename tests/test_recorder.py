@@ -17,10 +17,9 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.moe.observation import Pass, Rows, TasksSeen, TimedTask
 from ds_moe_ext.planning.strategy import Choice, Destination, Plan
-from ds_moe_ext.report.looks import MOST_ENTRIES, MOST_LAYERS, in_turn
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
-from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.report.recorder import MOST_ENTRIES, MOST_LAYERS, Recorder, in_turn, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
 

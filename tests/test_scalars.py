@@ -15,8 +15,7 @@ from ds_moe_ext.hosts.steps.training_run import Monitor
 from ds_moe_ext.moe.observation import Pass, Rows
 from ds_moe_ext.planning.strategy import Choice
 from ds_moe_ext.report.rank_figures import NAN, Point
-from ds_moe_ext.report.recorder import Recorder
-from ds_moe_ext.report.scalars import scalars_of
+from ds_moe_ext.report.recorder import Recorder, scalars_of
 from tests.test_recorder import FakeLayer, plan_of
 
 NEWS = Point(9, 2.0, 96.0, 4.5, exposed_s=0.5, waited_s=0.25, sent_s=0.125)

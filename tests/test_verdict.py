@@ -11,8 +11,8 @@ import pytest
 
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RunRecord
+from ds_moe_ext.report.summary import verdict
 from ds_moe_ext.report.two_runs import Shown, page_beside
-from ds_moe_ext.report.verdict import verdict
 from tests.test_report import checked, copied, sound, worked
 from tests.test_time_saved import COPIES, EXPERTS, UNKNOWN, pace, ranks
 

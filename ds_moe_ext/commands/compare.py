@@ -16,10 +16,8 @@ from rich.table import Table
 from ds_moe_ext.commands.report import read_report
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, RunRecord
-from ds_moe_ext.report.summary import Outcome, outcome_of, typical
-from ds_moe_ext.report.time_saved import ON_CPU, no_measure
+from ds_moe_ext.report.summary import ON_CPU, Outcome, no_measure, outcome_of, typical, verdict
 from ds_moe_ext.report.units import bytes_text, seconds_text
-from ds_moe_ext.report.verdict import verdict
 
 REPORT, SUMMARY = "report.json", "summary.json"
 SAME = ("model", "text", "seed", "dtype", "tokens_per_step", "first_step")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.files.documents import bytes_of
-from ds_moe_ext.report.chart_files import chart_files
+from ds_moe_ext.report.charts import chart_files
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.report_files import write_whole

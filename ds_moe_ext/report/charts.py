@@ -1,214 +1,406 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines over steps, and bars of seconds, as HTML around inline SVG.
+"""Drawings of the pages, by matplotlib: SVG in an ``<img>``, where nothing that it holds can run.
 
-Drawings stretch with the page: SVG lengths are percents or lie in a viewBox that does not keep its
-aspect, and all text that must not be stretched is HTML beside it. Shape letters: B bins of steps.
+Each has a text that says what it shows, with its numbers, for who does not see it; where a drawing
+cannot be made the text stands in its place, so that a run ends well without matplotlib. Nothing of
+it is imported before a page is drawn, there is no pyplot and no display, and the same record makes
+the same bytes. Shape letters: B columns of steps, E experts, C EP ranks.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+import base64
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html.parser import HTMLParser
+from itertools import count
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from ds_moe_ext.report.markup import Html, joined
+from ds_moe_ext.report.markup import Html, in_words, note, shown_text
+from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.summary import Bins
-from ds_moe_ext.report.units import ratio_text, round_steps, seconds_text
+from ds_moe_ext.report.units import TIMES, ratio_text, seconds_text
+from ds_moe_ext.schedule.simulator import in_order
 
-_UNITS = 1000  # of a line chart's viewBox, from top to bottom
-_TALL, _SMALL = 220, 84  # pixels of a line chart
-LINES_AXIS = "lines"  # of charts over the recorded steps
-_BAR, _APART = 9, 2  # pixels a thin bar is high, and between two
+LINES = ("#2a62b5", "#d9541e", "#1a8f63", "#a64ca6", "#b07d00", "#4d5766")
+"""Of lines that share a chart, and of bars that stand below each other."""
+_KINDS = {
+    "gate": "#2fb573",
+    "order": "#a5dbd6",
+    "dispatch": "#e8a61c",
+    "expert": "#2a62b5",
+    "combine": "#b03a2e",
+    "restore": "#c6a6ee",
+    "gather": "#f2e660",
+    "reduction": "#d655b5",
+    "join": "#d3d3cb",
+    "plan": "#7b6bf2",
+    "cell_gather": "#dae198",
+    "attention": "#3b7f86",
+    "gradients": "#7a4a99",
+    "cell_scatter": "#4340e2",
+}
+"""Of kinds of tasks: those that touch, of one stream, stay apart best for who sees no red or no
+green."""
+_OTHER = "#a8a8a3"
+_NEUTRAL, _SOFT, _INK = "#f2f2ef", "#5d5d58", "#1b1b19"
+_LOADS = ("#092e68", "#3e82c3", "#9ec6e6", _NEUTRAL, "#f7b88d", "#d14e34", "#62041e")
+_COPIES = (_NEUTRAL, "#abd9b0", "#2c8d69", "#043d35")
+_HOLDERS = {"nobody": _NEUTRAL, "home": _LOADS[1], "copy": "#2c8d69", "late": "#d14e34"}
+
+WIDE, HALF, SMALL = 1200, 570, 280  # pixels
+_PIXEL = 1 / 96  # inches
+_LINE = 17  # pixels of a line of text
+_LETTER = 6.6  # pixels of a letter, about
+_LONGEST = 48  # letters of a name in a drawing
+_ROW = 26  # pixels of a stream
+_MOST_BARS = 120  # drawn as they are; more are drawn as an image
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ds_moe_ext",
+    "text.parse_math": False,  # names of files may hold dollars
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "legend.fontsize": 9,
+    "axes.edgecolor": "#b9b9b1",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#ecece7",
+    "text.color": _INK,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "image.interpolation": "none",
+    "path.simplify_threshold": 0.3,
+}
+
+# An image in the page.
+
+
+def drawn(text: str, draw: Callable[[Any], None], *, wide: int, tall: int, name: str = "") -> Html:
+    """A drawing for the page, or ``text`` where it cannot be made.
+
+    Args:
+        text: what is seen on it.
+        draw: fills a figure of matplotlib's.
+        wide: pixels.
+        tall: likewise.
+        name: told after the headings above it in the name of its file.
+    """
+    try:
+        picture = _svg(draw, wide, tall)
+    except ImportError:  # the page says so once
+        return note(text)
+    except Exception as error:  # a page without a chart is better than none
+        return note(f"{text} (not drawn: {error!r})")
+    return Html(
+        '<img class="chart" src="{}{}" alt="{}" data-name="{}" width="{}" height="{}">'
+    ).format(_URI, base64.b64encode(picture.encode()).decode("ascii"), text, name, wide, tall)
+
+
+_URI = "data:image/svg+xml;base64,"
+
+
+def _svg(draw: Callable[[Any], None], wide: int, tall: int) -> str:
+    import matplotlib.style  # where a page is drawn, and nowhere else
+    from matplotlib.figure import Figure
+
+    held = io.BytesIO()
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that its font lacks
+        figure = Figure(figsize=(wide * _PIXEL, tall * _PIXEL))
+        draw(figure)
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(held, format="svg", transparent=True, dpi=144, metadata=metadata)
+    picture = held.getvalue().decode("utf-8")
+    for found, instead in _REDUNDANT:
+        picture = re.sub(found, instead, picture)
+    picture = re.sub(r'data:image/png;base64,([^"]*)', _with_palette, picture)
+    return re.sub(r' d="[^"<]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), picture)
+
+
+_REDUNDANT = (
+    (r"^(?s:.*?)(?=<svg)", ""),
+    (r"\n\s*", " "),
+    (r'<g id="[\w.]*">', "<g>"),
+    (r' transform="rotate\(-0 [-\d. ]*\)"', ""),
+    (r"font-family: 'DejaVu Sans', sans-serif; ", ""),
+    (r'<style type="text/css">', "<style>text{font-family:'DejaVu Sans',sans-serif}"),
+)
+"""Half of a drawing, of which pages have hundreds. Also digits behind a tenth of a point."""
+
+
+def _with_palette(found: re.Match[str]) -> str:
+    """An image of few colours, which matplotlib has in four channels."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(found[1])))
+    if image.getcolors(256) is None or image.getchannel("A").getextrema() != (255, 255):
+        return found[0]
+    held = io.BytesIO()
+    image.convert("RGB").quantize(256).save(held, format="png", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode('ascii')}"
+
+
+def why_none() -> str:
+    """Why pages have no charts; empty where they have."""
+    try:
+        import matplotlib.style  # noqa: F401
+    except ImportError as error:
+        return f"Charts are not drawn, as matplotlib is not there ({error}); pip install matplotlib"
+    return ""
+
+
+def chart_files(page: str) -> dict[str, str]:
+    """The SVG of each chart of a page, by a name made of the headings above it. Pure."""
+    found: dict[str, str] = {}
+    seen = _Charts()
+    seen.feed(page)
+    for name, picture in seen.found:
+        numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
+        found[next(each for each in numbered if each not in found)] = picture
+    return found
+
+
+_HEADINGS, _CHART = ("h2", "h3", "h4"), "chart"
+
+
+class _Charts(HTMLParser):
+    """Reads a page for its charts."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[tuple[str, str]] = []
+        self._headings: dict[str, str] = {}
+        self._open = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag in _HEADINGS:
+            self._headings = {each: text for each, text in self._headings.items() if each < tag}
+            self._headings[tag], self._open = "", tag
+        elif given.get("class") == _CHART:
+            titles = [text.partition(":")[0] for text in self._headings.values()]
+            name = in_words(" ".join([*titles, given["data-name"]]))
+            picture = base64.b64decode(given["src"].removeprefix(_URI)).decode("utf-8")
+            self.found.append((name[:120] or "chart", picture))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = "" if tag == self._open else self._open
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self._headings[self._open] += data
+
+
+# What drawings share.
+
+
+def colours_of(kinds: Iterable[str]) -> dict[str, str]:
+    """A colour for each kind of task; unknown kinds get the free ones, then grey."""
+    kinds = set(kinds)
+    free = [colour for name, colour in _KINDS.items() if name not in kinds]
+    unknown = dict(zip(sorted(kinds - _KINDS.keys()), free))
+    known = {name: colour for name, colour in _KINDS.items() if name in kinds} | unknown
+    return known | dict.fromkeys(sorted(kinds - known.keys()), _OTHER)
+
+
+def _name(text: str) -> str:
+    """Text of a file for a drawing: in one line, and not too long."""
+    text = shown_text(" ".join(text.split()))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _legend_rows(names: Sequence[str], wide: int) -> int:
+    return -(-len(names) // _columns(names, wide)) if names else 0
+
+
+def _columns(names: Sequence[str], wide: int) -> int:
+    longest = max(len(_name(name)) for name in names)
+    return max(1, min(len(names), int(wide // (_LETTER * longest + 44))))
+
+
+def _add_legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """Above the axes, in the order of reading."""
+    wide, tall = figure.get_size_inches() / _PIXEL
+    columns = _columns(names, int(wide))
+    rows = -(-len(names) // columns)
+    order = [row * columns + column for column in range(columns) for row in range(rows)]
+    order = [place for place in order if place < len(names)]
+    figure.legend(
+        [handles[place] for place in order],
+        [f"\u200a{_name(names[place])}" for place in order],  # a name may begin as hidden ones do
+        loc="upper left",
+        bbox_to_anchor=(0, 1 + 2 / tall),
+        ncols=columns,
+        frameon=False,
+        borderaxespad=0,
+        handlelength=1.2,
+        labelspacing=0.25,
+        columnspacing=1.5,
+    )
+
+
+def _axes(figure: Any, left: float, top: float, *, right: float = 14, bottom: float = 24) -> Any:
+    """Axes between margins in pixels."""
+    wide, tall = figure.get_size_inches() / _PIXEL
+    box = (left / wide, bottom / tall, 1 - (left + right) / wide, 1 - (top + bottom) / tall)
+    return figure.add_axes(box)
+
+
+# Lines over steps.
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One line of a chart.
+    """One line of a chart."""
 
-    Attributes:
-        name: what the legend says.
-        mean: over all steps, for the legend.
-        value_B: balance, float ``[B]``; nan where that is not known.
-        low_B: lower edge of the band around it.
-        high_B: upper edge.
-    """
-
-    name: str
-    mean: float
-    value_B: np.ndarray
-    low_B: np.ndarray
-    high_B: np.ndarray
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One kind of task in one phase."""
-
-    kind: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The vertical scale of a line chart: from ``floor``, which is 1 for balances, to ``top``, with
-    a tick each ``step``."""
-
-    top: float
-    step: float
-    floor: float = 1.0
-
-    def height(self, value: float) -> float:
-        """Where ``value`` lies, 0 at the bottom and 1 at the top."""
-        return min(max((value - self.floor) / (self.top - self.floor), 0.0), 1.0)
-
-    def ticks(self) -> list[float]:
-        """The floor, and the round values above it that leave it room."""
-        multiples = (i * self.step for i in range(1, round(self.top / self.step) + 1))
-        lowest = self.floor + (0.5 - 1e-9) * self.step
-        return [self.floor, *(tick for tick in multiples if tick >= lowest)]
-
-
-def balance_scale(highest: float) -> Scale:
-    """The scale with round ticks that shows ``highest``."""
-    step = round_steps(max(highest - 1, 0.05), max_ticks=4)
-    return Scale(step * max(math.ceil(highest / step - 1e-9), round(1 / step) + 1), step)
-
-
-def value_scale(lowest: float, highest: float) -> Scale:
-    """The scale with round ticks that shows both, from 0 unless that would waste most of it."""
-    is_flat = lowest > 0.5 * highest
-    step = round_steps(highest - lowest if is_flat and highest > lowest else highest, max_ticks=4)
-    floor = step * math.floor(lowest / step) if is_flat or lowest < 0 else 0.0
-    return Scale(max(step * math.ceil(highest / step - 1e-9), floor + step), step, floor)
+    name: str  # in the legend
+    mean: float | None  # of all steps, for the legend
+    value_B: np.ndarray  # float [B]; nan where that is not known
+    low_B: np.ndarray | None = None  # lower edge of the band around it
+    high_B: np.ndarray | None = None
 
 
 def line_chart(
     lines: Sequence[Line],
-    bins: Bins,
+    steps: Sequence[float],
     *,
-    scale: Scale,
-    small: bool,
-    marks: Mapping[int, str] | None = None,
-    text: Callable[[float], str] | None = None,
-    axis: str = LINES_AXIS,
+    what: str,
+    small: bool = False,
+    text: Callable[[float], str] = ratio_text,
+    least: float | None = None,
+    most: float | None = None,
+    moved_at: Sequence[int] = (),
+    names: Sequence[str] = (),
 ) -> Html:
-    """Values over the steps: lines on one scale, and a legend that gives their means.
+    """Values over the steps, on one scale.
 
     Args:
         lines: what is drawn.
-        bins: of the steps.
-        scale: from bottom to top.
+        steps: where the points lie.
+        what: they are.
         small: whether it stands beside others.
-        marks: which homes changed before some columns, in words.
-        text: a value as a person reads it; None: they are balances.
-        axis: what the page calls the names of the columns.
+        text: a value as a person reads it; of balances if none is given.
+        least: where the scale begins; None for where it shows most.
+        most: where it ends, at least.
+        moved_at: steps before which homes changed.
+        names: of the points, where they are no steps.
     """
-    ticks = scale.ticks()
-    tick_text = text or "{:.3g}".format
-    legend = joined(
-        Html("<span>{} {}</span>").format(
-            key(slot, Html("<b>{}</b>").format(line.name)), (text or ratio_text)(line.mean)
-        )
-        for slot, line in enumerate(lines)
-    )
-    if marks and not small:
-        legend += Html('<span><i class="mark"></i>homes changed</span>')
-    return Html(
-        '<figure class="lines" data-values="{values}" data-notes="{notes}" data-axis="{axis}">'
-        '<figcaption class="legend">{legend}</figcaption>'
-        '<div class="axes"><div class="marks">{names}</div><svg class="plot" '
-        'height="{height}" role="img" aria-label="{what} over steps">{grid}{happened}'
-        '<svg width="100%" height="100%" viewBox="0 0 {num_bins} {units}" '
-        'preserveAspectRatio="none">{drawn}</svg></svg>{step_axis}</div></figure>'
-    ).format(
-        values=json.dumps([_listed(line.value_B, text) for line in lines]),
-        notes=json.dumps(marks or {}),
-        axis=axis,
-        legend=legend,
-        names=joined(tick_label(tick_text(tick), scale.height(tick)) for tick in ticks),
-        height=_SMALL if small else _TALL,
-        what="values" if text else "balance",
-        grid=joined(_grid_line(scale.height(tick)) for tick in ticks),
-        happened=joined(_mark_line(column, bins) for column in marks or ()),
-        num_bins=len(bins),
-        units=_UNITS,
-        drawn=joined(_drawn(line, scale, slot) for slot, line in enumerate(lines)),
-        step_axis=step_axis(bins, max_labels=3 if small else 5),
-    )
-
-
-def tick_label(text: str, height: float) -> Html:
-    """Text beside a drawing, at a height of 0 to 1."""
-    return Html('<span style="top:{:.4g}%">{}</span>').format(100 * (1 - height), text)
-
-
-def _listed(value_B: np.ndarray, text: Callable[[float], str] | None) -> list[float | str | None]:
-    """For the script: in words, but for balances, of which there are many."""
-    return [
-        None if math.isnan(value) else text(value) if text else round(value, 3)
-        for value in value_B.tolist()
+    wide = SMALL if small else WIDE
+    legend = [
+        line.name if line.mean is None else f"{line.name} {text(line.mean)}" for line in lines
     ]
+    if moved_at and not small:
+        legend.append("homes changed")
+    top = _LINE * _legend_rows(legend, wide) + 10
+
+    def draw(figure: Any) -> None:
+        axes = _axes(figure, 66 if small else 70, top)
+        handles = []
+        for line, colour in zip(lines, LINES * (1 + len(lines))):
+            known = ~np.isnan(line.value_B)
+            at = np.asarray(steps, dtype=np.float64)[known]
+            mark = "o" if len(at) == 1 else None
+            handles += axes.plot(
+                at, line.value_B[known], color=colour, lw=1.6, marker=mark, markersize=3
+            )
+            if line.low_B is not None and line.high_B is not None:
+                axes.fill_between(
+                    at, line.low_B[known], line.high_B[known], color=colour, alpha=0.16, lw=0
+                )
+        for step in moved_at:
+            marked = axes.axvline(step, color=_SOFT, lw=0.8, ls=(0, (2, 3)))
+            handles = [*handles[: len(lines)], marked]
+        low, high = axes.get_ylim()
+        low = low if least is None else least
+        axes.set_ylim(low, max(high, low + 1e-12 if most is None else most))
+        axes.grid(True)
+        axes.locator_params(axis="y", nbins=3 if small else 5)
+        if names:
+            axes.set_xticks(steps, [_name(name) for name in names])
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True, nbins=4 if small else 9)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: text(value))
+        _add_legend(figure, handles[: len(legend)], legend)
+
+    told = f"{what} over the steps: {', '.join(legend)}"
+    if names:
+        values = (zip(names, line.value_B.tolist()) for line in lines)
+        points = (", ".join(f"{at} {text(value)}" for at, value in each) for each in values)
+        told = f"{what}: {'; '.join(f'{n}: {each}' for n, each in zip(legend, points))}"
+    return drawn(told, draw, wide=wide, tall=(84 if small else 220) + top + 24)
 
 
-def step_axis(bins: Bins, *, max_labels: int) -> Html:
-    """Step numbers under a drawing whose width is the bins."""
-    last = len(bins) - 1
-    at = sorted({round(i * last / (max_labels - 1)) for i in range(max_labels)})
-    names = [bins.steps_I[bins.start_B[i]] for i in at[:-1]] + [bins.steps_I[-1]]
-    lefts = [100 * (i + 0.5) / (last + 1) for i in at]
-    return axis_labels([f"{name}" for name in names], lefts)
+def value_chart(
+    values: Mapping[str, np.ndarray],
+    bins: Bins,
+    text: Callable[[float], str],
+    *,
+    what: str,
+    small: bool = False,
+    whole: Callable[[np.ndarray], float] = lambda value: float(value.mean()),
+) -> Html:
+    """One line for each name; nothing where nobody knows a value.
+
+    Args:
+        values: by what the legend says, a float for each step; nan where that is not known.
+        bins: of the steps.
+        text: a value as a person reads it.
+        what: they are.
+        small: whether it stands beside others.
+        whole: what the legend gives, of the values that are known.
+    """
+    lines = []
+    for name, given_I in values.items():
+        value_I = np.where(np.isfinite(given_I), given_I, np.nan)
+        if (known := value_I[~np.isnan(value_I)]).size:
+            lines.append(Line(name, whole(known), bins.known_mean(value_I)))
+    if not lines:
+        return Html("")
+    lowest = min(float(np.nanmin(line.value_B)) for line in lines)
+    highest = max(float(np.nanmax(line.value_B)) for line in lines)
+    least = 0.0 if 0 <= lowest <= 0.5 * highest else None
+    return line_chart(lines, bins.first_steps, what=what, small=small, text=text, least=least)
 
 
-def axis_labels(names: Sequence[str], lefts: Sequence[float]) -> Html:
-    """Text under a drawing at percents of its width; labels near an edge stay inside it."""
-    spans = []
-    for name, left in zip(names, lefts):
-        edge = _FIRST if left < 3 else _LAST if left > 97 else ""
-        spans.append(Html('<span{} style="left:{:.4g}%">{}</span>').format(edge, left, name))
-    return Html('<div class="steps" aria-hidden="true">{}</div>').format(joined(spans))
+# Bars.
 
 
-_FIRST, _LAST = Html(' class="first"'), Html(' class="last"')
-
-
-def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total: float) -> Html:
-    """Horizontal bars, longest first, each with its seconds and its percent of ``total``."""
-    ordered = sorted(rows, key=lambda row: (-row.seconds, row.kind))
-    drawn = joined(
-        Html(
-            '<b>{kind}</b><svg height="18" role="img" aria-label="{kind}">'
-            '<rect class="{style}" height="18" rx="3" width="{width:.3f}%"/></svg>'
-            "<span>{seconds}</span><span>{share:.1f} %</span>"
-        ).format(
-            kind=row.kind,
-            style=classes[row.kind],
-            width=100 * row.seconds / max(longest, 1e-12),
-            seconds=seconds_text(row.seconds),
-            share=100 * row.seconds / max(total, 1e-12),
+def thin_bars(bars: Sequence[tuple[int, float]], longest: float) -> Html:
+    """For an entry of a table: a bar below the other for each colour and length, the longest of
+    all as wide as there is room."""
+    return Html("").join(
+        Html('<i class="bar" style="width:{:.3f}%;background:{}"></i>').format(
+            100 * length / max(longest, 1e-12), LINES[slot]
         )
-        for row in ordered
+        for slot, length in bars
+        if length > 0
     )
-    return Html('<div class="bars">{}</div>').format(drawn)
+
+
+def key(slot: int, name: str) -> Html:
+    """A name, behind the colour of its line or bar."""
+    return Html('<i class="dash" style="background:{}"></i>{}').format(LINES[slot], name)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar of several parts, one behind the other.
-
-    Attributes:
-        name: text or markup.
-        parts: lengths, in the order of the colours.
-        told: what stands at its end.
-        is_faint: it is shown, but cannot be.
-    """
+    """One bar of several parts, one behind the other."""
 
     name: str
-    parts: Sequence[float]
-    told: str
-    is_faint: bool = False
+    parts: Sequence[float]  # lengths, in the order of the colours
+    told: str  # what stands at its end
+    is_faint: bool = False  # it is shown, but cannot be
 
 
 def stacked_bars(
@@ -222,113 +414,350 @@ def stacked_bars(
 
     Args:
         stacks: one a bar.
-        names: of the parts, for the legend and for who points at one.
+        names: of the parts.
         text: a length as a person reads it.
-        limit: a length that is marked, and what it is; the scale shows it.
+        limit: a length that is marked, and what it is.
     """
-    longest = max([sum(each.parts) for each in stacks] + [limit[0] if limit else 0.0]) or 1.0
-    legend = joined(_boxed(f"s{slot}", name) for slot, name in enumerate(names))
-    if limit is not None:
-        legend += Html('<span><i class="mark"></i>{}</span>').format(limit[1])
-    drawn = joined(
-        Html(
-            '<div{faint}><b>{name}</b><svg height="18" role="img" aria-label="{label}">'
-            "{parts}{limit}</svg><span>{told}</span></div>"
-        ).format(
-            faint=_FAINT * each.is_faint,
-            name=each.name,
-            label=_told(each, names, text),
-            parts=_stacked(each, names, text, longest),
-            limit="" if limit is None else _upright(100 * limit[0] / longest),
-            told=each.told,
-        )
-        for each in stacks
+    legend = [*names, *([limit[1]] if limit else [])]
+    top = _LINE * _legend_rows(legend, WIDE) + 8
+
+    def draw(figure: Any) -> None:
+        axes = _axes(figure, 330, top, right=110, bottom=4)
+        rows = np.arange(len(stacks))
+        faint = [0.45 if stack.is_faint else 1.0 for stack in stacks]
+        left, handles = np.zeros(len(stacks)), []
+        for place in range(len(names)):
+            width = np.array([stack.parts[place] for stack in stacks])
+            bars = axes.barh(rows, width, 0.66, left, color=LINES[place])
+            for bar, alpha in zip(bars, faint):
+                bar.set_alpha(alpha)
+            handles.append(bars[0])
+            left += width
+        for row, stack in enumerate(stacks):
+            axes.text(left[row], row, f" {_name(stack.told)}", va="center", alpha=faint[row])
+        if limit is not None:
+            handles.append(axes.axvline(limit[0], color=_INK, lw=1, ls=(0, (2, 3))))
+        axes.set_yticks(rows, [_name(stack.name) for stack in stacks], color=_INK)
+        axes.set_ylim(len(stacks) - 0.5, -0.5)
+        axes.set_xlim(0)
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        _add_legend(figure, handles, legend)
+
+    told = "; ".join(
+        f"{stack.name}: {', '.join(f'{n} {text(p)}' for n, p in zip(names, stack.parts))}"
+        for stack in stacks
     )
-    return Html('<p class="legend">{}</p><div class="stacked">{}</div>').format(legend, drawn)
+    return drawn(told, draw, wide=WIDE, tall=top + 4 + 24 * len(stacks))
 
 
-_FAINT = Html(' class="faint"')
+# One number for every expert at every step.
 
 
-def _boxed(style: str, name: str) -> Html:
-    """A name behind its colour."""
-    return Html('<span><i class="box {}"></i>{}</span>').format(style, name)
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts of one layer, those at home in one EP rank together."""
+
+    order_E: np.ndarray  # their ids from top to bottom
+    home_E: np.ndarray  # of each of these
+    load_C: Mapping[int, float]  # rows drawn by an EP rank's experts over the mean of all EP ranks
+    columns: Sequence[str]  # names of the steps
+
+    @classmethod
+    def of(
+        cls, home_E: Sequence[int], rows_E: np.ndarray, num_cells: int, columns: Sequence[str]
+    ) -> Experts:
+        """Args: home_E: of each expert. rows_E: over the run. num_cells: EP ranks. columns: of the
+        drawing."""
+        homes = np.asarray(home_E, dtype=np.int64)
+        order_E = np.argsort(homes, kind="stable")
+        mean = rows_E.sum() / max(num_cells, 1)
+        load_C = {
+            int(cell): float(rows_E[homes == cell].sum() / mean) if mean else 1.0
+            for cell in np.unique(homes)
+        }
+        return cls(order_E, homes[order_E], load_C, columns)
+
+    @property
+    def high(self) -> int:
+        """Pixels of an expert, so that a layer is not too high, and an expert at least one."""
+        return int(np.clip(560 // max(len(self.order_E), 1), 1, 18))
 
 
-def _told(stack: Stack, names: Sequence[str], text: Callable[[float], str]) -> str:
-    return ", ".join(f"{name} {text(part)}" for name, part in zip(names, stack.parts))
+def load_octaves(ratios: Iterable[np.ndarray]) -> int:
+    """Doublings that the colours of loads span each way: 99 % of hot entries fit, 1 to 4."""
+    hot = [ratio[ratio > 1] for ratio in ratios]
+    every = np.concatenate(hot) if hot else np.ones(0)
+    high = float(np.percentile(every, 99)) if every.size else 1.0
+    return int(np.clip(np.ceil(np.log2(high) - 1e-9), 1, 4))
 
 
-def _stacked(
-    stack: Stack, names: Sequence[str], text: Callable[[float], str], longest: float
+def load_heatmap(
+    experts: Experts,
+    ratio_BE: np.ndarray,
+    *,
+    octaves: int,
+    copies_BE: np.ndarray | None = None,
+    most_copies: int = 1,
+    kind_EC: np.ndarray | None = None,
+    half: bool = False,
 ) -> Html:
-    ends = np.cumsum([0.0, *stack.parts]) / longest * 100
-    return joined(
-        Html(
-            '<rect class="s{}" x="{:.3f}%" height="18" width="{:.3f}%"><title>{} {}</title></rect>'
-        ).format(slot, ends[slot], ends[slot + 1] - ends[slot], name, text(part))
-        for slot, (name, part) in enumerate(zip(names, stack.parts))
-        if part > 0
-    )
+    """Loads of a layer's experts over the steps; beside them their copies, and who held them in the
+    last step.
 
+    Args:
+        experts: of the layer.
+        ratio_BE: rows of each over the mean expert's.
+        octaves: of the colours.
+        copies_BE: beside their homes; None in a run without copies.
+        most_copies: of any layer.
+        kind_EC: which of ``HOLDERS`` each EP rank was to each expert; of a run with copies.
+        half: whether it stands beside another.
+    """
+    size, (_, num_experts) = experts.high, ratio_BE.shape
+    top = 22 if copies_BE is not None else 6
+    told = f"loads of {num_experts} experts over the steps"
+    if copies_BE is not None:
+        told += ", their copies, and who held them in the last step"
+    loads = ", ".join(f"EP rank {cell} {ratio_text(load)}" for cell, load in experts.load_C.items())
 
-def key(slot: int, name: str) -> Html:
-    """A name, in the colour of its line or bar."""
-    return Html('<i class="dash s{}"></i>{}').format(slot, name)
+    def draw(figure: Any) -> None:
+        from matplotlib.colors import LinearSegmentedColormap
 
-
-def thin_bars(name: str, bars: Sequence[tuple[int, float]], longest: float) -> Html:
-    """A bar below the other for each colour and length, the longest of all as wide as there is
-    room."""
-    rects = joined(
-        Html('<rect class="s{}" y="{}" height="{}" rx="2" width="{:.3f}%"/>').format(
-            slot, place * (_BAR + _APART), _BAR, 100 * length / max(longest, 1e-12)
+        wide = HALF if half else WIDE
+        logs_EB = np.log2(np.clip(ratio_BE, 2.0**-octaves, 2.0**octaves)).T[experts.order_E]
+        axes = _add_image(
+            figure,
+            132,
+            14 if copies_BE is None else 626,
+            logs_EB,
+            LinearSegmentedColormap.from_list("loads", _LOADS, 41),
+            ends=(-octaves, octaves),
+            columns=experts.columns,
+            title="" if copies_BE is None else "loads",
+            experts=experts,
         )
-        for place, (slot, length) in enumerate(bars)
-        if length > 0
-    )
-    high = len(bars) * (_BAR + _APART) - _APART
-    return Html('<svg height="{}" role="img" aria-label="{}">{}</svg>').format(high, name, rects)
+        _name_experts(axes, experts)
+        if copies_BE is None or kind_EC is None:
+            return
+        _add_image(
+            figure,
+            wide - 610,
+            204,
+            copies_BE.T[experts.order_E],
+            LinearSegmentedColormap.from_list("copies", _COPIES, 120),
+            ends=(0, max(most_copies, 1)),
+            columns=experts.columns,
+            title="copies",
+            experts=experts,
+        )
+        _add_image(
+            figure,
+            wide - 188,
+            14,
+            kind_EC[experts.order_E],
+            LinearSegmentedColormap.from_list("holders", list(_HOLDERS.values()), 4),
+            ends=(0, 3),
+            columns=[f"{cell}" for cell in range(kind_EC.shape[1])],
+            title="held by EP ranks, last step",
+            experts=experts,
+        )
+
+    tall = size * num_experts + top + 24
+    return drawn(f"{told}; {loads}", draw, wide=HALF if half else WIDE, tall=tall)
 
 
-def kind_legend(classes: dict[str, str]) -> Html:
-    """The colour of each kind of task."""
-    items = joined(_boxed(style, kind) for kind, style in classes.items())
-    return Html('<p class="legend">{}</p>').format(items)
+NOBODY, HOME, COPY, LATE = range(len(_HOLDERS))
+"""What an EP rank is to an expert: without it, its home, with a planned copy, with a copy that was
+made after the gate."""
 
 
-def _grid_line(height: float) -> Html:
-    floor = "" if height else Html(' class="floor"')
-    line = Html('<line{floor} x1="0" x2="100%" y1="{y:.4g}%" y2="{y:.4g}%"/>')
-    return line.format(floor=floor, y=100 * (1 - height))
+def _add_image(
+    figure: Any,
+    left: float,
+    right: float,
+    value_EX: np.ndarray,
+    colours: Any,
+    *,
+    ends: tuple[float, float],
+    columns: Sequence[str],
+    title: str,
+    experts: Experts,
+) -> Any:
+    """A pixel for each entry, stretched; lines between EP ranks. Ticks would take most of its
+    time."""
+    axes = _axes(figure, left, 22 if title else 6, right=right)
+    axes.set_axis_off()
+    axes.imshow(value_EX, aspect="auto", cmap=colours, vmin=ends[0], vmax=ends[1])
+    for row in np.flatnonzero(np.diff(experts.home_E)):
+        axes.axhline(row + 0.5, color="#ffffff", lw=2)
+    last = value_EX.shape[1] - 1
+    below = len(value_EX) - 0.5 + 5 / experts.high
+    for at in sorted({0, round(last / 3), round(2 * last / 3), last}):
+        side = "left" if not at else "right" if at == last else "center"
+        x = at + {"left": -0.5, "right": 0.5}.get(side, 0.0)
+        axes.text(x, below, columns[at], ha=side, va="top", fontsize=8.5, color=_SOFT)
+    if title:
+        axes.text(-0.5, -0.5 - 5 / experts.high, title, va="bottom", fontsize=9)
+    return axes
 
 
-def _mark_line(column: int, bins: Bins) -> Html:
-    return _upright(100 * column / len(bins))
+def _name_experts(axes: Any, experts: Experts) -> None:
+    """EP ranks with their loads, and experts where there is room."""
+    from matplotlib.transforms import ScaledTranslation
+
+    def beside(pixels: float) -> Any:
+        return axes.transData + ScaledTranslation(-pixels * _PIXEL, 0, axes.figure.dpi_scale_trans)
+
+    free_from = -np.inf
+    for cell, load in experts.load_C.items():
+        middle = float(np.flatnonzero(experts.home_E == cell).mean())
+        if middle >= free_from:
+            free_from = middle + 13 / experts.high
+            name = f"EP rank {cell}  {ratio_text(load)}"
+            axes.text(
+                -0.5, middle, name, transform=beside(128), va="center", fontsize=8.5, color=_SOFT
+            )
+    if experts.high >= 11:
+        for row, expert in enumerate(experts.order_E):
+            axes.text(
+                -0.5, row, f"{expert}", transform=beside(6), ha="right", va="center", fontsize=7.5
+            )
 
 
-def _upright(left: float) -> Html:
-    """A line from top to bottom at a percent of the width."""
-    line = Html('<line class="mark" x1="{x:.4g}%" x2="{x:.4g}%" y1="0" y2="100%"/>')
-    return line.format(x=left)
+def load_scale(octaves: int, most_copies: int | None, *, has_late: bool = False) -> Html:
+    """What the colours of such drawings mean."""
+    ticks = {
+        k: (f"{2**k}" if k >= 0 else f"1/{2**-k}") + TIMES for k in range(-octaves, octaves + 1)
+    }
+    about = "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
+    told = f"{about}: {', '.join(ticks.values())}"
+    kinds = {"home": "home", "copy": "planned copy" if has_late else "copy"}
+    kinds |= {"late": "copy made after the gate"} if has_late else {}
+    if most_copies is not None:
+        told += f"; copies of an expert beside its home: 0 to {most_copies}"
+
+    def draw(figure: Any) -> None:
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.patches import Patch
+
+        axes = _axes(figure, 20, 20, right=WIDE - 540)
+        colours = LinearSegmentedColormap.from_list("loads", _LOADS, 41)
+        axes.imshow(np.linspace(0, 1, 41)[None], aspect="auto", cmap=colours, extent=(-1, 1, 0, 1))
+        axes.set_xticks([k / octaves for k in ticks], list(ticks.values()))
+        axes.set_title(about, loc="left", fontsize=8.5)
+        shown = [axes]
+        if most_copies is not None:
+            axes = _axes(figure, 600, 20, right=WIDE - 820)
+            colours = LinearSegmentedColormap.from_list("copies", _COPIES, 120)
+            most = max(most_copies, 1)
+            extent = (0, most, 0, 1)
+            axes.imshow(np.linspace(0, 1, 99)[None], aspect="auto", cmap=colours, extent=extent)
+            axes.set_xticks(range(0, most + 1, -(-most // 8)))
+            axes.set_title("copies of an expert beside its home", loc="left", fontsize=8.5)
+            shown.append(axes)
+            patches = [Patch(color=_HOLDERS[kind], label=name) for kind, name in kinds.items()]
+            figure.legend(handles=patches, loc="center right", frameon=False)
+        for each in shown:
+            each.set_yticks([])
+            each.spines[:].set_visible(False)
+
+    return drawn(told, draw, wide=WIDE, tall=58, name="colours")
 
 
-def _drawn(line: Line, scale: Scale, slot: int) -> Html:
-    band = Html("")
-    if (line.high_B > line.low_B).any():
-        there, back = _points(line.high_B, scale), _points(line.low_B, scale)
-        band = Html('<path class="band" d="M{}Z"/>').format("L".join(there + back[::-1]))
-    return Html('<g class="s{}">{}{}</g>').format(slot, band, path(_points(line.value_B, scale)))
+# Tasks over the time of a step.
+
+HOST_WORK = "rest of the model"
+_PALE = "#e3e3dd"
 
 
-def path(points: Sequence[str]) -> Html:
-    """A line through points, each ``x y``."""
-    return Html('<path class="line" d="M{}"/>').format("L".join(points))
+@dataclass(frozen=True)
+class Box:
+    """In the top row of a drawing: when a layer was at work."""
+
+    name: str
+    start_s: float
+    end_s: float
 
 
-def _points(value_B: np.ndarray, scale: Scale) -> list[str]:
-    known = np.flatnonzero(~np.isnan(value_B)).tolist()
-    at_y = [round(_UNITS * (1 - scale.height(float(value_B[i])))) for i in known]
-    if len(value_B) == 1:  # one step has no direction: a level line over the whole width
-        return [f"0 {at_y[0]}", f"1 {at_y[0]}"]
-    return [f"{i + 0.5} {y}" for i, y in zip(known, at_y)]
+def task_chart(
+    spans: Sequence[Span],
+    colours: Mapping[str, str],
+    *,
+    start_s: float,
+    length_s: float,
+    what: str,
+    boxes: Sequence[Box] = (),
+    lengths_s: Mapping[str, float] = MappingProxyType({}),
+) -> Html:
+    """The tasks of some streams, a row each.
+
+    Args:
+        spans: the tasks, with what the host's model computes between them.
+        colours: of kinds of tasks.
+        start_s: left edge, seconds.
+        length_s: from there to the right edge.
+        what: is drawn.
+        boxes: of a row above.
+        lengths_s: what the time that a stream is busy is a part of, where that is not all.
+    """
+    lanes = in_order(span.lane for span in spans if span.name != HOST_WORK) or [""]
+    busy_s = dict.fromkeys(lanes, 0.0)
+    by_kind: dict[str, list[Span]] = {}
+    for span in spans:
+        by_kind.setdefault(span.name, []).append(span)
+        if span.name != HOST_WORK:
+            busy_s[span.lane] += span.end_s - span.start_s
+    names = [
+        f"{lane} {100 * busy_s[lane] / max(lengths_s.get(lane, length_s), 1e-12):.0f} %"
+        for lane in lanes
+    ]
+    rows = [*(["layer"] if boxes else []), *names]
+    kinds = sorted(by_kind, key=[*colours, HOST_WORK].index)
+    top = _LINE * _legend_rows(kinds, WIDE) + 6
+
+    def draw(figure: Any) -> None:
+        from matplotlib.patches import Patch
+
+        axes = _axes(figure, 20 + _LETTER * max(len(_name(row)) for row in rows), top)
+        scale = 1e3 if length_s < 1 else 1.0
+        first = len(rows) - len(lanes)
+        for kind in kinds:
+            colour = colours.get(kind, _PALE)
+            for row, lane in enumerate(lanes, start=first):
+                at = [
+                    (scale * (span.start_s - start_s), scale * (span.end_s - span.start_s))
+                    for span in by_kind[kind]
+                    if span.lane == lane
+                ]
+                if at:
+                    axes.broken_barh(
+                        at,
+                        (row - 0.39, 0.78),
+                        facecolors=colour,
+                        edgecolors="#ffffff",
+                        linewidth=0.4 if len(spans) <= _MOST_BARS else 0,
+                        rasterized=len(spans) > _MOST_BARS,
+                    )
+        letters = 1000 / (_LETTER * scale * length_s)  # that fit into a second
+        for box in boxes:
+            left, width = scale * (box.start_s - start_s), scale * (box.end_s - box.start_s)
+            axes.broken_barh(
+                [(left, width)], (-0.39, 0.78), facecolors=_NEUTRAL, edgecolors=_SOFT, linewidth=0.4
+            )
+            names_of = (_name(box.name), _name(box.name).partition(" ")[0])
+            fits = next((each for each in names_of if len(each) + 1 <= letters * width), "")
+            axes.text(left, 0, f" {fits}", va="center", fontsize=8)
+        axes.set_yticks(range(len(rows)), [_name(row) for row in rows], color=_INK)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, scale * length_s)
+        axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value / scale))
+        axes.grid(True, axis="x")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        patches = [Patch(color=colours.get(kind, _PALE)) for kind in kinds]
+        _add_legend(figure, patches, kinds)
+
+    told = f"{what}: {', '.join(names)} busy; tasks: {', '.join(kinds)}"
+    return drawn(told, draw, wide=WIDE, tall=top + _ROW * len(rows) + 24)

@@ -1,78 +1,378 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card with the lines of some values over the steps.
+"""The sections of a page that follow the steps: time and memory of all ranks, and balance.
 
-Shape letters: I recorded steps.
+Shape letters: I recorded steps, B columns of them, L layers, G points at which ranks told each
+other, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.report.charts import LINES_AXIS, Line, line_chart, value_scale
-from ds_moe_ext.report.markup import Html
-from ds_moe_ext.report.parts import note, section, thinned
-from ds_moe_ext.report.summary import Bins
+from ds_moe_ext.report.charts import LINES, Line, key, line_chart, thin_bars, value_chart
+from ds_moe_ext.report.markup import (
+    OPEN,
+    Html,
+    barred,
+    dotted,
+    folded,
+    joined,
+    multiples,
+    note,
+    section,
+    table,
+)
+from ds_moe_ext.report.record import (
+    LooksRecord,
+    PaceRecord,
+    PlacementRecord,
+    RanksRecord,
+    RunRecord,
+)
+from ds_moe_ext.report.summary import (
+    Bins,
+    Division,
+    division_of,
+    gather_steps,
+    predicted_steps,
+    typical,
+    whole_division,
+)
+from ds_moe_ext.report.units import (
+    EN_DASH,
+    bytes_text,
+    counted,
+    ratio_text,
+    seconds_text,
+    short_count,
+    short_names,
+)
+
+_MOST_COLUMNS, _FEWEST_COLUMNS = 240, 24  # of a drawing over the steps
+_MOST_POINTS = 4_000  # of all line charts together
+_MOST_ENTRIES = 1_000_000  # experts x columns of all heatmaps together
 
 
-def mean_of(value_I: np.ndarray) -> float:
-    """Of all."""
-    return float(value_I.mean())
+def line_bins(record: RunRecord) -> Bins:
+    """Columns of line charts."""
+    return _bins(record, _MOST_POINTS // max(len(record.layers), 1))
 
 
-def over_steps(
-    title: str,
-    about: str,
-    values: Mapping[str, np.ndarray],
-    bins: Bins,
-    text: Callable[[float], str],
-) -> Html:
-    """One line for each name; nothing where nobody knows a value.
+def heat_bins(record: RunRecord) -> Bins:
+    """Columns of heatmaps."""
+    num_experts = sum(layer.num_experts for layer in record.layers)
+    return _bins(record, _MOST_ENTRIES // max(num_experts, 1))
+
+
+def _bins(record: RunRecord, budget: int) -> Bins:
+    most = max(_FEWEST_COLUMNS, min(_MOST_COLUMNS, budget))
+    return gather_steps(record.steps_I, max_bins=most)
+
+
+def thinned(bins: Bins, what: str) -> str:
+    """That a column stands for several steps, and ``what`` it does with them."""
+    if not bins.is_thinned:
+        return ""
+    return (
+        f" The {len(bins.steps_I):,} recorded steps are drawn in {len(bins)} columns: each takes "
+        f"{len(bins.steps_I) // len(bins)} or {-(-len(bins.steps_I) // len(bins))} neighbouring "
+        f"steps and {what}."
+    )
+
+
+# What all ranks took and needed over the steps, and for whom of them the others waited.
+
+
+class _Value(NamedTuple):
+    """One line of a chart of one run."""
+
+    chart: str
+    name: str
+    of: Callable[[PaceRecord], np.ndarray]
+    text: Callable[[float], str]
+    whole: Callable[[np.ndarray], float] = typical
+
+
+def _last(value_G: np.ndarray) -> float:
+    return float(value_G[-1])
+
+
+def _bytes(value: float) -> str:
+    return bytes_text(round(value))
+
+
+_VALUES = (
+    _Value("Seconds of a step", "slowest rank", lambda pace: pace.step_s_G, seconds_text),
+    _Value("Tokens a second", "all ranks", lambda pace: pace.tokens_per_s_G, short_count),
+    _Value("Loss", "mean of the ranks", lambda pace: pace.loss_G, "{:.4g}".format, _last),
+    _Value("Memory", "allocated", lambda pace: pace.allocated_G, _bytes, _last),
+    _Value("Memory", "reserved", lambda pace: pace.reserved_G, _bytes, _last),
+    _Value("Memory", "of the host", lambda pace: pace.resident_G, _bytes, _last),
+    _Value("Communication", "exposed", lambda pace: pace.exposed_s_G, seconds_text),
+    _Value("Communication", "waiting", lambda pace: pace.waited_s_G, seconds_text),
+    _Value("Communication", "sending", lambda pace: pace.sent_s_G, seconds_text),
+)
+_ABOUT_PACE = (
+    "Points are steps behind which ranks told each other. Memory is the most so far, on the "
+    "fullest rank: in tensors on its device, held there by torch, and of its process on the host. "
+    "Communication is of one timed step, mean of the ranks: what nothing hides; and exchanges of "
+    "rows, until the last rank came (waiting) and from then on (sending). Legends give medians, of "
+    "loss and memory the last."
+)
+
+
+def paces_of(runs: Mapping[str, RunRecord]) -> dict[str, PaceRecord]:
+    """Of runs whose ranks told each other, at the steps that all of them have; by name. Empty where
+    one of them does not know."""
+    paces = {name: run.ranks.pace for name, run in runs.items() if run.ranks is not None}
+    steps = set.intersection(*(set(pace.steps_G) for pace in paces.values())) if paces else set()
+    if not steps or len(paces) < len(runs):
+        return {}
+    found = {}
+    for name, pace in paces.items():
+        at = np.searchsorted(pace.steps_G, sorted(steps))
+        values = (value_G[at] for value_G in list(vars(pace).values())[1:])
+        found[name] = PaceRecord(tuple(sorted(steps)), *values)
+    return found
+
+
+def pace_charts(paces: Mapping[str, PaceRecord]) -> Html:
+    """A chart for each kind of value of one run, or for each value with a line a run; nothing of
+    what is not known, of all runs.
 
     Args:
-        title: of the card.
-        about: what is drawn.
-        values: by what the legend says, float ``[I]``; nan where that is not known.
-        bins: of the steps.
-        text: a value as a person reads it.
+        paces: what ``paces_of`` says.
     """
-    chart = lines_over_steps(values, bins, text)
-    if not chart:
-        return chart
-    return section(title, note(about + thinned(bins, "shows their mean")) + chart)
-
-
-def lines_over_steps(
-    values: Mapping[str, np.ndarray],
-    bins: Bins,
-    text: Callable[[float], str],
-    *,
-    small: bool = False,
-    axis: str = LINES_AXIS,
-    whole: Callable[[np.ndarray], float] = mean_of,
-) -> Html:
-    """The chart of such a card.
-
-    Args:
-        values: as of ``over_steps``; likewise the next.
-        bins: of the steps.
-        text: a value as a person reads it.
-        small: whether it stands beside others.
-        axis: what the page calls the names of the columns.
-        whole: what the legend gives, of the values that are known.
-    """
-    known = {
-        name: np.where(np.isfinite(value_I), value_I, np.nan)
-        for name, value_I in values.items()
-        if np.isfinite(value_I).any()
-    }
-    if not known:
+    drawn: dict[str, tuple[_Value, dict[str, np.ndarray]]] = {}
+    for value in _VALUES:
+        for run, pace in paces.items():
+            is_alone = len(paces) == 1
+            title = value.chart if is_alone else f"{value.chart}, {value.name}"
+            _, lines = drawn.setdefault(title, (value, {}))
+            lines[value.name if is_alone else run] = value.of(pace)
+    shown = []
+    for title, (value, lines) in drawn.items():
+        if len(paces) > 1 and any(np.isnan(value_G).all() for value_G in lines.values()):
+            continue
+        steps = next(iter(paces.values())).steps_G
+        bins = gather_steps(steps, max_bins=len(steps))
+        chart = value_chart(lines, bins, value.text, what=title, small=True, whole=value.whole)
+        shown += [Html("<div><h3>{}</h3>{}</div>").format(title, chart)] if chart else []
+    if not shown:
         return Html("")
-    lines = []
-    for name, value_I in known.items():
-        value_B = bins.known_mean(value_I)
-        lines.append(Line(name, whole(value_I[~np.isnan(value_I)]), value_B, value_B, value_B))
-    lowest = min(float(np.nanmin(line.value_B)) for line in lines)
-    scale = value_scale(lowest, max(float(np.nanmax(line.value_B)) for line in lines))
-    return line_chart(lines, bins, scale=scale, small=small, text=text, axis=axis)
+    body = Html('{}<div class="multiples">{}</div>').format(note(_ABOUT_PACE), joined(shown))
+    return section("Time, loss and memory over the steps", body)
+
+
+def waited_for(ranks: RanksRecord | None) -> Html:
+    """A row for each rank, those first that came last most often; nothing where rows were not
+    exchanged, or that is not known."""
+    if ranks is None or not ranks.num_last_R.any():
+        return Html("")
+    most, has_device = float(ranks.num_last_R.max()), bool(ranks.allocated_R.any())
+    memory_R = ranks.allocated_R if has_device else ranks.resident_R
+    rows = [
+        [
+            rank_name(ranks, at),
+            thin_bars([(0, float(ranks.num_last_R[at]))], most),
+            f"{ranks.num_last_R[at]:,}",
+            f"{100 * ranks.num_last_R[at] / ranks.num_exchanges:.0f} %",
+            *(seconds_text(float(each_R[at])) for each_R in (ranks.waited_s_R, ranks.sent_s_R)),
+            bytes_text(int(memory_R[at])),
+        ]
+        for at in np.argsort(-ranks.num_last_R, kind="stable").tolist()
+    ]
+    memory = "memory of the device" if has_device else "memory of the host"
+    headings = ["", "", "came last", "of its exchanges", "waited", "sent", memory]
+    body = table(headings, rows[:OPEN])
+    if len(rows) > OPEN:
+        more = counted(len(rows) - OPEN, "more rank")
+        body += folded(more, table(headings, rows[OPEN:]))
+    about = (
+        f"Of {ranks.num_exchanges:,} exchanges of rows that each rank had in timed steps, to how "
+        "many it came last: for it the others of its exchange waited. Seconds are of a step, on "
+        "average; who waits least is waited for. Memory is the most so far."
+    )
+    return section("Who the others waited for", barred(about, body))
+
+
+def rank_name(ranks: RanksRecord, at: int) -> str:
+    """By its place among those that it exchanges rows with, and its number where that is
+    another."""
+    rank = ranks.ranks_R[at]
+    if not ranks.ep_rank_R:
+        return f"rank {rank}"
+    ep_rank = ranks.ep_rank_R[at]
+    return f"EP rank {ep_rank}" if ep_rank == rank else f"EP rank {ep_rank} (rank {rank})"
+
+
+# Balance over the steps: of each layer, and what copies and new homes did for it.
+
+_ROWS = "Rows of the busiest EP rank over the mean, at each recorded step."
+_KNOWN = " What was predicted is drawn where that is known of all layers of a chart."
+_THINNED = "shows their mean and, as a band, the smallest and the largest"
+
+
+def balance(record: RunRecord, bins: Bins) -> Html:
+    """One chart for few layers, a band and small charts for many; a run with copies has these
+    above."""
+    balance_IL = record.balance_IL()
+    lines = [
+        _line(layer.name, balance_IL[:, [index]], bins) for index, layer in enumerate(record.layers)
+    ]
+    drawn = lines
+    if len(lines) > len(LINES):
+        every = "mean of the layers, and a band from the lowest to the highest"
+        drawn = [_line(every, balance_IL, bins)]
+    most = float(balance_IL.max())
+
+    def chart(shown: Sequence[Line], *, small: bool = False) -> Html:
+        steps = bins.first_steps
+        return line_chart(shown, steps, what="balance", small=small, least=1.0, most=most)
+
+    body = chart(drawn)
+    if len(lines) > len(LINES) and record.placements is None:
+        short = short_names([layer.name for layer in record.layers])
+        small = [
+            Html("<div><h4>{}</h4>{}</div>").format(
+                dotted(short[record.layers[index].name]), chart([lines[index]], small=True)
+            )
+            for index in np.argsort(-balance_IL.mean(axis=0), kind="stable").tolist()
+        ]
+        body += multiples("Each layer, worst first", small)
+    return section("Balance over the steps", note(_ROWS + thinned(bins, _THINNED)) + body)
+
+
+def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
+    """Balance as computed beside that without copies: of all layers together, and of each."""
+    home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
+    looks, every = record.looks, range(len(record.layers))
+    known = {}
+    if looks is not None:
+        known = {"predicted": looks.predicted_IL, "by the paper's rule": looks.by_paper_IL}
+    tables = (home_IL, balance_IL, *known.values())
+    most = max(float(np.nanmax(table_IL, initial=1.0)) for table_IL in tables)
+
+    def chart(layers: Sequence[int], *, small: bool) -> Html:
+        lines = [
+            _line("as computed", balance_IL[:, layers], bins),
+            _line("at home only", home_IL[:, layers], bins),
+        ]
+        for name, known_IL in known.items():
+            value_B = bins.known_mean(known_IL[:, layers]).mean(axis=1)
+            if not np.isnan(value_B).all():
+                lines.append(Line(name, float(np.nanmean(known_IL[:, layers])), value_B))
+        last = record.steps_I[-1]
+        moved_at = sorted({min(m.step, last) for m in placements.moves if m.layer in layers})
+        return line_chart(
+            lines,
+            bins.first_steps,
+            what="balance",
+            small=small,
+            least=1.0,
+            most=most,
+            moved_at=moved_at,
+        )
+
+    body = chart(every, small=False)
+    if len(every) > 1:
+        short = short_names([layer.name for layer in record.layers])
+        saved_L = (home_IL - balance_IL).mean(axis=0)
+        small = [
+            Html("<div><h4>{}</h4>{}</div>").format(
+                dotted(short[record.layers[index].name]), chart([index], small=True)
+            )
+            for index in sorted(every, key=lambda index: -saved_L[index])
+        ]
+        body += multiples("Each layer, largest gain first", small)
+    band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
+    about = (
+        f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "
+        f"at its home of that step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}"
+        f"{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
+    )
+    return section("Balance with copies, and at home only", note(about) + body)
+
+
+def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
+    """The mean of some layers, and a band around it."""
+    return Line(
+        name,
+        float(balance_IL.mean()),
+        bins.mean(balance_IL.mean(axis=1)),
+        bins.lowest(balance_IL.min(axis=1)),
+        bins.highest(balance_IL.max(axis=1)),
+    )
+
+
+# Balance as it was predicted and as it came, and which rows left where they came from.
+
+
+class _Kind(NamedTuple):
+    """Of balance, by the colour that it has in all charts."""
+
+    slot: int
+    name: str
+    of: Callable[[Division], float]
+
+
+_KINDS = (
+    _Kind(1, "at home only", lambda one: one.home_balance),
+    _Kind(2, "predicted", lambda one: one.predicted),
+    _Kind(0, "reached", lambda one: one.balance),
+    _Kind(3, Html("by the paper's rule"), lambda one: one.by_paper),
+)
+
+
+def division(record: RunRecord, looks: LooksRecord) -> Html:
+    """A row for all layers together and one for each, with bars of the balances; nothing of a run
+    that was not looked at."""
+    whole = whole_division(record)
+    if whole is None:
+        return Html("")
+    each = [division_of(record, looks, [index]) for index in range(len(record.layers))]
+    shown = [kind for kind in _KINDS if not np.isnan(kind.of(whole))]
+    longest = max([0.0, *(kind.of(one) - 1 for kind in shown for one in each)])
+
+    def row(name: str, one: Division) -> list[str]:
+        ratios = [kind.of(one) for kind in shown]
+        bars = [(kind.slot, ratio - 1) for kind, ratio in zip(shown, ratios)]
+        parts = (one.left, one.crossed) if looks.num_nodes > 1 else (one.left,)
+        told = [EN_DASH if np.isnan(ratio) else ratio_text(ratio) for ratio in ratios]
+        told += [EN_DASH if np.isnan(part) else f"{100 * part:.1f} %" for part in parts]
+        return [dotted(name), *([thin_bars(bars, longest)] if bars else []), *told]
+
+    headings = ["layer", *([""] if shown else []), *(key(slot, name) for slot, name, _ in shown)]
+    headings += ["left their EP rank", "crossed nodes"][: min(looks.num_nodes, 2)]
+    first = row("all layers", whole)
+    rows = [row(layer.name, one) for layer, one in zip(record.layers, each)]
+    body = table(headings, [first, *rows] if len(rows) > 1 else rows)
+    if len(rows) > OPEN:
+        number = counted(len(rows), "layer")
+        body = table(headings, [first]) + folded(number, table(headings, rows))
+    told: list[str] = []
+    if shown:
+        told.append(
+            "Predicted is what the plan came to for the rows that it was made for, reached what "
+            "it came to for those that came; bars begin at 1. This is of "
+            f"{predicted_steps(looks)}; the balance at the top of the page is of all."
+        )
+    if len(shown) == len(_KINDS):
+        told.append(
+            Html(
+                "By the paper's rule is what the same copies would have come to, had they divided "
+                "the rows that came as the paper has it."
+            )
+        )
+    told.append("A row left its EP rank if another one computed it than the one it came from.")
+    seen = int((~np.isnan(looks.left_IL)).sum())
+    if seen < looks.left_IL.size:
+        told.append(
+            f"Layers took turns: this is of {seen:,} of {looks.left_IL.size:,} pairs of a recorded "
+            "step and a layer."
+        )
+    title = "Balance predicted and reached" if shown else "Where rows went"
+    return section(title, barred(Html(" ").join(told), body))

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.report.exposure import exchanges_s, exposed_s
 from ds_moe_ext.report.record import BadScores, DeviceRecord, PaceRecord, RanksRecord, Span
+from ds_moe_ext.report.spans import exchanges_s, exposed_s
 
 OFTEN, SELDOM = 10, 80
 """Steps between two tellings: until the second of these, and from then on. It is the first times a
@@ -57,29 +57,17 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank tells the others. What it does not know is nan.
+    """What one rank tells the others. What it does not know is nan."""
 
-    Attributes:
-        rank: its number in the world.
-        step_s: median seconds of its steps since the last time.
-        tokens: that came from it in the latest step.
-        loss: of the latest step, mean over its micro-batches.
-        memory: that it needed.
-        seconds: by ``phase:kind``, mean of its timed steps.
-        exposed_s: of the latest timed step, as ``exposure`` has it; likewise the next.
-        exchanges_s: of that step.
-        bad_scores: since the last time; None where all were finite.
-    """
-
-    rank: int
-    step_s: float
-    tokens: float
-    loss: float
-    memory: Memory
-    seconds: Mapping[str, float]
-    exposed_s: float
-    exchanges_s: tuple[float, ...]
-    bad_scores: BadScores | None = None
+    rank: int  # its number in the world
+    step_s: float  # median seconds of its steps since the last time
+    tokens: float  # that came from it in the latest step
+    loss: float  # of the latest step, mean over its micro-batches
+    memory: Memory  # that it needed
+    seconds: Mapping[str, float]  # by phase:kind, mean of its timed steps
+    exposed_s: float  # of the latest timed step, as exposure has it; likewise the next
+    exchanges_s: tuple[float, ...]  # of that step
+    bad_scores: BadScores | None = None  # since the last time; None where all were finite
 
 
 class Exchanged(NamedTuple):
@@ -132,15 +120,10 @@ class Point(NamedTuple):
 
 @dataclass(eq=False)
 class OwnSteps:
-    """What this rank sees of its steps.
+    """What this rank sees of its steps."""
 
-    Attributes:
-        rank: its number in the world.
-        clock: seconds now.
-    """
-
-    rank: int
-    clock: Callable[[], float] = time.perf_counter
+    rank: int  # its number in the world
+    clock: Callable[[], float] = time.perf_counter  # seconds now
     _ends_s: list[float] = field(default_factory=list, init=False)
     _losses: list[Tensor] = field(default_factory=list, init=False)  # of the present step
     _scores: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # by step, [L]
@@ -214,25 +197,17 @@ class OwnSteps:
 
 @dataclass(eq=False)
 class RanksSeen:
-    """The ranks that run the same layers.
+    """The ranks that run the same layers."""
 
-    Attributes:
-        own: this one's steps.
-        partners: lists of ranks that exchange rows with each other.
-        gather: what every rank tells. Collective over these ranks.
-        device: what they compute on; None: nobody knows.
-        is_on: they tell each other; the same on all of them.
-        on_bad_scores: called with the first that any of them had.
-        latest: the last point; None before the first.
-    """
-
-    own: OwnSteps
-    partners: Sequence[Sequence[int]]
+    own: OwnSteps  # this one's steps
+    partners: Sequence[Sequence[int]]  # lists of ranks that exchange rows with each other
+    # what every rank tells. Collective over these ranks
     gather: Callable[[RankFigures], Sequence[RankFigures]]
-    device: DeviceRecord | None = None
-    is_on: bool = True
+    device: DeviceRecord | None = None  # what they compute on; None: nobody knows
+    is_on: bool = True  # they tell each other; the same on all of them
+    # called with the first that any of them had
     on_bad_scores: Callable[[BadScores], None] = lambda _: None
-    latest: Point | None = field(default=None, init=False)
+    latest: Point | None = field(default=None, init=False)  # the last point; None before the first
     _told: Sequence[RankFigures] = field(default=(), init=False)
     _sums_4R: np.ndarray | None = field(default=None, init=False)  # exposed, and of ``Exchanged``
     _num_told: int = field(default=0, init=False)

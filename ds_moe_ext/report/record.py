@@ -8,47 +8,111 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ds_moe_ext.files.documents import parsed
 from ds_moe_ext.planning.loads import balance_L
-from ds_moe_ext.report.quantities import (
-    Amount,
-    Amounts,
-    Count,
-    Counts,
-    KnownAmounts,
-    Losses,
-    Moment,
-    Positive,
-)
-from ds_moe_ext.strict import NOT_A_KEY, check_object, read_record
+from ds_moe_ext.strict import MOST, NOT_A_KEY, check_object, read_record
+
+# Kinds of numbers, each with the rule that a file is read by (``strict.read_record``). They end at
+# the largest integer of an array, so that sums of a few stay finite.
+
+
+def _integer(least: int) -> Callable[[Any, str], int]:
+    def read(value: Any, where: str) -> int:
+        if type(value) is not int or not least <= value <= MOST:
+            raise ValueError(f"{where} is {value!r}, but must be an integer from {least} to {MOST}")
+        return value
+
+    return read
+
+
+def _number(least: float) -> Callable[[Any, str], float]:
+    def read(value: Any, where: str) -> float:
+        if type(value) not in (int, float) or not least <= value <= MOST:
+            raise ValueError(f"{where} is {value!r}, but must be a number from {least:g} to {MOST}")
+        return float(value)
+
+    return read
+
+
+Read = Callable[[Any, str], np.ndarray]
+
+
+def _integers(nested: Any, where: str) -> np.ndarray:
+    value = _array(nested, where)
+    if value.size and not np.issubdtype(value.dtype, np.signedinteger):
+        raise ValueError(f"{where} has numbers that are no integers of 64 bits, or no numbers")
+    _refuse(value, value < 0, where, f"an integer from 0 to {MOST}")
+    if value.sum(dtype=np.float64) >= MOST:
+        raise ValueError(f"{where} adds up to {MOST} or more")
+    return value.astype(np.int64)
+
+
+def _numbers(*, may_lack: bool = False, may_be_any: bool = False) -> Read:
+    """Null and NaN stand for what is not known, where numbers ``may_lack``."""
+
+    def read(nested: Any, where: str) -> np.ndarray:
+        value = _array(nested, where)
+        if value.dtype == object:
+            flat = [math.nan if each is None else each for each in value.flat]
+            if any(type(each) not in (int, float) for each in flat):
+                raise ValueError(f"{where} has entries that are no numbers")
+            value = np.array(flat, dtype=np.float64).reshape(value.shape)
+        if not np.issubdtype(value.dtype, np.number):
+            raise ValueError(f"{where} has entries that are no numbers")
+        is_right = (value >= 0) & (value <= MOST) | may_be_any
+        rule = f"a number from 0 to {MOST}{', or null' if may_lack else ''}"
+        _refuse(value, ~(is_right | (np.isnan(value) & may_lack)), where, rule)
+        return value.astype(np.float64)
+
+    return read
+
+
+def _array(nested: Any, where: str) -> np.ndarray:
+    if not isinstance(nested, list):
+        raise ValueError(f"{where} is {nested!r}, but must be a list")
+    try:
+        return np.array(nested)
+    except ValueError as error:
+        raise ValueError(f"{where} has lists of different lengths") from error
+
+
+def _refuse(value: np.ndarray, is_wrong: np.ndarray, where: str, rule: str) -> None:
+    if is_wrong.any():
+        at = tuple(np.argwhere(is_wrong)[0].tolist())
+        index = "".join(f"[{place}]" for place in at)
+        raise ValueError(f"{where}{index} is {value[at]}, but must be {rule}")
+
+
+Count = Annotated[int, _integer(0)]
+Positive = Annotated[int, _integer(1)]
+Amount = Annotated[float, _number(0.0)]  # seconds, or a ratio
+Moment = Annotated[float, _number(-float(MOST))]  # seconds from a start
+Counts = Annotated[np.ndarray, _integers]
+Amounts = Annotated[np.ndarray, _numbers()]
+KnownAmounts = Annotated[np.ndarray, _numbers(may_lack=True)]
+Losses = Annotated[np.ndarray, _numbers(may_lack=True, may_be_any=True)]
+
+# The record.
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One replaced MoE layer.
+    """One replaced MoE layer."""
 
-    Attributes:
-        name: dotted module name in the user's model.
-        kind: what was found there, as ``MixtralExperts`` or ``deepspeed.moe``.
-        num_experts: experts ``E`` of the layer.
-        top_k: choices a token, 0 when the host's gate did not say before the first step.
-        home_E: cell that is home to each expert, at the end of the run.
-        expert_bytes: bytes of expert weights on this rank.
-    """
-
-    name: str
-    kind: str
-    num_experts: Count
-    top_k: Count
-    home_E: tuple[Count, ...]
-    expert_bytes: Count
+    name: str  # dotted module name in the user's model
+    kind: str  # what was found there, as MixtralExperts or deepspeed.moe
+    num_experts: Count  # experts E of the layer
+    top_k: Count  # choices a token, 0 when the host's gate did not say before the first step
+    home_E: tuple[Count, ...]  # cell that is home to each expert, at the end of the run
+    expert_bytes: Count  # bytes of expert weights on this rank
 
 
 @dataclass(frozen=True)
@@ -71,15 +135,11 @@ class Span:
 
 @dataclass(frozen=True)
 class TracedRecord:
-    """A step whose tasks were kept.
+    """A step whose tasks were kept."""
 
-    Attributes:
-        timeline: they; empty when nothing was traced.
-        traced_s: how long the step was, the host's own work and its optimizer's included; 0 if that
-            is not known.
-    """
-
-    timeline: tuple[Span, ...] = ()
+    timeline: tuple[Span, ...] = ()  # they; empty when nothing was traced
+    # how long the step was, the host's own work and its optimizer's included; 0 if that is not
+    # known
     traced_s: Amount = 0.0
 
 
@@ -94,42 +154,33 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class AddedRecord:
-    """Copies that were made after the gate, as rows were known.
+    """Copies that were made after the gate, as rows were known."""
 
-    Attributes:
-        copies_ILE: of each expert, in any pass of the step, int64 ``[I, L, E]``, padded with zeros.
-        num_passes: of the last step; each may have made others.
-        to: cells with such a copy of each expert in that step, by layer and expert, each with the
-            number of passes that had it.
-    """
-
+    # of each expert, in any pass of the step, int64 [I, L, E], padded with zeros
     copies_ILE: Counts
-    num_passes: Count
+    num_passes: Count  # of the last step; each may have made others
+    # cells with such a copy of each expert in that step, by layer and expert, each with the number
+    # of passes that had it
     to: tuple[tuple[tuple[tuple[Count, Count], ...], ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementRecord:
-    """Where experts were, in a run that copied or moved some.
+    """Where experts were, in a run that copied or moved some."""
 
-    Attributes:
-        copies_ILE: copies of each expert beyond its home, as planned before the step, int64
-            ``[I, L, E]``, padded with zeros.
-        home_cell_rows_ILC: rows that each cell would have computed, had every expert computed at
-            its home of that step only, int64 ``[I, L, C]``.
-        moves: changes of homes, in the order of steps; in thinned records those up to the next
-            recorded step together.
-        last_step: the last step, recorded or not.
-        copied_to: cells with a copy of each expert beside its home in that step, by layer and
-            expert, as planned.
-        added: copies that were not planned; None if there were none, or that is not known.
-    """
-
+    # copies of each expert beyond its home, as planned before the step, int64 [I, L, E], padded
+    # with zeros
     copies_ILE: Counts
+    # rows that each cell would have computed, had every expert computed at its home of that step
+    # only, int64 [I, L, C]
     home_cell_rows_ILC: Counts
+    # changes of homes, in the order of steps; in thinned records those up to the next recorded step
+    # together
     moves: tuple[Move, ...]
-    last_step: Count
+    last_step: Count  # the last step, recorded or not
+    # cells with a copy of each expert beside its home in that step, by layer and expert, as planned
     copied_to: tuple[tuple[tuple[Count, ...], ...], ...]
+    # copies that were not planned; None if there were none, or that is not known
     added: AddedRecord | None = None
 
     @property
@@ -140,59 +191,40 @@ class PlacementRecord:
 
 @dataclass(frozen=True, eq=False)
 class LooksRecord:
-    """What was predicted of rows, and where they went, in the steps and layers that were looked at.
+    """What was predicted of rows and where they went, in the steps and layers looked at."""
 
-    Attributes:
-        predicted_IL: balance of the rows that the plan was made for, by its own share, float ``[I,
-            L]``; nan where it was made for none, or not looked at.
-        by_paper_IL: balance of the rows that came, with the same copies but by the paper's own
-            rule; nan where no other was followed, or not looked at.
-        left_IL: rows that another cell computed than they came from; nan where not looked at.
-        crossed_IL: and one on another node.
-        num_nodes: that the cells are on.
-    """
-
+    # balance of the rows that the plan was made for, by its own share, float [I, L]; nan where it
+    # was made for none, or not looked at
     predicted_IL: KnownAmounts
+    # balance of the rows that came, with the same copies but by the paper's own rule; nan where no
+    # other was followed, or not looked at
     by_paper_IL: KnownAmounts
+    # rows that another cell computed than they came from; nan where not looked at
     left_IL: KnownAmounts
-    crossed_IL: KnownAmounts
-    num_nodes: Positive
+    crossed_IL: KnownAmounts  # and one on another node
+    num_nodes: Positive  # that the cells are on
 
 
 @dataclass(frozen=True)
 class TermRecord:
-    """One term of the strategy's model of costs, in the steps that were checked.
+    """One term of the strategy's model of costs, in the steps that were checked."""
 
-    Attributes:
-        name: for a person.
-        said_s: seconds a layer and step by the model, mean over layers and steps.
-        found_s: seconds that it took.
-        error: mean of the relative errors.
-        steps: that were checked; empty if that is not known.
-    """
-
-    name: str
-    said_s: Amount
-    found_s: Amount
-    error: Amount
-    steps: tuple[Count, ...] = ()
+    name: str  # for a person
+    said_s: Amount  # seconds a layer and step by the model, mean over layers and steps
+    found_s: Amount  # seconds that it took
+    error: Amount  # mean of the relative errors
+    steps: tuple[Count, ...] = ()  # that were checked; empty if that is not known
 
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """A strategy that another one chose.
+    """A strategy that another one chose."""
 
-    Attributes:
-        step: from which on it planned.
-        name: of it.
-        told: why.
-        expected_s: seconds of a step under each candidate, as they were expected then, by name;
-            empty if that is not known.
-    """
-
-    step: Count
-    name: str
-    told: str
+    step: Count  # from which on it planned
+    name: str  # of it
+    told: str  # why
+    # seconds of a step under each candidate, as they were expected then, by name; empty if that is
+    # not known
     expected_s: dict[str, Amount] = field(default_factory=dict)
 
 
@@ -200,60 +232,38 @@ class ChoiceRecord:
 class PaceRecord:
     """How a run went on: a point for each step at which the ranks told each other, thinned evenly.
 
-    Shape letter: G points. What is not known is nan.
+    Shape letter: G points. What is not known is nan."""
 
-    Attributes:
-        steps_G: optimizer step that had just ended.
-        step_s_G: median seconds of a step since the point before, on the slowest rank.
-        tokens_per_s_G: of all ranks together, by ``step_s_G`` and the tokens of that step.
-        loss_G: of that step, mean over micro-batches and ranks, where the host hands it over.
-        exposed_s_G: seconds of the last timed step in which exchanges of rows went on, or copies of
-            experts were waited for, and nothing was computed in the layers; mean over the ranks.
-        waited_s_G: of that step's exchanges of rows: until the last of the ranks that exchange had
-            come; mean over the ranks.
-        sent_s_G: and from then on: the rows were on their way.
-        allocated_G: most bytes of device memory in tensors so far, on the fullest rank.
-        reserved_G: most that torch's allocator held, likewise.
-        resident_G: most bytes of a process in the host's memory, likewise.
-    """
-
-    steps_G: tuple[Count, ...]
-    step_s_G: KnownAmounts
-    tokens_per_s_G: KnownAmounts
-    loss_G: Losses
+    steps_G: tuple[Count, ...]  # optimizer step that had just ended
+    step_s_G: KnownAmounts  # median seconds of a step since the point before, on the slowest rank
+    tokens_per_s_G: KnownAmounts  # of all ranks together, by step_s_G and the tokens of that step
+    loss_G: Losses  # of that step, mean over micro-batches and ranks, where the host hands it over
+    # seconds of the last timed step in which exchanges of rows went on, or copies of experts were
+    # waited for, and nothing was computed in the layers; mean over the ranks
     exposed_s_G: KnownAmounts
+    # of that step's exchanges of rows: until the last of the ranks that exchange had come; mean
+    # over the ranks
     waited_s_G: KnownAmounts
-    sent_s_G: KnownAmounts
-    allocated_G: KnownAmounts
-    reserved_G: KnownAmounts
-    resident_G: KnownAmounts
+    sent_s_G: KnownAmounts  # and from then on: the rows were on their way
+    allocated_G: KnownAmounts  # most bytes of device memory in tensors so far, on the fullest rank
+    reserved_G: KnownAmounts  # most that torch's allocator held, likewise
+    resident_G: KnownAmounts  # most bytes of a process in the host's memory, likewise
 
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """What ranks computed on.
+    """What ranks computed on."""
 
-    Attributes:
-        name: "cpu", or the name of a GPU.
-        num_cores: of rank 0's machine.
-    """
-
-    name: str
-    num_cores: Count
+    name: str  # "cpu", or the name of a GPU
+    num_cores: Count  # of rank 0's machine
 
 
 class BadScores(NamedTuple):
-    """The first scores of a run that were no finite numbers.
+    """The first scores of a run that were no finite numbers."""
 
-    Attributes:
-        step: in which.
-        layer: place of the first layer in it that had some.
-        rank: one that had them.
-    """
-
-    step: Count
-    layer: Count
-    rank: Count
+    step: Count  # in which
+    layer: Count  # place of the first layer in it that had some
+    rank: Count  # one that had them
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,82 +271,55 @@ class RanksRecord:
     """What each rank took and needed, of the ranks that run the same layers.
 
     Shape letters: R these ranks, K kinds of task. Times are means of the timed steps; exchanges are
-    those of the last timed step before each point of ``pace``, thinned or not.
+    those of the last timed step before each point of ``pace``, thinned or not."""
 
-    Attributes:
-        ranks_R: numbers of the ranks in the world, ascending: under pipelines a stage has some.
-        allocated_R: most bytes of device memory in tensors so far, int64; 0 without a device.
-        reserved_R: most that torch's allocator held, likewise.
-        resident_R: most bytes of the process in the host's memory, int64.
-        kinds_K: ``phase:kind``, as in ``RunRecord.seconds_by_kind``.
-        seconds_KR: seconds a step in each kind of task, float ``[K, R]``; waiting is in it.
-        exposed_s_R: seconds a step, as ``PaceRecord.exposed_s_G``.
-        waited_s_R: likewise; a rank that waits little is one for which others wait.
-        sent_s_R: likewise.
-        num_last_R: exchanges of rows to which the rank came last, int64.
-        num_exchanges: of each rank.
-        pace: the run over its steps.
-        ep_rank_R: place of each among those that it exchanges rows with; empty if that is not
-            known.
-        device: what they compute on; None if that is not known.
-        bad_scores: None where all were finite.
-    """
-
+    # numbers of the ranks in the world, ascending: under pipelines a stage has some
     ranks_R: tuple[Count, ...]
-    allocated_R: Counts
-    reserved_R: Counts
-    resident_R: Counts
-    kinds_K: tuple[str, ...]
-    seconds_KR: Amounts
-    exposed_s_R: Amounts
-    waited_s_R: Amounts
-    sent_s_R: Amounts
-    num_last_R: Counts
-    num_exchanges: Count
-    pace: PaceRecord
+    allocated_R: Counts  # most bytes of device memory in tensors so far, int64; 0 without a device
+    reserved_R: Counts  # most that torch's allocator held, likewise
+    resident_R: Counts  # most bytes of the process in the host's memory, int64
+    kinds_K: tuple[str, ...]  # phase:kind, as in RunRecord.seconds_by_kind
+    seconds_KR: Amounts  # seconds a step in each kind of task, float [K, R]; waiting is in it
+    exposed_s_R: Amounts  # seconds a step, as PaceRecord.exposed_s_G
+    waited_s_R: Amounts  # likewise; a rank that waits little is one for which others wait
+    sent_s_R: Amounts  # likewise
+    num_last_R: Counts  # exchanges of rows to which the rank came last, int64
+    num_exchanges: Count  # of each rank
+    pace: PaceRecord  # the run over its steps
+    # place of each among those that it exchanges rows with; empty if that is not known
     ep_rank_R: tuple[Count, ...] = ()
-    device: DeviceRecord | None = None
-    bad_scores: BadScores | None = None
+    device: DeviceRecord | None = None  # what they compute on; None if that is not known
+    bad_scores: BadScores | None = None  # None where all were finite
 
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run up to now, as rank 0 saw it.
+    """A run up to now, as rank 0 saw it."""
 
-    Attributes:
-        strategy: JSON name of the strategy.
-        world_size: ranks.
-        num_cells: cells ``C`` of the expert-parallel grid.
-        layers: the replaced layers, in model order.
-        steps_I: optimizer step of each recorded step.
-        rows_ILE: rows routed to each expert, int64 ``[I, L, E]``, summed over the senders; layers
-            with fewer experts than others are padded with zeros.
-        cell_rows_ILC: rows that each cell computed, int64 ``[I, L, C]``.
-        seconds_by_kind: mean seconds a step that this rank spent in each kind of task, by
-            ``phase:kind``, over the steps that were timed.
-        versions: package versions.
-        placements: where experts were; None in a run that copied and moved none.
-        terms: how good the strategy's model of costs was, if it has one and was checked.
-        looks: what was predicted of rows and where they went; None if that is not known.
-        choices: which strategy planned from when on, where one chose between several.
-        ranks: what each rank took and needed; None before they told each other.
-        traced: one step, for the drawing.
-    """
-
-    strategy: str
-    world_size: Positive
-    num_cells: Positive
-    layers: tuple[LayerRecord, ...]
-    steps_I: tuple[Count, ...]
+    strategy: str  # JSON name of the strategy
+    world_size: Positive  # ranks
+    num_cells: Positive  # cells C of the expert-parallel grid
+    layers: tuple[LayerRecord, ...]  # the replaced layers, in model order
+    steps_I: tuple[Count, ...]  # optimizer step of each recorded step
+    # rows routed to each expert, int64 [I, L, E], summed over the senders; layers with fewer
+    # experts than others are padded with zeros
     rows_ILE: Counts
-    cell_rows_ILC: Counts
+    cell_rows_ILC: Counts  # rows that each cell computed, int64 [I, L, C]
+    # mean seconds a step that this rank spent in each kind of task, by phase:kind, over the steps
+    # that were timed
     seconds_by_kind: dict[str, Amount]
-    versions: dict[str, str]
+    versions: dict[str, str]  # package versions
+    # where experts were; None in a run that copied and moved none
     placements: PlacementRecord | None = None
+    # how good the strategy's model of costs was, if it has one and was checked
     terms: tuple[TermRecord, ...] = ()
+    # what was predicted of rows and where they went; None if that is not known
     looks: LooksRecord | None = None
+    # which strategy planned from when on, where one chose between several
     choices: tuple[ChoiceRecord, ...] = ()
+    # what each rank took and needed; None before they told each other
     ranks: RanksRecord | None = None
+    # one step, for the drawing
     traced: TracedRecord = field(default=TracedRecord(), metadata=NOT_A_KEY)
 
     @property

@@ -7,12 +7,13 @@ Shape letters: L layers, E experts, C cells.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,9 +21,7 @@ from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planning.loads import balance_L
 from ds_moe_ext.planning.strategy import Choice, Plan
-from ds_moe_ext.report.exposure import REDUCTION
-from ds_moe_ext.report.looks import Look, in_turn, looks_record
-from ds_moe_ext.report.rank_figures import NAN, RanksSeen
+from ds_moe_ext.report.rank_figures import NAN, Point, RanksSeen
 from ds_moe_ext.report.record import (
     AddedRecord,
     ChoiceRecord,
@@ -35,12 +34,13 @@ from ds_moe_ext.report.record import (
     TermRecord,
     TracedRecord,
 )
-from ds_moe_ext.report.waits import bound_by, seen_after
+from ds_moe_ext.report.spans import REDUCTION, bound_by, seen_after
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 
-TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
+TIME_EVERY = 10  # steps: timing costs little, but not nothing
+FAMILY = "ds_moe_ext"  # of scalars
 PACKAGES = ("torch", "deepspeed", "transformers", "ds-moe-ext")
 
 
@@ -73,29 +73,101 @@ class StepTracer(Protocol):
         ...
 
 
+# Looks at some layers in each step: what was predicted of their rows, and where these went. A look
+# reads whole tables of rows, while nothing else goes on. So layers take turns: all are looked at in
+# each step where they are few and small, else some, each as often as the others.
+
+MOST_LAYERS = 4  # in a step
+MOST_ENTRIES = 64 * 256  # of their tables: one layer of 64 cells and 256 experts
+
+
+class Look(NamedTuple):
+    """At one layer in one step."""
+
+    # rows that each cell would have computed by the plan, had the rows come that it was made for,
+    # int64; None where it was made for none
+    predicted_C: np.ndarray | None
+    # rows that each would have computed of those that came, by the same copies and the paper's own
+    # rule, int64; None where no other was followed
+    by_paper_C: np.ndarray | None
+    num_left: int  # rows that another cell computed than they came from
+    num_crossed: int  # and one on another node
+
+    @classmethod
+    def at(cls, plan: Plan, seen: Rows, node_C: np.ndarray) -> Look:
+        """Args: plan: that the layer ran by. seen: what it routed. node_C: node of each cell."""
+        between_CC = np.zeros((len(node_C), len(node_C)), dtype=np.int64)
+        for rows_CE, (_, share) in seen.passes:
+            between_CC += share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
+        predicted_CE, by_paper = plan.predicted_CE, plan.by_paper
+        predicted_C = by_paper_C = None
+        if predicted_CE is not None and predicted_CE.any():
+            predicted_C = plan.share.of_rows(predicted_CE).computed_C(predicted_CE)
+        if by_paper is not None:
+            by_paper_C = np.zeros(len(node_C), dtype=np.int64)
+            for rows_CE, (target, _) in seen.passes:
+                by_paper_C += by_paper(target).computed_C(rows_CE)
+        return cls(
+            predicted_C,
+            by_paper_C,
+            num_left=int(between_CC.sum() - between_CC.trace()),
+            num_crossed=int(between_CC[node_C[:, None] != node_C].sum()),
+        )
+
+
+def in_turn(step: int, rows: Sequence[Rows]) -> range:
+    """The layers whose turn it is.
+
+    Args:
+        step: its number.
+        rows: of each layer.
+    """
+    size = sum(one.rows_CE.size for seen in rows for one in seen.passes)
+    rounds = max(-(-len(rows) // MOST_LAYERS), -(-size // MOST_ENTRIES))
+    rounds |= 1  # odd: records are thinned to every second step, and all layers stay in it
+    return range(step % rounds, len(rows), rounds)
+
+
+def looks_record(
+    looks_I: Sequence[Mapping[int, Look]], num_layers: int, homes: Sequence[int], node_C: np.ndarray
+) -> LooksRecord:
+    """All looks of a run.
+
+    Args:
+        looks_I: in each recorded step, by layer.
+        num_layers: of the run.
+        homes: cells that are home to experts.
+        node_C: node of each cell.
+    """
+    predicted_IL, by_paper_IL, left_IL, crossed_IL = np.full((4, len(looks_I), num_layers), np.nan)
+    for index, looks in enumerate(looks_I):
+        for layer, look in looks.items():
+            at = index, layer
+            left_IL[at], crossed_IL[at] = look.num_left, look.num_crossed
+            if look.predicted_C is not None:
+                predicted_IL[at] = balance_L(look.predicted_C[homes])
+            if look.by_paper_C is not None:
+                by_paper_IL[at] = balance_L(look.by_paper_C[homes])
+    num_nodes = len(np.unique(node_C))
+    return LooksRecord(predicted_IL, by_paper_IL, left_IL, crossed_IL, num_nodes)
+
+
+# Loads, choices and times.
+
+
 @dataclass(frozen=True, eq=False)
 class StepLoads:
-    """Loads of one optimizer step.
+    """Loads of one optimizer step."""
 
-    Attributes:
-        step: its number.
-        rows_LE: rows routed to each expert, int64, padded with zeros.
-        cell_rows_LC: rows that each cell computed, int64.
-        home_cell_rows_LC: rows that each would have computed without copies, int64.
-        copies_LE: copies of each expert beside its home, as planned, int16, padded with zeros.
-        added_LE: others that were there in any pass, likewise.
-        num_passes: micro-batches.
-        looks: at some of the layers.
-    """
-
-    step: int
-    rows_LE: np.ndarray
-    cell_rows_LC: np.ndarray
-    home_cell_rows_LC: np.ndarray
+    step: int  # its number
+    rows_LE: np.ndarray  # rows routed to each expert, int64, padded with zeros
+    cell_rows_LC: np.ndarray  # rows that each cell computed, int64
+    home_cell_rows_LC: np.ndarray  # rows that each would have computed without copies, int64
+    # copies of each expert beside its home, as planned, int16, padded with zeros
     copies_LE: np.ndarray
-    added_LE: np.ndarray
-    num_passes: int
-    looks: Mapping[int, Look]
+    added_LE: np.ndarray  # others that were there in any pass, likewise
+    num_passes: int  # micro-batches
+    looks: Mapping[int, Look]  # at some of the layers
 
     @classmethod
     def of(
@@ -149,19 +221,13 @@ class StepLoads:
 
 @dataclass(eq=False)
 class _Times:
-    """Of the timed steps.
+    """Of the timed steps."""
 
-    Attributes:
-        seconds: of all, by phase and task.
-        num_steps: how many there were.
-        traced: one of them.
-        began: when that step did; None if that is not known.
-    """
-
+    # of all, by phase and task
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    num_steps: int = 0
-    traced: TracedRecord = field(default_factory=TracedRecord)
-    began: Mark | None = None
+    num_steps: int = 0  # how many there were
+    traced: TracedRecord = field(default_factory=TracedRecord)  # one of them
+    began: Mark | None = None  # when that step did; None if that is not known
 
 
 @dataclass(eq=False)
@@ -174,17 +240,11 @@ class _Ran:
 
 @dataclass(eq=False)
 class _Kept:
-    """Steps of a run, thinned evenly.
+    """Steps of a run, thinned evenly."""
 
-    Attributes:
-        most: that are kept.
-        steps: they.
-        every: how many of a run's steps each of them stands for.
-    """
-
-    most: int
-    steps: list[StepLoads] = field(default_factory=list)
-    every: int = 1
+    most: int  # that are kept
+    steps: list[StepLoads] = field(default_factory=list)  # they
+    every: int = 1  # how many of a run's steps each of them stands for
 
     def wants(self, step: int) -> bool:
         """Whether it is one of those that are kept."""
@@ -206,17 +266,12 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Changes:
-    """Of homes, and of the strategy that plans.
+    """Of homes, and of the strategy that plans."""
 
-    Attributes:
-        moved: experts with new homes, by step and layer.
-        choices: of the strategy.
-        latest: of these.
-    """
-
+    # experts with new homes, by step and layer
     moved: Counter[tuple[int, int]] = field(default_factory=Counter)
-    choices: list[ChoiceRecord] = field(default_factory=list)
-    latest: Choice | None = None
+    choices: list[ChoiceRecord] = field(default_factory=list)  # of the strategy
+    latest: Choice | None = None  # of these
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -353,7 +408,12 @@ class Recorder:
             versions=versions(),
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
-            looks=self._looks(layers),
+            looks=looks_record(
+                [loads.looks for loads in kept],
+                len(layers),
+                sorted({cell for layer in layers for cell in layer.home_E}),
+                self._node_C,
+            ),
             choices=tuple(self._changes.choices),
             ranks=None if self.ranks is None else self.ranks.record(),
             traced=self._times.traced,
@@ -364,11 +424,6 @@ class Recorder:
         """Node of each cell."""
         return self.layers[0].routed.site.layout.node_C
 
-    def _looks(self, layers: Sequence[LayerRecord]) -> LooksRecord:
-        homes = sorted({cell for layer in layers for cell in layer.home_E})
-        kept = [loads.looks for loads in self._kept.steps]
-        return looks_record(kept, len(layers), homes, self._node_C)
-
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:
         """Where experts were, if any was ever copied or moved."""
         kept = self._kept.steps
@@ -377,7 +432,18 @@ class Recorder:
         has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
         if not self._changes.moved and not has_copies:
             return None
-        shape_ILE = len(kept), *latest.copies_LE.shape
+        shape_ILE, added = (len(kept), *latest.copies_LE.shape), None
+        if has_added:
+            added = AddedRecord(
+                copies_ILE=_stacked([loads.added_LE for loads in kept], shape_ILE),
+                num_passes=latest.num_passes,
+                to=tuple(
+                    tuple(
+                        map(_named, self._ran.added.get(index, np.zeros_like(plan.home.holds_EC)))
+                    )
+                    for index, plan in enumerate(self._ran.plans)
+                ),
+            )
         shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
         return PlacementRecord(
             copies_ILE=_stacked([loads.copies_LE for loads in kept], shape_ILE),
@@ -388,19 +454,7 @@ class Recorder:
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
                 for plan in self._ran.plans
             ),
-            added=self._added_record(latest, shape_ILE) if has_added else None,
-        )
-
-    def _added_record(self, latest: StepLoads, shape_ILE: tuple[int, int, int]) -> AddedRecord:
-        """Of copies that were not planned."""
-        passes = [
-            self._ran.added.get(index, np.zeros(plan.home.holds_EC.shape, dtype=np.int64))
-            for index, plan in enumerate(self._ran.plans)
-        ]
-        return AddedRecord(
-            copies_ILE=_stacked([loads.added_LE for loads in self._kept.steps], shape_ILE),
-            num_passes=latest.num_passes,
-            to=tuple(tuple(map(_named, passes_EC)) for passes_EC in passes),
+            added=added,
         )
 
     def _time(self, step: int) -> None:
@@ -561,3 +615,35 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def scalars_of(recorder: Recorder, news: Point | None) -> dict[str, float]:
+    """What is known of the latest step.
+
+    Args:
+        recorder: of the run.
+        news: what ranks have told each other since the last time; None for nothing.
+    """
+    balance_L = recorder.latest_balance_L()
+    found = {
+        "balance/mean": float(balance_L.mean()),
+        "balance/busiest_layer": float(balance_L.max()),
+        **{
+            f"balance/of/{layer.name}": float(balance)
+            for layer, balance in zip(recorder.layers, balance_L)
+        },
+        "copies": float(recorder.latest_copies()),
+    }
+    choice = recorder.latest_choice()
+    if choice is not None:
+        found |= {"expected_step_s": choice.expected_s}
+    if news is not None:
+        found |= {
+            "step_s": news.step_s,
+            "tokens_per_s": news.tokens_per_s,
+            "exposed_s": news.exposed_s,
+            "exposed_share": news.exposed_s / news.step_s,
+            "waited_s": news.waited_s,
+            "sent_s": news.sent_s,
+        }
+    return {f"{FAMILY}/{name}": value for name, value in found.items() if math.isfinite(value)}

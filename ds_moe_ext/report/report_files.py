@@ -59,21 +59,6 @@ def keep_earlier(folder: Path) -> str:
 
 
 @dataclass(eq=False)
-class ReportFile:
-    """One of the files, and when it is due.
-
-    Attributes:
-        name: in the folder.
-        text_of: what is in it.
-        due_s: when it is written next, on the clock of its run.
-    """
-
-    name: str
-    text_of: Callable[[RunRecord], str]
-    due_s: float = 0.0
-
-
-@dataclass(eq=False)
 class ReportFiles:
     """``report.json`` and ``report.html`` of a run.
 
@@ -86,15 +71,10 @@ class ReportFiles:
     folder: Path
     every_s: int | None = None
     clock: Callable[[], float] = time.perf_counter
-    _files: tuple[ReportFile, ...] = field(init=False)
+    _due_s: dict[str, float] = field(init=False)  # when each is written next
 
     def __post_init__(self) -> None:
-        self._files = (
-            ReportFile(NAMES[0], RunRecord.to_json),
-            ReportFile(NAMES[1], page_of),
-        )
-        for file in self._files:
-            file.due_s = self.clock() + (self.every_s or 0)
+        self._due_s = dict.fromkeys(NAMES, self.clock() + (self.every_s or 0))
 
     def write(self, record: RunRecord) -> None:
         """Write both.
@@ -102,8 +82,12 @@ class ReportFiles:
         Raises:
             OSError: one cannot be written.
         """
-        for file in self._files:
-            write_whole(self.folder / file.name, file.text_of(record))
+        for name in NAMES:
+            self._write(name, record)
+
+    def _write(self, name: str, record: RunRecord) -> None:
+        text = record.to_json() if name == NAMES[0] else page_of(record)
+        write_whole(self.folder / name, text)
 
     def after_step(self, record: Callable[[], RunRecord]) -> None:
         """Write what is due. Between two steps, so that the run waits for no more than is measured;
@@ -117,12 +101,12 @@ class ReportFiles:
         """
         if self.every_s is None:
             return
-        for file in self._files:
+        for name in NAMES:
             began_s = self.clock()
-            if began_s < file.due_s:
+            if began_s < self._due_s[name]:
                 continue
             try:
-                write_whole(self.folder / file.name, file.text_of(record()))
+                self._write(name, record())
             finally:
                 ended_s = self.clock()
-                file.due_s = ended_s + max(self.every_s, (ended_s - began_s) / SHARE)
+                self._due_s[name] = ended_s + max(self.every_s, (ended_s - began_s) / SHARE)

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run comes to: its headline numbers, and its steps gathered into few enough columns.
+"""What a run comes to: its headline numbers, what copies saved, and whether it gained. Pure.
 
-Shape letters: I recorded steps, B bins of steps, L layers, E experts, C cells.
+Terminals and pages show the same lines. Shape letters: I recorded steps, B columns of them, L
+layers, E experts, C cells, G points, R ranks.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.report.record import BadScores, LooksRecord, RunRecord
-from ds_moe_ext.report.units import EN_DASH, bytes_text, seconds_text, short_count
+from ds_moe_ext.report.record import (
+    BadScores,
+    ChoiceRecord,
+    DeviceRecord,
+    LooksRecord,
+    RanksRecord,
+    RunRecord,
+)
+from ds_moe_ext.report.spans import TRAVELS, WAITS
+from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, seconds_text, short_count
+from ds_moe_ext.schedule.task import EXPERT
+
+BASE = "ep"  # computes every expert at its home
+ON_CPU = "cpu"
+NAN = float("nan")
+
+
+OVER = " over "  # between the names of two strategies
+NOTICED = 0.005  # part of a step, from which on it is called a gain
+WORTH = 0.02  # likewise, from which on copies could be worth trying
 
 
 @dataclass(frozen=True)
@@ -44,79 +64,48 @@ class Drift:
 
 
 class Division(NamedTuple):
-    """What was predicted of rows, and where they went, in some layers; nan where nobody knows.
+    """What was predicted of rows, and where they went, in some layers; nan where nobody knows."""
 
-    Attributes:
-        home_balance: as in ``Outcome``, of the looks where something was predicted.
-        predicted: balance of the rows that plans were made for, mean of these looks.
-        balance: of the rows that came, as they were computed.
-        by_paper: and by the paper's own rule, with the same copies; nan where no other was
-            followed.
-        left: part of all rows that another cell computed than they came from.
-        crossed: and one on another node.
-    """
-
-    home_balance: float
-    predicted: float
-    balance: float
+    home_balance: float  # as in Outcome, of the looks where something was predicted
+    predicted: float  # balance of the rows that plans were made for, mean of these looks
+    balance: float  # of the rows that came, as they were computed
+    # and by the paper's own rule, with the same copies; nan where no other was followed
     by_paper: float
-    left: float
-    crossed: float
+    left: float  # part of all rows that another cell computed than they came from
+    crossed: float  # and one on another node
 
 
 class Outcome(NamedTuple):
-    """What copies and new homes came to, in one layer or in all.
+    """What copies and new homes came to, in one layer or in all."""
 
-    Attributes:
-        home_balance: rows of the busiest cell over the mean, had every expert computed at its
-            home only; mean over the recorded steps (and layers).
-        balance: the same, as it was computed.
-        copies: copies beside the homes, a step on average (all layers together).
-        num_moved: experts that changed their homes, over the run.
-    """
-
+    # rows of the busiest cell over the mean, had every expert computed at its home only; mean over
+    # the recorded steps (and layers)
     home_balance: float
-    balance: float
-    copies: float
-    num_moved: int
+    balance: float  # the same, as it was computed
+    copies: float  # copies beside the homes, a step on average (all layers together)
+    num_moved: int  # experts that changed their homes, over the run
 
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """The headline numbers of a run; no record is made of a run without steps or layers.
+    """The headline numbers of a run; no record is made of a run without steps or layers."""
 
-    Attributes:
-        balance_IL: rows of the busiest cell over the mean, float ``[I, L]``.
-        mean_L: mean of it over the steps, float ``[L]``.
-        mean: mean over steps and layers.
-        worst_layer: index of the layer with the largest mean.
-        moment: the largest entry.
-        hot: the expert that drew most rows.
-        drift: from the first to the last quarter; None for fewer than 8 steps.
-        num_rows: rows computed in the recorded steps, all layers.
-    """
-
-    balance_IL: np.ndarray
-    mean_L: np.ndarray
-    mean: float
-    worst_layer: int
-    moment: Moment
-    hot: HotExpert
-    drift: Drift | None
-    num_rows: int
+    balance_IL: np.ndarray  # rows of the busiest cell over the mean, float [I, L]
+    mean_L: np.ndarray  # mean of it over the steps, float [L]
+    mean: float  # mean over steps and layers
+    worst_layer: int  # index of the layer with the largest mean
+    moment: Moment  # the largest entry
+    hot: HotExpert  # the expert that drew most rows
+    drift: Drift | None  # from the first to the last quarter; None for fewer than 8 steps
+    num_rows: int  # rows computed in the recorded steps, all layers
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Recorded steps gathered into columns of neighbours.
+    """Recorded steps gathered into columns of neighbours."""
 
-    Attributes:
-        start_B: index of the first recorded step of each column, int64 ``[B]``.
-        steps_I: optimizer step of each recorded step.
-    """
-
-    start_B: np.ndarray
-    steps_I: tuple[int, ...]
+    start_B: np.ndarray  # index of the first recorded step of each column, int64 [B]
+    steps_I: tuple[int, ...]  # optimizer step of each recorded step
 
     def __len__(self) -> int:
         return len(self.start_B)
@@ -132,10 +121,10 @@ class Bins:
         ends = [(self.steps_I[a], self.steps_I[b - 1]) for a, b in zip(self.start_B, stop_B)]
         return [f"{a}" if a == b else f"{a}{EN_DASH}{b}" for a, b in ends]
 
-    def column_of(self, step: int) -> int:
-        """The column of the first recorded step from ``step`` on; the last one if none follows."""
-        position = min(bisect_left(self.steps_I, step), len(self.steps_I) - 1)
-        return int(np.searchsorted(self.start_B, position, side="right")) - 1
+    @property
+    def first_steps(self) -> list[int]:
+        """The first optimizer step of each column."""
+        return [self.steps_I[at] for at in self.start_B]
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """Sums over the steps of each column: ``[I, ...]`` to ``[B, ...]``."""
@@ -169,7 +158,7 @@ def gather_steps(steps_I: tuple[int, ...], *, max_bins: int) -> Bins:
 
 
 def summarize(record: RunRecord) -> Summary | None:
-    """The headline numbers of ``record``, None when it has no steps or no layers. Pure."""
+    """The headline numbers of ``record``, None when it has no steps or no layers."""
     if not record.steps_I or not record.layers:
         return None
     balance_IL = record.balance_IL()
@@ -187,7 +176,7 @@ def summarize(record: RunRecord) -> Summary | None:
 
 
 def outcome_of(record: RunRecord) -> Outcome:
-    """Of all layers together; a run without steps is balanced. Pure."""
+    """Of all layers together; a run without steps is balanced."""
     of_layers = outcomes_by_layer(record)
     return Outcome(
         home_balance=_mean([outcome.home_balance for outcome in of_layers]),
@@ -198,7 +187,7 @@ def outcome_of(record: RunRecord) -> Outcome:
 
 
 def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
-    """Of each layer, in model order. Pure."""
+    """Of each layer, in model order."""
     placements = record.placements
     home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
     copies_IL = (
@@ -219,7 +208,7 @@ def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
 
 
 def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) -> Division:
-    """Of these layers together. Pure."""
+    """Of these layers together."""
     predicted_IL, by_paper_IL, left_IL, crossed_IL = (
         table_IL[:, layers]
         for table_IL in (looks.predicted_IL, looks.by_paper_IL, looks.left_IL, looks.crossed_IL)
@@ -239,18 +228,18 @@ def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) ->
 
 
 def typical(values_G: np.ndarray) -> float:
-    """Median of what is known; nan where nothing is. Pure."""
+    """Median of what is known; nan where nothing is."""
     known_G = values_G[~np.isnan(values_G)]
     return float(np.median(known_G)) if known_G.size else float("nan")
 
 
 def step_s_of(record: RunRecord) -> float:
-    """Median seconds of a step, on the slowest rank; nan where nobody knows. Pure."""
+    """Median seconds of a step, on the slowest rank; nan where nobody knows."""
     return float("nan") if record.ranks is None else typical(record.ranks.pace.step_s_G)
 
 
 def took_line(record: RunRecord) -> str:
-    """What a step took, for a person; empty where that is not known. Pure."""
+    """What a step took, for a person; empty where that is not known."""
     if record.ranks is None or np.isnan(step_s := step_s_of(record)):
         return ""
     tokens = typical(record.ranks.pace.tokens_per_s_G)
@@ -260,7 +249,7 @@ def took_line(record: RunRecord) -> str:
 
 
 def bad_scores_line(bad: BadScores, names: Sequence[str]) -> str:
-    """Where numbers went bad first, for a person; ``names`` of the layers. Pure."""
+    """Where numbers went bad first, for a person; ``names`` of the layers."""
     return (
         f"scores of {names[bad.layer]} were no finite numbers in step {bad.step:,} (counted from "
         f"0) on rank {bad.rank}, the first of the run: what came to its router was none, or the "
@@ -269,13 +258,13 @@ def bad_scores_line(bad: BadScores, names: Sequence[str]) -> str:
 
 
 def scores_line(record: RunRecord) -> str:
-    """The same of a run; empty where all that is known were numbers. Pure."""
+    """The same of a run; empty where all that is known were numbers."""
     bad = record.ranks and record.ranks.bad_scores
     return bad_scores_line(bad, [layer.name for layer in record.layers]) if bad else ""
 
 
 def ranks_line(record: RunRecord) -> str:
-    """What all ranks took and needed, for a person; empty before they told each other. Pure."""
+    """What all ranks took and needed, for a person; empty before they told each other."""
     ranks = record.ranks
     if ranks is None or not ranks.pace.steps_G:
         return ""
@@ -332,3 +321,281 @@ def _drift(balance_IL: np.ndarray) -> Drift | None:
     if quarter < 2:
         return None
     return Drift(float(balance_IL[:quarter].mean()), float(balance_IL[-quarter:].mean()))
+
+
+# Predicted and reached.
+
+
+def whole_division(record: RunRecord) -> Division | None:
+    """Of all layers; None where no rows were seen."""
+    if record.looks is None:
+        return None
+    whole = division_of(record, record.looks, range(len(record.layers)))
+    return None if np.isnan(whole.left) else whole
+
+
+def division_line(record: RunRecord) -> str:
+    """All layers in one line, for a person; empty where nothing was looked at."""
+    whole, looks = whole_division(record), record.looks
+    if whole is None or looks is None:
+        return ""
+    crossed = f", {100 * whole.crossed:.1f} % crossed nodes" if looks.num_nodes > 1 else ""
+    went = f"{100 * whole.left:.1f} % of rows left their EP rank{crossed}"
+    if np.isnan(whole.predicted):
+        return went
+    by_paper = "" if np.isnan(whole.by_paper) else f" ({whole.by_paper:.2f} by the paper's rule)"
+    return (
+        f"balance {whole.home_balance:.2f} without copies -> {whole.predicted:.2f} predicted -> "
+        f"{whole.balance:.2f} reached{by_paper}, in {predicted_steps(looks)}"
+        f"{_no_gain(record, whole)}; {went}"
+    )
+
+
+def predicted_steps(looks: LooksRecord) -> str:
+    """Which steps count: balances elsewhere are of all."""
+    was_predicted_I = ~np.isnan(looks.predicted_IL).all(axis=1)
+    number = int(was_predicted_I.sum())
+    return f"{number:,} of {counted(was_predicted_I.size, 'recorded step')}, those predicted"
+
+
+def _no_gain(record: RunRecord, whole: Division) -> str:
+    """Why copies did not help, where balances as they are shown tell of no gain; else empty."""
+    reached, predicted, at_home = (
+        round(ratio, 2) for ratio in (whole.balance, whole.predicted, whole.home_balance)
+    )
+    if reached < at_home:
+        return ""
+    outcome = outcome_of(record)
+    if not outcome.copies:
+        none = "; no expert was copied: none paid, or there was no time or room for it"
+        return "" if outcome.num_moved else none
+    if predicted < at_home:
+        return "; copies did not help: other rows came than were predicted"
+    return "; copies did not help, and the plan predicted no gain"
+
+
+# What copies saved.
+
+
+def no_measure(device: DeviceRecord | None, num_ranks: int) -> str:
+    """Why the speed of ranks there says nothing about copies; empty where it does."""
+    if device is None or device.name != ON_CPU:
+        return ""
+    return "shared cores" if device.num_cores < num_ranks else "no network"
+
+
+def no_measure_of(record: RunRecord) -> str:
+    """Likewise, of a run."""
+    ranks = record.ranks
+    return "" if ranks is None else no_measure(ranks.device, record.world_size)
+
+
+class Saved(NamedTuple):
+    """What copies did for the waiting of an average rank, in seconds of a step."""
+
+    # that a rank computed in experts, forward and backward, mean of those that have some (measured)
+    expert_s: float
+    home_balance: float  # rows of the busiest cell over the mean, had there been no copies
+    balance: float  # and as they were computed
+    # that copies and their gradients were on their way, beside what is computed or not; mean of all
+    # ranks (measured)
+    travelled_s: float
+    # that a rank waited for them in the layers, likewise. What it waits for gradients where the
+    # backward of a block of the host ends is not timed
+    copies_s: float
+
+    @property
+    def saved_s(self) -> float:
+        """That ranks would have waited longer for the busiest without copies (estimated: seconds of
+        experts scale with rows)."""
+        return self.expert_s * (self.home_balance - self.balance)
+
+
+def saved_of(record: RunRecord) -> Saved | None:
+    """None where nothing was copied, or ranks have not told what they took."""
+    ranks, outcome = record.ranks, outcome_of(record)
+    if ranks is None or not outcome.copies:
+        return None
+    expert_s = expert_s_of(record)
+    if np.isnan(expert_s):
+        return None
+    return Saved(
+        expert_s,
+        outcome.home_balance,
+        outcome.balance,
+        float(_seconds_R(ranks, TRAVELS).mean()),
+        float(_seconds_R(ranks, WAITS).mean()),
+    )
+
+
+def expert_s_of(record: RunRecord) -> float:
+    """Seconds of a step in experts, forward and backward, mean of the ranks that have some; nan
+    where nobody knows."""
+    if record.ranks is None:
+        return NAN
+    expert_s_R = _seconds_R(record.ranks, (EXPERT.name,))
+    return float(expert_s_R[expert_s_R > 0].mean()) if expert_s_R.any() else NAN
+
+
+def _seconds_R(ranks: RanksRecord, names: Collection[str]) -> np.ndarray:
+    """Of tasks with these names, both ways."""
+    is_one_K = [kind.rpartition(":")[2] in names for kind in ranks.kinds_K]
+    seconds_R: np.ndarray = ranks.seconds_KR[is_one_K].sum(axis=0)
+    return seconds_R
+
+
+def saved_line(record: RunRecord) -> str:
+    """What copies saved and cost, for a person; empty where that is not known."""
+    saved = saved_of(record)
+    if saved is None:
+        return ""
+    by = (
+        f"found, estimated from this run's own {seconds_text(saved.expert_s)} of experts a rank, "
+        f"times balance {saved.home_balance:.2f} less {saved.balance:.2f}"
+    )
+    if saved.saved_s > 0:
+        less = f"{seconds_text(saved.saved_s)} less in each step"
+        told = f"ranks waited {less} than with every expert at its home, as under {BASE}"
+    else:
+        told = "copies saved no waiting for experts"
+    told += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
+    why = no_measure_of(record)
+    return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+
+
+def _foreseen(record: RunRecord, saved: Saved) -> str:
+    """What plans predicted, by the same seconds; empty where they say nothing."""
+    whole = whole_division(record)
+    if whole is None or np.isnan(whole.predicted):
+        return ""
+    predicted_s = max(0.0, saved.expert_s * (whole.home_balance - whole.predicted))
+    return f"; predicted: {seconds_text(predicted_s)}, by balance {whole.predicted:.2f}"
+
+
+def _cost(saved: Saved) -> str:
+    """Of copies, in the steps that were timed."""
+    if not saved.travelled_s:
+        return "; no step with copies was timed, so what they took is not known"
+    told = (
+        f"; copies and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
+        f"ranks waited {seconds_text(saved.copies_s)} in the layers (measured)"
+    )
+    if saved.copies_s > max(saved.saved_s, 0.0):
+        told += ": copying cost more than it saved"
+    elif saved.travelled_s > saved.saved_s:
+        told += ": were the rest not hidden, copying would have cost more than it saved"
+    return told
+
+
+def found_s(record: RunRecord, index: int) -> float:
+    """Seconds of a step between a choice and the next, the median; nan where nobody knows. Pure.
+
+    Args:
+        record: of the run.
+        index: of the choice.
+    """
+    if record.ranks is None:
+        return NAN
+    pace, starts = record.ranks.pace, [choice.step for choice in record.choices]
+    first, end = starts[index], ([*starts, float("inf")])[index + 1]
+    seen = [
+        seconds
+        for (before, step), seconds in zip(pairwise(pace.steps_G), pace.step_s_G[1:])
+        if first <= before + 1 and step < end
+    ]
+    return typical(np.array(seen))
+
+
+def choice_line(record: RunRecord) -> str:
+    """What the strategy of the last steps was expected to take and took; empty without a choice."""
+    latest = record.choices[-1] if record.choices else None
+    if latest is None or latest.name not in latest.expected_s:
+        return ""
+    found = found_s(record, len(record.choices) - 1)
+    took = "" if np.isnan(found) else f"; it took {seconds_text(found)} (median, measured)"
+    return (
+        f"from step {latest.step:,} on auto ran {latest.name}: a step was expected to take "
+        f"{_expected(latest)} (estimated, but for the optimizer){took}"
+    )
+
+
+def _expected(choice: ChoiceRecord) -> str:
+    own = f"{seconds_text(choice.expected_s[choice.name])} under {choice.name}"
+    if choice.name == BASE or BASE not in choice.expected_s:
+        return own
+    return f"{seconds_text(choice.expected_s[BASE])} under {BASE} and {own}"
+
+
+# Whether it gained.
+
+
+def verdict(record: RunRecord) -> str:
+    """The sentence, without a full stop; its first words say whether the run gained."""
+    if not record.layers:
+        return "nothing to compare: no layer was replaced"
+    if not record.steps_I:
+        return "nothing to compare: no step was recorded"
+    outcome = outcome_of(record)
+    if outcome.copies:
+        text, has_seconds = _with_copies(record, outcome)
+    elif record.strategy == BASE:
+        text, has_seconds = _without_strategy(record, outcome)
+    else:
+        text, has_seconds = _without_copies(record, outcome), False
+    why = no_measure_of(record) if has_seconds else ""
+    return text + (f"; seconds on a CPU are no measure of a cluster: {why}" if why else "")
+
+
+def _with_copies(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
+    """And whether it is said by seconds."""
+    balances = (
+        f"the busiest rank had {outcome.home_balance:.2f} times the mean without copies and "
+        f"{outcome.balance:.2f} with them"
+    )
+    saved = saved_of(record)
+    if saved is None or not saved.travelled_s:
+        steps = counted(len(record.steps_I), "recorded step")
+        return f"gain not known, as no step with copies was timed in {steps}: {balances}", False
+    gained_s, step_s = saved.saved_s - saved.copies_s, step_s_of(record)
+    laid, over, _ = record.strategy.partition(OVER)
+    base = laid if over else BASE
+    ratio = 1 + gained_s / step_s if step_s > 0 else math.nan
+    speed = f"{ratio:.2f} times as fast as {base} would have been, estimated"
+    if not ratio > 0:  # nobody knows the step
+        which = "less" if gained_s > 0 else "more"
+        speed = f"{seconds_text(abs(gained_s))} {which} a step than {base} would have, estimated"
+    if ratio >= 1 + NOTICED or (not ratio > 0 and gained_s > 0):
+        return f"{speed}: {balances}", True
+    return f"no gain here: {balances}; {_why(saved)} ({speed})", True
+
+
+def _why(saved: Saved) -> str:
+    """Why copies gained nothing."""
+    if saved.saved_s <= 0:
+        return "copies did not relieve it"
+    if saved.copies_s < saved.saved_s:
+        return "that hardly counts in a step"
+    return "copies cost more than that saved"
+
+
+def _without_strategy(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
+    """Of plain expert parallelism: what copies could gain. And whether it is said by seconds."""
+    busiest = f"the busiest rank had {outcome.balance:.2f} times the mean"
+    step_s, waits_s = step_s_of(record), expert_s_of(record) * (outcome.balance - 1)
+    if not 0 <= waits_s < step_s:  # nobody knows one of them
+        steps = counted(len(record.steps_I), "recorded step")
+        return f"gain of copies not known, as no time was measured in {steps}: {busiest}", False
+    most = f"{step_s / (step_s - waits_s):.2f} times as fast, estimated"
+    if waits_s < WORTH * step_s:
+        return f"little to gain by copies: {busiest}; without that a step would be {most}", True
+    return f"copies could gain, a step at most {most}, if they cost nothing: {busiest}", True
+
+
+def _without_copies(record: RunRecord, outcome: Outcome) -> str:
+    """Of what gains otherwise, or found nothing to copy."""
+    steps = counted(len(record.steps_I), "recorded step")
+    return (
+        f"no gain by copies, as none was made in {steps}: the busiest rank had "
+        f"{outcome.balance:.2f} times the mean; what else {record.strategy} gained, a run with "
+        f"{BASE} and ds-moe-ext compare tell"
+    )

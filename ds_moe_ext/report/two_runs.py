@@ -8,22 +8,31 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_moe_ext.report import charts, heatmap, timeline
-from ds_moe_ext.report.charts import key
-from ds_moe_ext.report.colours import classes_of
-from ds_moe_ext.report.glossary import legend
-from ds_moe_ext.report.headline import facts_line
-from ds_moe_ext.report.markup import Html, joined
-from ds_moe_ext.report.over_steps import over_steps
-from ds_moe_ext.report.pace import AXIS, pace_charts, pace_labels, paces_of
-from ds_moe_ext.report.page import bars_by_phase, heat_bins, html_document, line_bins
-from ds_moe_ext.report.parts import Panel, note, section, selectable, table
+from ds_moe_ext.report import charts, timeline
+from ds_moe_ext.report.charts import key, value_chart
+from ds_moe_ext.report.markup import (
+    Html,
+    Panel,
+    facts_line,
+    joined,
+    legend,
+    note,
+    section,
+    selectable,
+    table,
+)
+from ds_moe_ext.report.over_steps import heat_bins, line_bins, pace_charts, paces_of, thinned
+from ds_moe_ext.report.page import (
+    html_document,
+    kind_table,
+    layer_loads,
+    octaves_of,
+    seconds_by_phase,
+)
 from ds_moe_ext.report.record import PlacementRecord, RunRecord
-from ds_moe_ext.report.summary import Bins, outcome_of, step_s_of
-from ds_moe_ext.report.time_saved import no_measure_of
+from ds_moe_ext.report.summary import Bins, no_measure_of, outcome_of, step_s_of, verdict
 from ds_moe_ext.report.timeline import Step
 from ds_moe_ext.report.units import EN_DASH, counted, ratio_text, seconds_text
-from ds_moe_ext.report.verdict import verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +68,11 @@ def page_beside(first: Shown, second: Shown) -> Html:
             "trained through the same steps"
         )
     runs = [replace(each, record=at_steps(each.record, common)) for each in (first, second)]
-    lines, heat = (bins(runs[0].record) for bins in (line_bins, heat_bins))
     paces = paces_of({each.name: each.record for each in runs})
-    parts = [_header(runs), _figures(runs), pace_charts(paces), _balance(runs, lines)]
-    parts += [_loads(runs, heat), _seconds(runs), _timelines(runs)]
-    steps = {charts.LINES_AXIS: lines.labels(), "heat": heat.labels(), AXIS: pace_labels(paces)}
-    return html_document(f"{first.name} beside {second.name}", parts, steps)
+    parts = [_header(runs), _figures(runs), pace_charts(paces)]
+    parts += [_balance(runs, line_bins(runs[0].record)), _loads(runs, heat_bins(runs[0].record))]
+    parts += [_seconds(runs), _timelines(runs)]
+    return html_document(f"{first.name} beside {second.name}", parts)
 
 
 def at_steps(record: RunRecord, steps: Sequence[int]) -> RunRecord:
@@ -168,27 +176,27 @@ def _known(seconds: float) -> str:
 def _balance(runs: Sequence[Shown], bins: Bins) -> Html:
     values = {each.name: each.record.balance_IL().mean(axis=1) for each in runs}
     about = "Rows of the busiest EP rank over the mean, mean of the layers, at each common step."
-    return over_steps("Balance over the steps", about, values, bins, ratio_text)
+    chart = value_chart(values, bins, ratio_text, what="balance")
+    return section(
+        "Balance over the steps", note(about + thinned(bins, "shows their mean")) + chart
+    )
 
 
 def _loads(runs: Sequence[Shown], bins: Bins) -> Html:
-    octaves = max(heatmap.load_octaves(each.record, bins) for each in runs)
+    octaves = octaves_of((each.record for each in runs), bins)
     panels = []
     for index, (ours, theirs) in enumerate(zip(*(each.record.layers for each in runs))):
         names = dict.fromkeys((ours.name, theirs.name))
         drawn = joined(
             Html("<div><h4>{}</h4>{}</div>").format(
-                each.heading,
-                heatmap.load_heatmap(each.record, index, bins=bins, octaves=octaves),
+                each.heading, layer_loads(each.record, index, bins, octaves=octaves, half=True)
             )
             for each in runs
         )
         ratios = (float(each.record.balance_IL()[:, index].mean()) for each in runs)
         remark = f"balance {' and '.join(map(ratio_text, ratios))}"
         panels.append(Panel(" and ".join(names), remark, _TWO.format(drawn)))
-    body = Html('<div class="scales">{}</div>{}').format(
-        heatmap.load_scale(octaves), selectable("heat", panels, first=0)
-    )
+    body = charts.load_scale(octaves, None) + selectable("heat", panels, first=0)
     return section("Load of the experts", body)
 
 
@@ -196,22 +204,20 @@ _TWO = Html('<div class="two">{}</div>')
 
 
 def _seconds(runs: Sequence[Shown]) -> Html:
-    by_phase = [bars_by_phase(each.record) for each in runs]
-    every = [bar for phases in by_phase for bars in phases.values() for bar in bars]
+    by_phase = [seconds_by_phase(each.record) for each in runs]
+    every = [seconds for each in runs for seconds in each.record.seconds_by_kind.values()]
     if not every:
         return Html("")
-    classes = classes_of(bar.kind for bar in every)
-    longest = max(bar.seconds for bar in every)
     drawn = joined(
         Html("<div><h3>{}, {}: {}</h3>{}</div>").format(
             each.name,
             phase,
-            seconds_text(sum(bar.seconds for bar in bars)),
-            charts.bars(bars, classes, longest=longest, total=each.tasks_s),
+            seconds_text(sum(kinds.values())),
+            kind_table(kinds, longest=max(every), total=each.tasks_s),
         )
         for phase in ("forward", "backward")
         for each, phases in zip(runs, by_phase)
-        if (bars := phases.get(phase, []))
+        if (kinds := phases.get(phase, {}))
     )
     about = note("Time of a rank in tasks, a step on average, on one scale.")
     return section("Seconds by kind of task", about + _TWO.format(drawn))
@@ -221,15 +227,15 @@ def _timelines(runs: Sequence[Shown]) -> Html:
     traced = [each for each in runs if each.record.timeline]
     if not traced:
         return Html("")
-    classes = classes_of(span.name for each in traced for span in each.record.timeline)
+    colours = charts.colours_of(span.name for each in traced for span in each.record.timeline)
     steps = [Step(each.record.timeline, each.record.traced_s) for each in traced]
-    shown_s = max(step.window.length_s for step in steps)
+    shown_s = max(step.window[1] for step in steps)
     body = joined(
         Html("<h3>{}</h3>{}{}").format(
             each.heading,
             note(timeline.hidden(step.spans) + timeline.critical(step.spans)),
-            timeline.overview(replace(step, shown_s=shown_s), classes),
+            timeline.overview(replace(step, shown_s=shown_s), colours),
         )
         for each, step in zip(traced, steps)
     )
-    return section("Timeline of one step", charts.kind_legend(classes) + body)
+    return section("Timeline of one step", body)

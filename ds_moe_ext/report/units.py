@@ -7,18 +7,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ds_moe_ext.report.markup import Html
-
 TIMES = "\u00d7"
 EN_DASH = "\u2013"
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = ("", "K", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-
-
-def dotted(name: str) -> Html:
-    """``name``, free to be broken after its dots."""
-    return Html(".<wbr>").join(name.split("."))
 
 
 def counted(number: int, noun: str) -> str:
@@ -57,13 +50,6 @@ def seconds_text(seconds: float) -> str:
 def ratio_text(ratio: float) -> str:
     """A load over the mean, as ``1.42×``."""
     return f"{ratio:.2f}{TIMES}"
-
-
-def round_steps(top: float, *, max_ticks: int) -> float:
-    """The least of 1, 2, 5 × 10^k that fits at most ``max_ticks`` times into ``top``."""
-    rough = max(top, 1e-12) / max_ticks
-    power = 10.0 ** math.floor(math.log10(rough) + 1e-9)
-    return next((m * power for m in (1, 2, 5) if m * power >= rough * (1 - 1e-9)), 10 * power)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 from day_stages import PRINTED, ROOT, STAGES, Figure, Place, Row, rows_of
 
-from ds_moe_ext.report.markup import Html, joined
+from ds_moe_ext.report.markup import Html, joined, section, table
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.units import EN_DASH, seconds_text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from ds_moe_ext.report.charts import axis_labels, key, path, thin_bars, tick_label
-from ds_moe_ext.report.markup import Html, joined
+import numpy as np
+
+from ds_moe_ext.report.charts import Line, key, line_chart, thin_bars
+from ds_moe_ext.report.markup import Html, joined, note, section, table
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.parts import note, section, table
-from ds_moe_ext.report.units import EN_DASH, round_steps
+from ds_moe_ext.report.units import EN_DASH
 from papers.figure import Curve, Figure, Paper, Row
 
 PAPERS, OURS = 0, 1  # colours
-_UNITS = 1000  # of a chart's viewBox, to either side
-_TALL = 180  # pixels
 
 Reproduced = tuple[Paper, Sequence[Figure]]
 
@@ -58,7 +56,7 @@ def _figure(figure: Figure) -> Html:
         ["", "", key(PAPERS, "paper"), key(OURS, "ours"), "off by", ""],
         [_row(figure, row, longest) for row in figure.rows],
     )
-    told = [note(f"{figure.verdict}."), Html('<div class="terms">{}</div>').format(rows)]
+    told = [note(f"{figure.verdict}."), Html('<div class="barred">{}</div>').format(rows)]
     told.append(_listed([f"{'' if c.holds else 'not so: '}{c.text}" for c in figure.claims]))
     if figure.assumed:
         told.append(Html("<p>Assumed: {}.</p>").format("; ".join(figure.assumed)))
@@ -72,7 +70,7 @@ def _row(figure: Figure, row: Row, longest: float) -> list[str]:
     bars = [(OURS, row.ours)] if row.paper is None else [(PAPERS, row.paper), (OURS, row.ours)]
     return [
         row.name,
-        thin_bars(row.name, bars, longest),
+        thin_bars(bars, longest),
         EN_DASH if row.paper is None else f"{row.paper:.4g}",
         f"{row.ours:.4g}",
         EN_DASH if row.miss is None else f"{100 * row.miss:+.1f} %",
@@ -82,44 +80,8 @@ def _row(figure: Figure, row: Row, longest: float) -> list[str]:
 
 def _chart(curves: Sequence[Curve]) -> Html:
     """Ours over an axis that all of them share."""
-    highest = max(value for curve in curves for value in curve.ours)
-    highest = highest if highest > 1e-9 else 1.0
-    step = round_steps(highest, max_ticks=4)
-    top = step * math.ceil(highest / step)
-    ticks = [step * tick for tick in range(round(top / step) + 1)]
-    grid = joined(
-        Html('<line x1="0" x2="100%" y1="{y:.4g}%" y2="{y:.4g}%"/>').format(
-            y=100 * (1 - tick / top)
-        )
-        for tick in ticks
+    lines = [Line(curve.name, None, np.array(curve.ours)) for curve in curves]
+    names = curves[0].at
+    return line_chart(
+        lines, range(len(names)), what="ours", text="{:.3g}".format, least=0.0, names=names
     )
-    count = len(curves[0].at)
-    lefts = [100 * (place + 0.5) / count for place in range(count)]
-    return Html(
-        '<figure class="lines"><figcaption class="legend">{legend}</figcaption>'
-        '<div class="axes"><div class="marks">{marks}</div>'
-        '<svg class="plot" height="{height}" role="img" aria-label="ours">{grid}'
-        '<svg width="100%" height="100%" viewBox="0 0 {units} {units}" '
-        'preserveAspectRatio="none">{lines}</svg></svg>{labels}</div></figure>'
-    ).format(
-        legend=joined(
-            Html("<span>{}</span>").format(key(slot, curve.name))
-            for slot, curve in enumerate(curves)
-        ),
-        marks=joined(tick_label(f"{tick:.3g}", tick / top) for tick in ticks),
-        height=_TALL,
-        grid=grid,
-        units=_UNITS,
-        lines=joined(
-            Html('<g class="s{}">{}</g>').format(slot, path(_points(curve, lefts, top)))
-            for slot, curve in enumerate(curves)
-        ),
-        labels=axis_labels(curves[0].at, lefts),
-    )
-
-
-def _points(curve: Curve, lefts: Sequence[float], top: float) -> list[str]:
-    return [
-        f"{_UNITS * left / 100:.0f} {_UNITS * (1 - value / top):.0f}"
-        for left, value in zip(lefts, curve.ours)
-    ]

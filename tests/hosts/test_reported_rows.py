@@ -22,11 +22,10 @@ from ds_moe_ext.hosts.steps.training_run import finish, run_of
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.loads import LoadWindow, balance_L
 from ds_moe_ext.planning.strategy import Plan
-from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder
-from ds_moe_ext.report.summary import division_of
+from ds_moe_ext.report.summary import division_line, division_of
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.marks import slow
 from tests.ranks import pool_of

@@ -21,13 +21,9 @@ from ds_moe_ext.commands.price.words import (
 )
 from ds_moe_ext.planning.candidates import Priced
 from ds_moe_ext.report import timeline
-from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
-from ds_moe_ext.report.colours import classes_of
-from ds_moe_ext.report.glossary import legend
-from ds_moe_ext.report.headline import facts_line
-from ds_moe_ext.report.markup import Html, joined
+from ds_moe_ext.report.charts import Stack, colours_of, stacked_bars
+from ds_moe_ext.report.markup import Html, facts_line, joined, legend, note, section, table
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.parts import note, section, table
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
@@ -57,8 +53,7 @@ def page_of(market: Market, pays: Sequence[str]) -> Html:
     """
     parts = [_header(market), _ways(market), _seconds(market), _memory(market), _balance(market)]
     parts += [_plans(market, pays), *_timelines(market), _rests_on(market)]
-    steps: dict[str, Sequence[str]] = {"lines": (), "heat": ()}
-    return html_document(f"Price of {market.case.shape.name}", parts, steps)
+    return html_document(f"Price of {market.case.shape.name}", parts)
 
 
 def _header(market: Market) -> Html:
@@ -73,12 +68,15 @@ def _header(market: Market) -> Html:
     )
 
 
-def _name(market: Market, priced: Priced) -> Html:
-    """A way, and what it is to the reader."""
+def _marks(market: Market, priced: Priced) -> list[str]:
+    """What a way is to the reader."""
     is_what = ("fastest", market.best), ("yours", market.own_best), ("best ep", market.base)
-    marks = joined(
-        Html(" <mark>{}</mark>").format(what) for what, which in is_what if which is priced
-    )
+    return [what for what, which in is_what if which is priced]
+
+
+def _name(market: Market, priced: Priced) -> Html:
+    """A way, with its marks."""
+    marks = joined(Html(" <mark>{}</mark>").format(what) for what in _marks(market, priced))
     return Html("{} <small>{}</small>{}").format(priced.way.name, grid_text(priced.way.grid), marks)
 
 
@@ -111,7 +109,12 @@ def _ways(market: Market) -> Html:
 
 def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str]) -> list[Stack]:
     return [
-        Stack(_name(market, each), of_it, text, is_faint=not market.fits(each))
+        Stack(
+            ", ".join([f"{each.way.name} {grid_text(each.way.grid)}", *_marks(market, each)]),
+            of_it,
+            text,
+            is_faint=not market.fits(each),
+        )
         for each, of_it, text in zip(market.priced, parts, told)
     ]
 
@@ -176,7 +179,7 @@ def _pipeline(priced: Priced) -> Html:
     if not drawn:
         return Html("")
     body = note("The passes of a step, a row a pipeline stage.")
-    return body + timeline.overview(timeline.Step(drawn), classes_of(span.name for span in drawn))
+    return body + timeline.overview(timeline.Step(drawn), colours_of(span.name for span in drawn))
 
 
 def _timeline(priced: Priced) -> Html:
@@ -184,27 +187,22 @@ def _timeline(priced: Priced) -> Html:
     drawn = [spans(priced, number) for number in range(len(names))]
     shown = sorted(range(len(names)), key=lambda number: _busy_s(drawn[number]))
     shown = [shown[-1]] + ([shown[0]] if len(shown) > 1 else [])
-    classes = classes_of(span.name for number in shown for span in drawn[number])
+    colours = colours_of(span.name for number in shown for span in drawn[number])
     busiest = drawn[shown[0]]
     simulated = (
         "One pass of a step as simulated, a row a lane, with the percent of the time that the lane "
         "was busy."
     )
     body = note(simulated + timeline.hidden(busiest) + timeline.critical(busiest))
-    body += kind_legend(classes)
     for number in shown:
         step = timeline.Step(drawn[number])
-        body += Html("<h3>{}</h3>{}").format(names[number], timeline.overview(step, classes))
+        body += Html("<h3>{}</h3>{}").format(names[number], timeline.overview(step, colours))
     passes = timeline.passes_of(busiest)
     layers = sorted({one.layer for one in passes}, key=lambda layer: int(layer.split()[-1]))
     middle = layers[len(layers) // 2]
     its = [one.own for one in passes if one.layer == middle]
-    boxed = timeline.boxed([span for one in its for span in one.spans])
-    longest = max(one.length_s for one in its)
     body += Html("<h3>{}, {}</h3>").format(middle, names[shown[0]])
-    return body + joined(
-        timeline.pass_chart(one, classes, length_s=longest, drawn=boxed) for one in its
-    )
+    return body + timeline.layer_chart(its, colours)
 
 
 def _busy_s(drawn: Sequence[Span]) -> float:

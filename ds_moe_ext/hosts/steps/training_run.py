@@ -30,16 +30,21 @@ from ds_moe_ext.hosts.steps.expert_moves import ExpertMover
 from ds_moe_ext.hosts.steps.planning import Planning
 from ds_moe_ext.moe.observation import Pass, Rows, TimedTask
 from ds_moe_ext.moe.turns import HostLag
-from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.rank_figures import OwnSteps, Point, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
-from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.report.recorder import Recorder, scalars_of, spans_of
 from ds_moe_ext.report.report_files import NAMES, ReportFiles, keep_earlier
-from ds_moe_ext.report.scalars import scalars_of
-from ds_moe_ext.report.summary import bad_scores_line, outcomes_by_layer, ranks_line, scores_line
-from ds_moe_ext.report.time_saved import choice_line, saved_line
+from ds_moe_ext.report.summary import (
+    bad_scores_line,
+    choice_line,
+    division_line,
+    outcomes_by_layer,
+    ranks_line,
+    saved_line,
+    scores_line,
+    verdict,
+)
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text
-from ds_moe_ext.report.verdict import verdict
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.schedule.simulator import Box, Count, chrome_trace
