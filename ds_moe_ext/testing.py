@@ -217,23 +217,15 @@ def _serve(rank: int, jobs: Connection, start: _Start) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a strategy is tried.
+    """How a strategy is tried."""
 
-    Attributes:
-        num_ranks: gloo ranks.
-        num_micro_batches: of a step.
-        checkpoints: every layer runs again in backward (activation checkpointing).
-        degrees: chunks forward and backward, under ``esp``; None: without it.
-        cell_size: ranks that split every expert, under ``esp``.
-        hot: how much more one expert is chosen; another one in each step.
-    """
-
-    num_ranks: int
-    num_micro_batches: int = 1
-    checkpoints: bool = False
+    num_ranks: int  # gloo ranks
+    num_micro_batches: int = 1  # of a step
+    checkpoints: bool = False  # every layer runs again in backward (activation checkpointing)
+    # chunks forward and backward, under ``esp``; None: without it
     degrees: tuple[int, int] | None = None
-    cell_size: int = 1
-    hot: float = 2.0
+    cell_size: int = 1  # ranks that split every expert, under ``esp``
+    hot: float = 2.0  # how much more one expert is chosen; another one in each step
 
     def __str__(self) -> str:
         told = [f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"]
@@ -297,25 +289,16 @@ def _tokens(rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
 
 
 class Seen(NamedTuple):
-    """What one rank has of one step.
+    """What one rank has of one step."""
 
-    Attributes:
-        outputs: of each micro-batch.
-        inputs: gradients of what went in, likewise.
-        weights: gradients of each layer's gate, up and down; those of experts of this rank only.
-        experts: of each layer that are at home on this rank, ascending.
-        shard: the part of them that it has.
-        num_copies: of experts, in all cells, by the plans of the step.
-        num_moved: experts that have left their homes before it.
-    """
-
-    outputs: list[Tensor]
-    inputs: list[Tensor]
+    outputs: list[Tensor]  # of each micro-batch
+    inputs: list[Tensor]  # gradients of what went in, likewise
+    # gradients of each layer's gate, up and down; those of experts of this rank only
     weights: list[tuple[Tensor, Tensor, Tensor]]
-    experts: list[Tensor]
-    shard: Shard
-    num_copies: int = 0
-    num_moved: int = 0
+    experts: list[Tensor]  # of each layer that are at home on this rank, ascending
+    shard: Shard  # the part of them that it has
+    num_copies: int = 0  # of experts, in all cells, by the plans of the step
+    num_moved: int = 0  # experts that have left their homes before it
 
 
 def _dense(case: Case, step: int) -> tuple[list[Seen], list[tuple[Tensor, ...]]]:
@@ -470,11 +453,7 @@ def _next(
 
 
 def _planned(strategy: Strategy, job: Job) -> tuple[Plan, ...]:
-    """The strategy's plans, if they can be right.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """The strategy's plans, if they can be right."""
     plans = strategy.plan(job)
     if len(plans) != len(job.homes):
         raise ValueError(f"plan gives {len(plans)} plans for {len(job.homes)} layers")
@@ -572,17 +551,11 @@ def _step(blocks: Sequence[_Block], case: Case, rank: int, step: int) -> Seen:
 
 
 class Difference(NamedTuple):
-    """A tensor that is not the reference's.
+    """A tensor that is not the reference's."""
 
-    Attributes:
-        case: in which.
-        what: which tensor, and where.
-        error: the largest difference, relative to the largest of the reference.
-    """
-
-    case: str
-    what: str
-    error: float
+    case: str  # in which
+    what: str  # which tensor, and where
+    error: float  # the largest difference, relative to the largest of the reference
 
 
 def _errors(case: Case, ranks: Sequence[Sequence[Seen]]) -> Iterator[tuple[str, float]]:

@@ -43,21 +43,13 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to a host, made when the host is loaded.
+    """One change to a host, made when the host is loaded."""
 
-    Attributes:
-        id: short name, for tables and errors.
-        target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
-        versions: of the host's distribution, as in a requirement.
-        reason: why it is needed.
-        wrap: makes the replacement from the original. Never a copy of the original's body.
-    """
-
-    id: str
-    target: str
-    versions: str
-    reason: str
-    wrap: Wrap
+    id: str  # short name, for tables and errors
+    target: str  # ``"package.module:attribute"`` or ``"package.module:Class.attribute"``
+    versions: str  # of the host's distribution, as in a requirement
+    reason: str  # why it is needed
+    wrap: Wrap  # makes the replacement from the original. Never a copy of the original's body.
     _undo: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
 
     @property

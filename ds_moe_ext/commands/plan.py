@@ -108,11 +108,8 @@ def print_plan(algorithm: str, path: str) -> int:
 
 
 def plan_text(name: str, text: bytes, source: str = "the input") -> str:
-    """Plans in JSON of one job in JSON, or of a list of jobs; ``source`` says where from in errors.
-
-    Raises:
-        ValueError: what is wrong with the name, the text or a job, in one line.
-    """
+    """Plans in JSON of one job in JSON, or of a list of jobs; ``source`` says where from in
+    errors."""
     if name not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {name!r}; {nearest(name, ALGORITHMS)}")
     try:

@@ -152,11 +152,7 @@ def _check_archive(path: Path) -> None:
 
 
 def load_table(file: BinaryIO) -> Any:
-    """What a file named ``.metadata`` of ``torch.distributed.checkpoint`` has.
-
-    Raises:
-        Exception: of any kind; it is damaged, or asks for what is not known.
-    """
+    """What a file named ``.metadata`` of ``torch.distributed.checkpoint`` has."""
     return _OfTables(file).load()
 
 

@@ -72,11 +72,7 @@ class Turns:
         return self.depth > 0
 
     def comes_to(self, layer: int) -> None:
-        """Run what others run until it is this layer's turn.
-
-        Raises:
-            RuntimeError: the pass has gradients.
-        """
+        """Run what others run until it is this layer's turn."""
         if self._agreed == layer:
             return
         if torch.is_grad_enabled():

@@ -350,12 +350,7 @@ class LinkPrices:
 
     def copies_s_C(self, transfers: Transfers, expert_bytes: float) -> np.ndarray:
         """Seconds until each cell is through with its part in copies, float ``[C]``; of gradients
-        on their way home as well, which take the same way backwards.
-
-        Args:
-            transfers: of experts.
-            expert_bytes: of one.
-        """
+        on their way home as well, which take the same way backwards."""
         node_C, parts_N = transfers.node_C, transfers.num_segments_N
         num_cells, num_nodes = len(node_C), int(node_C.max()) + 1
         # A transfer in segments is in as many rounds.

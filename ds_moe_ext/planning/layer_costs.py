@@ -154,15 +154,7 @@ class BlockSeconds:
 def block_seconds(
     prices: BlockPrices, *, most_received: float, most_computed: float, copied: float
 ) -> BlockSeconds:
-    """The model on a placement's figures: equations (1) to (6) and (8).
-
-    Args:
-        prices: of the block.
-        most_received: rows that the cell which receives most receives, ``max R``.
-        most_computed: rows that the busiest cell computes, ``max H``.
-        copied: experts that are copied, each counted as the share of cells that hold it:
-            ``s (D - n) / D``; see ``copied_experts``.
-    """
+    """The model on a placement's figures: equations (1) to (6) and (8)."""
     return BlockSeconds(*_seconds(prices, most_received, most_computed, copied))
 
 

@@ -226,16 +226,7 @@ def balance_L(cell_rows_LC: np.ndarray) -> np.ndarray:
 
 
 def check_loads(loads: Sequence[np.ndarray], num_experts: Sequence[int], *, factor: int) -> None:
-    """Refuse loads that planners cannot count with.
-
-    Args:
-        loads: rows of each expert, ``[E]`` a layer.
-        num_experts: of each layer.
-        factor: the planner multiplies rows by no more than this.
-
-    Raises:
-        ValueError: other than a whole number of rows, from 0, for each expert.
-    """
+    """Refuse loads that planners cannot count with."""
     if [load_E.shape for load_E in loads] != [(count,) for count in num_experts]:
         raise ValueError(
             f"loads have shapes {[load_E.shape for load_E in loads]}, but the layers have "
@@ -369,11 +360,7 @@ def _whole(array: np.ndarray, where: str) -> np.ndarray:
 
 
 def check_size(shape: tuple[int, ...], where: str) -> None:
-    """Refuse tables past what memory is for.
-
-    Raises:
-        ValueError: it has more than ``MOST_ENTRIES``.
-    """
+    """Refuse tables past what memory is for."""
     entries = 1
     for length in shape:
         entries *= length

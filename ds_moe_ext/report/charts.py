@@ -350,16 +350,7 @@ def value_chart(
     small: bool = False,
     whole: Callable[[np.ndarray], float] = lambda value: float(value.mean()),
 ) -> Html:
-    """One line for each name; nothing where nobody knows a value.
-
-    Args:
-        values: by what the legend says, a float for each step; nan where that is not known.
-        bins: of the steps.
-        text: a value as a person reads it.
-        what: they are.
-        small: whether it stands beside others.
-        whole: what the legend gives, of the values that are known.
-    """
+    """One line for each name; nothing where nobody knows a value."""
     lines = []
     for name, given_I in values.items():
         value_I = np.where(np.isfinite(given_I), given_I, np.nan)
@@ -504,17 +495,7 @@ def load_heatmap(
     half: bool = False,
 ) -> Html:
     """Loads of a layer's experts over the steps; beside them their copies, and who held them in the
-    last step.
-
-    Args:
-        experts: of the layer.
-        ratio_BE: rows of each over the mean expert's.
-        octaves: of the colours.
-        copies_BE: beside their homes; None in a run without copies.
-        most_copies: of any layer.
-        kind_EC: which of ``HOLDERS`` each EP rank was to each expert; of a run with copies.
-        half: whether it stands beside another.
-    """
+    last step."""
     size, (_, num_experts) = experts.high, ratio_BE.shape
     top = 22 if copies_BE is not None else 6
     told = f"loads of {num_experts} experts over the steps"
@@ -691,17 +672,7 @@ def task_chart(
     boxes: Sequence[Box] = (),
     lengths_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Html:
-    """The tasks of some streams, a row each.
-
-    Args:
-        spans: the tasks, with what the host's model computes between them.
-        colours: of kinds of tasks.
-        start_s: left edge, seconds.
-        length_s: from there to the right edge.
-        what: is drawn.
-        boxes: of a row above.
-        lengths_s: what the time that a stream is busy is a part of, where that is not all.
-    """
+    """The tasks of some streams, a row each."""
     lanes = in_order(span.lane for span in spans if span.name != HOST_WORK) or [""]
     busy_s = dict.fromkeys(lanes, 0.0)
     by_kind: dict[str, list[Span]] = {}

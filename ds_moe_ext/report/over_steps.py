@@ -141,11 +141,7 @@ def paces_of(runs: Mapping[str, RunRecord]) -> dict[str, PaceRecord]:
 
 def pace_charts(paces: Mapping[str, PaceRecord]) -> Html:
     """A chart for each kind of value of one run, or for each value with a line a run; nothing of
-    what is not known, of all runs.
-
-    Args:
-        paces: what ``paces_of`` says.
-    """
+    what is not known, of all runs."""
     drawn: dict[str, tuple[_Value, dict[str, np.ndarray]]] = {}
     for value in _VALUES:
         for run, pace in paces.items():

@@ -144,12 +144,7 @@ class OwnSteps:
             self._scores.append((step, torch.stack([zero if s is None else s for s in scores])))
 
     def saw_tasks(self, spans: Sequence[Span], apart: Container[str] = ()) -> None:
-        """Take the tasks of a step that all ranks time.
-
-        Args:
-            spans: they.
-            apart: layers in which cells exchanged nothing.
-        """
+        """Take the tasks of a step that all ranks time."""
         self._spans, self._apart, self._num_timed = spans, apart, self._num_timed + 1
         for span in spans:
             self._seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s

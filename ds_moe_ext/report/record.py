@@ -395,11 +395,7 @@ def _with_memory(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(record: RunRecord) -> RunRecord:
-    """With tables of the shapes that the run has, which lists without entries do not tell.
-
-    Raises:
-        ValueError: parts that do not fit each other.
-    """
+    """With tables of the shapes that the run has, which lists without entries do not tell."""
     ranks, placements, layers = record.ranks, record.placements, record.layers
     sizes = {"I": len(record.steps_I), "L": len(layers), "C": record.num_cells}
     sizes |= {"E": max((layer.num_experts for layer in layers), default=0)}

@@ -131,14 +131,7 @@ def in_turn(step: int, rows: Sequence[Rows]) -> range:
 def looks_record(
     looks_I: Sequence[Mapping[int, Look]], num_layers: int, homes: Sequence[int], node_C: np.ndarray
 ) -> LooksRecord:
-    """All looks of a run.
-
-    Args:
-        looks_I: in each recorded step, by layer.
-        num_layers: of the run.
-        homes: cells that are home to experts.
-        node_C: node of each cell.
-    """
+    """All looks of a run."""
     predicted_IL, by_paper_IL, left_IL, crossed_IL = np.full((4, len(looks_I), num_layers), np.nan)
     for index, looks in enumerate(looks_I):
         for layer, look in looks.items():

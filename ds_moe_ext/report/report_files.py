@@ -60,17 +60,12 @@ def keep_earlier(folder: Path) -> str:
 
 @dataclass(eq=False)
 class ReportFiles:
-    """``report.json`` and ``report.html`` of a run.
+    """``report.json`` and ``report.html`` of a run."""
 
-    Attributes:
-        folder: of both.
-        every_s: seconds between two writings while the run goes on, at least; None for never.
-        clock: seconds now.
-    """
-
-    folder: Path
+    folder: Path  # of both
+    # seconds between two writings while the run goes on, at least; None for never
     every_s: int | None = None
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.perf_counter  # seconds now
     _due_s: dict[str, float] = field(init=False)  # when each is written next
 
     def __post_init__(self) -> None:

@@ -73,13 +73,7 @@ def bound_by(
 
 
 def seen_after(tasks: Sequence[Task]) -> list[Iterable[int]]:
-    """For each task that a rank was seen to do, the positions of those that it waits for.
-
-    Args:
-        tasks: of any programs, in the order in which they began. What none of them writes comes
-            from the host's model, and that computes in the lane of what is computed. One that only
-            waits writes what another has brought.
-    """
+    """For each task that a rank was seen to do, the positions of those that it waits for."""
     tasks = [
         replace(task, reads=(*task.reads, *task.writes)) if task.op.is_wait else task
         for task in tasks
@@ -124,12 +118,7 @@ def _covered_s(spans: Sequence[Span]) -> float:
 
 def exchanges_s(spans: Iterable[Span], apart: Container[str] = ()) -> tuple[float, ...]:
     """Seconds of each exchange of rows, waiting included, in the order that a lane has them, which
-    is the same on all ranks that exchange. Pure.
-
-    Args:
-        spans: of a step.
-        apart: layers in which nothing was exchanged: their tasks did not wait for other ranks.
-    """
+    is the same on all ranks that exchange. Pure."""
     found = [span for span in spans if span.name in _EXCHANGES and span.layer not in apart]
     found.sort(key=lambda span: (span.lane, span.start_s))
     return tuple(span.end_s - span.start_s for span in found)

@@ -50,11 +50,7 @@ class AskedJob:
 
 
 def read_job(path: Path) -> AskedJob:
-    """Of a DeepSpeed JSON, or of a file of Megatron's flags.
-
-    Raises:
-        ValueError: it cannot be read, or what is wrong in it.
-    """
+    """Of a DeepSpeed JSON, or of a file of Megatron's flags."""
     try:
         held = bytes_of(path)
         text = held.decode(json.detect_encoding(held))

@@ -161,16 +161,7 @@ class Chosen(NamedTuple):
 
 def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
     """The strategies to price: what the file says, what plain expert parallelism would do, and
-    those that were asked for.
-
-    Args:
-        document: with our block.
-        asked: ``"all"``, or names with commas between; ``"esp over fssdp"`` lays a pipeline over
-            another, ``"my_package.my_module:MyStrategy"`` is one of the user's own.
-
-    Raises:
-        ValueError: an unknown name, a class that cannot be, or what is wrong in the block.
-    """
+    those that were asked for."""
     block = document.get(BLOCK) or {}
     settings, _ = read_settings(document)
     own = settings.strategy

@@ -188,9 +188,6 @@ def _begin_save(
     DeepSpeed ends a decoupled save before the next optimizer step, on all ranks, and moves
     ``latest`` then (``engine._commit_decoupled_checkpoint``). Until there no weight and no state
     changes, so that none is copied: a thread writes them as they are.
-
-    Returns:
-        Waits until it is written; then what ``dcp_folder.save`` returns, or raises.
     """
     if not engine.checkpoint_engine.is_decoupled():
         names = dcp_folder.save(folder, parts, objects)

@@ -95,11 +95,8 @@ def remembered_name(run: Run) -> str:
 def kept_of(
     engine: Any, named: Mapping[nn.Parameter, Named], *, excludes_frozen: bool = False
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """All that this rank's optimizer keeps, and its experts; frozen dense weights are the host's.
-
-    Returns:
-        Parts of tensors, and objects, by name.
-    """
+    """All that this rank's optimizer keeps, and its experts; frozen dense weights are the
+    host's."""
     states = OptimizerStates(engine)
     parts, objects = dict[str, Part](), {OPTIMIZER: wrapper_settings(engine)}
     for parameter, names in named.items():

@@ -326,13 +326,7 @@ class Fragment(NamedTuple):
 def read_fragments(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], fragments: Mapping[str, Fragment]
 ) -> dict[str, Tensor]:
-    """Each fragment, ``[F]`` in host memory, by its tensor's name. Not collective.
-
-    Args:
-        folder: see ``dcp_folder.load``.
-        shapes: in which each tensor is kept there: its own, or flat.
-        fragments: what to read, by the tensor's name.
-    """
+    """Each fragment, ``[F]`` in host memory, by its tensor's name. Not collective."""
     landings = {name: _landing(each, shapes[name]) for name, each in fragments.items()}
     load(folder, {name: part for name, (part, _) in landings.items()})
     return {name: take() for name, (_, take) in landings.items()}

@@ -67,17 +67,7 @@ def blueprint_of(
     document: Mapping[str, Any], model: nn.Module, mpu: Any, mesh: Any = None
 ) -> Blueprint | None:
     """What the block asks for on this model; None where it is absent or not enabled, and before
-    the number of ranks is known.
-
-    Args:
-        document: the whole configuration.
-        model: the user's model.
-        mpu: that the user passed to ``deepspeed.initialize``.
-        mesh: ``mesh_param`` that the user passed, or what came of it.
-
-    Raises:
-        ValueError: the block is malformed, or asks for what cannot be done.
-    """
+    the number of ranks is known."""
     settings, strategy = read_settings(document)
     if strategy is None:
         return None

@@ -120,18 +120,12 @@ def block_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(eq=False)
 class Attachment:
-    """What ``attach`` gives: the calls that a training loop makes of its experts.
+    """What ``attach`` gives: the calls that a training loop makes of its experts."""
 
-    Attributes:
-        model: as given; ``fully_shard`` changes it in place, and ``DistributedDataParallel`` holds
-            it.
-        experts: of this rank.
-        monitor: see ``attach``.
-    """
-
+    # as given; ``fully_shard`` changes it in place, and ``DistributedDataParallel`` holds it
     model: nn.Module
-    experts: Experts
-    monitor: WriteEvents | None = None
+    experts: Experts  # of this rank
+    monitor: WriteEvents | None = None  # see ``attach``
     _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)
     _is_asleep: bool = field(default=False, init=False)

@@ -123,14 +123,7 @@ def parts_of_stacks(model: nn.Module, found: Iterable[Found]) -> Parts:
 
 
 class Recording:
-    """What this rank sees of the run.
-
-    Args:
-        model: of this rank, by whose names its parameters are told.
-        parts: of its parameters, those that are experts'.
-        num_experts_of: by name, the MoE layers.
-        divides: a hook of the host's has divided gradients of experts by this before.
-    """
+    """What this rank sees of the run."""
 
     def __init__(
         self, model: nn.Module, parts: Parts, num_experts_of: Mapping[str, int], divides: int = 1

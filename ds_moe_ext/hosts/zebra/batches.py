@@ -49,16 +49,7 @@ class Shared(NamedTuple):
 
 
 class BatchExchange:
-    """Moves the batches of a ZP group to its attention ranks, and what became of them back.
-
-    Args:
-        group: the ranks of the ZP group, for tensors on the device; ``connect`` it first.
-        control: the same ranks over gloo, for what hosts must know.
-        place: of this rank in both.
-        roles: of the group's ranks.
-        num_stripes: of each attention rank; fewer where a batch has not so many samples.
-        device: where the model computes.
-    """
+    """Moves the batches of a ZP group to its attention ranks, and what became of them back."""
 
     def __init__(
         self,
@@ -111,13 +102,6 @@ class BatchExchange:
         """Give every rank the scalars of its own batch, without a graph. Collective.
 
         Each is the sum over the batch's pieces of weight times value, in float64.
-
-        Args:
-            shared: what ``share`` returned.
-            outcomes: of each of its calls, stripe by stripe.
-
-        Raises:
-            ValueError: on every rank: outputs differ in structure, or cannot be pickled.
         """
         known = list(chain.from_iterable(outcomes))
         template = self._agree([outcome.template for outcome in known])

@@ -96,16 +96,7 @@ class Pending:
 def backward_of_part(
     roots: Sequence[Root], first: int, pending: Pending
 ) -> list[tuple[Tensor, Tensor]]:
-    """Backward through one part, whose nodes are freed.
-
-    Args:
-        roots: of the part, with the gradients that came from outside.
-        first: number of its first node.
-        pending: in and out: what later parts left for this one, and this for earlier ones.
-
-    Returns:
-        Its leaves that have a gradient, with that.
-    """
+    """Backward through one part, whose nodes are freed."""
     found: list[tuple[Tensor, Tensor]] = []
     own: list[Root] = []
     for edge, grad in (*roots, *pending.take(first)):

@@ -48,16 +48,11 @@ WARM_UPS = 5  # fewer only where fewer repetitions are asked for
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Where and as what the model will train.
+    """Where and as what the model will train."""
 
-    Attributes:
-        device: of this rank.
-        dtype: of weights; None: as the model has them.
-        context: in which the host calls the model, as autocast.
-    """
-
-    device: torch.device
-    dtype: torch.dtype | None
+    device: torch.device  # of this rank
+    dtype: torch.dtype | None  # of weights; None: as the model has them
+    # in which the host calls the model, as autocast
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def brought(self, weight: Tensor) -> Tensor:
@@ -140,12 +135,7 @@ def rehearse_dense(
 ) -> Dense:
     """Run a model whose layers are not replaced yet without its experts, the blocks alone and all
     of it. Blocks are the elements of lists of modules in which a layer with experts is. Raises
-    ValueError where it cannot be called with tokens alone.
-
-    Args:
-        tokens: samples and their length.
-        num_repeats: of what is timed.
-    """
+    ValueError where it cannot be called with tokens alone."""
     with scene.entered():
         hollow, layers = _hollow(model, blueprint, finders)
         _bring(hollow, scene)
@@ -306,13 +296,7 @@ def rehearse_experts(
     num_repeats: int,
     recomputes: bool,
 ) -> Experts:
-    """Run the first expert of the first layer: time depends on rows, not on whose they are.
-
-    Args:
-        rows_RD: like those that arrive, ``[R, D]``.
-        num_repeats: of what is timed.
-        recomputes: backward begins with forward again, and only rows are kept.
-    """
+    """Run the first expert of the first layer: time depends on rows, not on whose they are."""
     with scene.entered():
         function, weights = _first_expert(model, blueprint, finders, scene)
         rows_RD = torch.randn_like(rows_RD, device=scene.device)
