@@ -23,14 +23,8 @@ from ds_moe_ext.schedule.task import INTER, START
 def launch_with_blocks(
     model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
 ) -> tuple[RemovableHandle, ...]:
-    """Let each layer's block launch copies as it begins.
-
-    Args:
-        measures: what blocks compute beside their MoE layer is timed also where none has copies.
-
-    Returns:
-        The hooks that do it.
-    """
+    """Let each layer's block launch copies as it begins, by the hooks that are returned; where
+    ``measures``, also where none has copies, to time what blocks compute beside their MoE layer."""
     hooks: list[RemovableHandle] = []
     for layer, launch in zip(layers, launches(layers)):
         if measures or layer.routed.copies is not None:
@@ -75,7 +69,7 @@ class Launch:
         self.begin(next(tensors, None))
 
     def begin(self, block_input: Tensor | None) -> None:
-        """Args: block_input: what the block computes from; None: this rank has no rows."""
+        """Launch, by what the block computes from; None where this rank has no rows."""
         own = self._hosted.routed
         for task in own.block_begins(block_input):
             hosted = self._hosted if task.layer == own.site.layer else self._after
@@ -86,44 +80,29 @@ class Launch:
                 hosted.routed.launch()
 
 
-# Layers of which some experts are trained and others are frozen, as expert-specialized tuning
-# has them: ranks must agree on whether gradients of copies travel, whatever their own experts
-# are.
-
-
-def _are_mixed(names: Sequence[str]) -> str:
-    return f"of {names[0]} some experts are frozen and some are trained" if names else ""
-
-
+# Of names of such layers, where experts move. What is frozen is a place, which the host's optimizer
+# steps or does not.
 MIXED = Refusal(
     "a layer with frozen experts beside trained ones",
-    _are_mixed,
+    lambda names: f"of {names[0]} some experts are frozen and some are trained" if names else "",
     "a home that is frozen cannot train the expert that comes",
     "freeze all experts of a layer alike",
 )
-"""Of names of such layers, where experts move. What is frozen is a place, which the host's
-optimizer steps or does not."""
 
 
 def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], tell: Tell) -> Blueprint:
-    """Let gradients of copies travel wherever a layer has an expert that is trained. Collective,
-    over the ranks that run the layers.
-
-    Args:
-        blueprint: of the layers.
-        layers: that were built.
-        tell: is given what was left out of defaults, a line each.
-
-    Returns:
-        What was built, where experts of such layers keep their homes.
-
-    Raises:
-        ValueError: on all ranks; a key asks for experts that move, and some only are trained.
-    """
+    """Let gradients of copies travel wherever a layer has an expert that is trained; of layers that
+    have frozen ones too, experts keep their homes. Collective, over the ranks that run the layers.
+    Raises ValueError, on all ranks, where a key asks for experts that move."""
     copied = [layer.routed for layer in layers if layer.routed.copies is not None]
     if not copied:
         return blueprint
-    own = [_ways_to_learn(layer.hosted) for layer in layers if layer.routed.copies is not None]
+    # Of each layer whether there are trained experts at home here, and whether frozen ones.
+    own = [
+        sorted({any(p.requires_grad for p in slot.parameters) for slot in layer.hosted.slots()})
+        for layer in layers
+        if layer.routed.copies is not None
+    ]
     told = gather_objects(own, copied[0].site.layout.group(GRID, INTER))
     mixed = [each for each, *ways in zip(copied, *told) if len(set().union(*ways)) > 1]
     for routed in mixed:
@@ -131,8 +110,3 @@ def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], tell: Tell) -
         routed.copies.some_are_trained = True
     names = [routed.name for routed in mixed]
     return replace(blueprint, strategy=settle(HOMES, blueprint.strategy, (MIXED,), names, tell))
-
-
-def _ways_to_learn(hosted: Hosted) -> list[bool]:
-    """Whether there are trained experts at home here, and whether there are frozen ones."""
-    return sorted({any(p.requires_grad for p in slot.parameters) for slot in hosted.slots()})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of a host as ours: descriptions that can be registered, and the split of an expert over
-the ranks of an EP rank."""
+"""Experts of a host as ours: what an experts module holds and computes (``ExpertsDescription``),
+what takes its place (``HostedExperts``), and how ranks of a cell split an expert."""
 
 from __future__ import annotations
 
@@ -38,102 +38,6 @@ from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Along, LowRank, Shard, with_low_ranks
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.task import INTRA
-
-NUM_ROWS = 3
-TOLERANCE = 1e-3  # of the largest output; a wrong way is wrong by about all of it
-
-MATRIX = (Along(0, 2), Along(0), Along(1), Along(1, 2))
-VECTOR = (Along(0, 2), Along(0), Along(0, adds=True))
-
-
-def ways_to_split(
-    name: str, function: ExpertFunction, weights: Sequence[Tensor], num_shards: int
-) -> tuple[Along, ...]:
-    """How each weight of an expert is split.
-
-    Args:
-        name: of the layer, for errors.
-        function: what its experts compute.
-        weights: of one of them, whole; values are drawn for biases, and for weights that are a
-            shape alone.
-        num_shards: parts.
-
-    Raises:
-        ValueError: no way does it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randn(weight.shape, generator=generator, device="cpu").to(
-            "cpu" if weight.is_meta else weight.device, _dtype(weight)
-        )
-        if weight.dim() == 1 or _is_shape_alone(weight)
-        else weight.detach().to(_dtype(weight))
-        for weight in weights
-    ]
-    for width in dict.fromkeys(size for weight in weights for size in weight.shape):
-        rows_RD = torch.randn(NUM_ROWS, width, generator=generator).to(drawn[0])
-        whole = _output(function, WHOLE, rows_RD, drawn)
-        if whole is None or whole.shape != rows_RD.shape or not whole.isfinite().all():
-            continue
-        for alongs in _candidates(drawn, num_shards):
-            shards = [Shard(alongs, index, num_shards) for index in range(num_shards)]
-            parts = [_output(function, shard, rows_RD, drawn) for shard in shards]
-            if _adds_up(parts, whole):
-                return alongs
-    shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
-    raise ValueError(
-        f"ds_moe_ext.expert_sharding_size is {num_shards}, but the experts of {name}, with weights "
-        f"of shapes {shapes}, cannot be split into {num_shards} parts whose outputs add up: their "
-        f"hidden width must be a multiple of {num_shards}, and nothing may stand between that and "
-        "the output but sums; set it to 1, or leave the layer out with ds_moe_ext.moe_layer_pattern"
-    )
-
-
-def _candidates(weights: Sequence[Tensor], num_shards: int) -> Iterator[tuple[Along, ...]]:
-    """Ways in which every weight divides, the likely ones first."""
-    choices = [
-        [
-            along
-            for along in (VECTOR if weight.dim() == 1 else MATRIX)
-            if weight.shape[along.dim] % (along.num_blocks * num_shards) == 0
-        ]
-        for weight in weights
-    ]
-    return iter(product(*choices))
-
-
-def _output(
-    function: ExpertFunction, shard: Shard, rows_RD: Tensor, weights: Sequence[Tensor]
-) -> Tensor | None:
-    """Of the expert's part; None where shapes do not fit."""
-    slots = SlotRows.of(np.array([rows_RD.shape[0]]), rows_RD.device)
-    parts = tuple(shard.of(number, weight) for number, weight in enumerate(weights))
-    try:
-        with torch.no_grad():
-            return on_shard(function, shard)(rows_RD, slots, parts)
-    except (RuntimeError, ValueError, IndexError):
-        return None
-
-
-def _adds_up(parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    given = [part for part in parts if part is not None and part.shape == whole.shape]
-    if len(given) < len(parts):
-        return False
-    error = (torch.stack(given).sum(dim=0) - whole).abs().max()
-    return bool(error <= TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)
-
-
-def _is_shape_alone(weight: Tensor) -> bool:
-    """Whether all elements are one, as of weights that a host has elsewhere. These would add up
-    however they are split; so do biases, which often start as zeros."""
-    return weight.is_meta or not any(weight.stride())
-
-
-def _dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
-# Experts modules of a host: found, described, and replaced by one that keeps this rank's share.
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,52 +133,6 @@ def class_of(module: nn.Module) -> type:
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
-_LEAVE_OUT = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
-
-
-def check_own_weights(model: nn.Module, name: str) -> None:
-    """Experts that go to other ranks take with them what they have, and nothing else.
-
-    Args:
-        model: that has the layer.
-        name: of the layer.
-
-    Raises:
-        ValueError: an expert's weight is computed from others, which an adapter or torch keeps.
-    """
-    check_not_parametrized(model, name)
-    check_not_adapted(model, name)
-
-
-def check_not_parametrized(model: nn.Module, name: str) -> None:
-    """The same of what torch computes; arguments and errors are those of ``check_own_weights``."""
-    for inner, module in model.get_submodule(name).named_modules(prefix=name):
-        if is_parametrized(module):
-            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
-            raise ValueError(
-                f"{weights} is parametrized: torch computes it from other weights at each use, but "
-                "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
-                f"torch.nn.utils.parametrize.remove_parametrizations, {_LEAVE_OUT}"
-            )
-
-
-def check_not_adapted(model: nn.Module, name: str) -> None:
-    """The same of adapters; arguments and errors are those of ``check_own_weights``."""
-    layer, *wrapped = name.split(".base_layer")  # as all adapters of peft have what they adapt
-    if wrapped:
-        names = [layer + ".base_layer" * depth for depth in range(len(wrapped))]
-        adapters = [model.get_submodule(each) for each in names]
-        targets = [getattr(adapter, "parameter_name", None) for adapter in adapters]
-        weights = " and ".join(f"{target!r}" for target in targets if target) or "its weights"
-        raise ValueError(
-            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
-            "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
-            "own, with adapters only where these are LoRA's on parameters of experts that "
-            "transformers stacks as most families do; leave experts out of target_parameters and "
-            f"target_modules (adapters elsewhere, as of attention, are fine), {_LEAVE_OUT}"
-        )
-
-
 def found_experts(
     model: nn.Module,
     name: str,
@@ -322,45 +180,20 @@ def found_experts(
     )
 
 
-def _ways_to_split(
-    name: str, description: ExpertsDescription, weights: Sequence[Tensor], num_shards: int
-) -> tuple[Along, ...]:
-    """See ``ways_to_split``; factors follow the weights that they change."""
-    own = weights[: len(weights) - description.num_factors]
-    alongs = list(ways_to_split(name, description.function, own, num_shards))
-    for each in description.low_ranks:
-        width = weights[each.down].shape[0]
-        if width % num_shards:
-            raise ValueError(
-                f"ds_moe_ext.expert_sharding_size is {num_shards}, but factors of the adapters of "
-                f"{name} are {width} wide (peft's r), of which each rank of a cell has a part; let "
-                f"r be a multiple of {num_shards}, or set expert_sharding_size to 1"
-            )
-        alongs += each.ways_to_split(alongs[each.weight])
-    return tuple(alongs)
-
-
 class HostedExperts(nn.Module):
     """This rank's experts, run by a strategy; each expert's weights are parameters of their own.
 
     Parameters are named ``<weight>.<slot>``, as ``gate_up_proj.0``. They are laid out weight by
     weight, so that one weight of all slots stays one piece of memory in a flat buffer too. Where a
     host has them stacked, each weight of all slots is one parameter ``[S, ...]`` by its name.
-
-    Args:
-        source: the host's module; its weights are copied, it is not kept.
-        description: what it holds.
-        held: experts that this rank is home to, int64 ``[S]``, in slot order.
-        shard: the part of them that it has.
-        routed: the program of the layer.
     """
 
     def __init__(
         self,
-        source: nn.Module,
+        source: nn.Module,  # the host's; its weights are copied, it is not kept
         description: ExpertsDescription,
-        held: Tensor,
-        shard: Shard,
+        held: Tensor,  # experts that this rank is home to, int64 ``[S]``, in slot order
+        shard: Shard,  # the part of them that it has
         routed: RoutedExperts,
     ) -> None:
         super().__init__()
@@ -393,7 +226,11 @@ class HostedExperts(nn.Module):
         """This rank's experts."""
         if not self._views:
             return [Slot(tuple(parameters)) for parameters in self._by_slot()]
-        stacks = self._viewed()
+        # Views are of where the stacks lie now: hosts give parameters other memory and types.
+        for stack, views in zip(stacks := self._likened(), self._views.values()):
+            if views[0].data_ptr() != stack.data_ptr():
+                for view, own in zip(views, stack.data):
+                    view.data = own
         by_slot = zip(*(self._views[name] for name in self.weight_names))
         return [Slot(own, stacks=stacks, number=number) for number, own in enumerate(by_slot)]
 
@@ -409,11 +246,7 @@ class HostedExperts(nn.Module):
 
     def stack(self) -> dict[nn.Parameter, nn.Parameter]:
         """Make one parameter of each weight of all slots, for experts that stay in theirs: what a
-        host does for each parameter it does once.
-
-        Returns:
-            For each new parameter one of those that were there.
-        """
+        host does for each parameter it does once. Returns one of the old ones for each new one."""
         slots, made = self.slots(), dict[nn.Parameter, nn.Parameter]()
         columns = zip(*(slot.parameters for slot in slots))
         for name, own in zip(self.weight_names, columns):
@@ -427,15 +260,6 @@ class HostedExperts(nn.Module):
             self._views[name] = list(own)
             made[stack] = own[0]
         return made
-
-    def _viewed(self) -> tuple[nn.Parameter, ...]:
-        """The stacks, whose views are of where they lie now and as they are: hosts give parameters
-        other memory and types."""
-        for stack, views in zip(stacks := self._likened(), self._views.values()):
-            if views[0].data_ptr() != stack.data_ptr():
-                for view, own in zip(views, stack.data):
-                    view.data = own
-        return stacks
 
     def _likened(self) -> tuple[nn.Parameter, ...]:
         """The stacks, whose views are of their type and on their device, but lie anywhere: a view
@@ -462,26 +286,17 @@ class HostedExperts(nn.Module):
         """Weights of the first slot's expert in name order, then of the second's, and so on; or one
         of all slots for each name. As experts use them: with what adapters add. Collective over the
         cell where its ranks split experts that have adapters."""
-        if self.low_ranks:
-            return self._changed()
-        if not self._views:
+        if not self._views and not self.low_ranks:
             return tuple(chain.from_iterable(self._by_slot()))
-        stacks = self._likened()
-        if self.routed.takes_stacks:
-            return stacks
-        return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
-
-    def _changed(self) -> tuple[Tensor, ...]:
-        """The same where there are adapters."""
-        self._check_adapters()
-        by_name: Sequence[Tensor] = self._likened()
-        if not self._views:
-            columns = tuple(zip(*self._by_slot()))
-            if not columns:  # no expert of this layer is at home here
-                return ()
-            by_name = [torch.stack(column) for column in columns]
-        cell = None if self.shard.is_whole else self.routed.site.layout.group("esp", INTRA)
-        stacks = with_low_ranks(by_name, self.low_ranks, self.shard, cell)
+        stacks: Sequence[Tensor] = self._likened()
+        if self.low_ranks:
+            self._check_adapters()
+            if not self._views:
+                stacks = [torch.stack(column) for column in zip(*self._by_slot())]
+                if not stacks:  # no expert of this layer is at home here
+                    return ()
+            cell = None if self.shard.is_whole else self.routed.site.layout.group("esp", INTRA)
+            stacks = with_low_ranks(stacks, self.low_ranks, self.shard, cell)
         if self.routed.takes_stacks and self._views:
             return tuple(stacks)
         return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
@@ -521,7 +336,7 @@ def _own_slots(
     source: nn.Module, stored: Stored, held: Tensor, shard: Shard, number: int
 ) -> list[nn.Parameter]:
     """A parameter for each held expert, or this rank's part of it; they are views of one piece of
-    memory."""
+    memory, and of all experts' weights none is kept."""
     whole = stored.whole(source)
     own_S = shard.of(number, whole.index_select(0, held.to(whole.device)), first_dim=1)
     parameters = []
@@ -540,3 +355,132 @@ def shell(module: nn.Module) -> nn.Module:
     empty.__dict__ = dict(vars(module))  # whatever the class's own way to copy it
     empty._parameters = dict.fromkeys(module._parameters)
     return empty
+
+
+_LEAVE_OUT = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
+
+
+def check_own_weights(model: nn.Module, name: str) -> None:
+    """Experts that go to other ranks take with them what they have, and nothing else: raises
+    ValueError where an expert's weight is computed from others, which an adapter or torch keeps."""
+    check_not_parametrized(model, name)
+    check_not_adapted(model, name)
+
+
+def check_not_parametrized(model: nn.Module, name: str) -> None:
+    """The same of what torch computes."""
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if is_parametrized(module):
+            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
+            raise ValueError(
+                f"{weights} is parametrized: torch computes it from other weights at each use, but "
+                "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
+                f"torch.nn.utils.parametrize.remove_parametrizations, {_LEAVE_OUT}"
+            )
+
+
+def check_not_adapted(model: nn.Module, name: str) -> None:
+    """The same of adapters."""
+    layer, *wrapped = name.split(".base_layer")  # as all adapters of peft have what they adapt
+    if wrapped:
+        names = [layer + ".base_layer" * depth for depth in range(len(wrapped))]
+        adapters = [model.get_submodule(each) for each in names]
+        targets = [getattr(adapter, "parameter_name", None) for adapter in adapters]
+        weights = " and ".join(f"{target!r}" for target in targets if target) or "its weights"
+        raise ValueError(
+            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
+            "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
+            "own, with adapters only where these are LoRA's on parameters of experts that "
+            "transformers stacks as most families do; leave experts out of target_parameters and "
+            f"target_modules (adapters elsewhere, as of attention, are fine), {_LEAVE_OUT}"
+        )
+
+
+def _ways_to_split(
+    name: str, description: ExpertsDescription, weights: Sequence[Tensor], num_shards: int
+) -> tuple[Along, ...]:
+    """See ``ways_to_split``; factors follow the weights that they change."""
+    own = weights[: len(weights) - description.num_factors]
+    alongs = list(ways_to_split(name, description.function, own, num_shards))
+    for each in description.low_ranks:
+        width = weights[each.down].shape[0]
+        if width % num_shards:
+            raise ValueError(
+                f"ds_moe_ext.expert_sharding_size is {num_shards}, but factors of the adapters of "
+                f"{name} are {width} wide (peft's r), of which each rank of a cell has a part; let "
+                f"r be a multiple of {num_shards}, or set expert_sharding_size to 1"
+            )
+        alongs += each.ways_to_split(alongs[each.weight])
+    return tuple(alongs)
+
+
+NUM_ROWS = 3
+TOLERANCE = 1e-3  # of the largest output; a wrong way is wrong by about all of it
+
+MATRIX = (Along(0, 2), Along(0), Along(1), Along(1, 2))
+VECTOR = (Along(0, 2), Along(0), Along(0, adds=True))
+
+
+def ways_to_split(
+    name: str, function: ExpertFunction, weights: Sequence[Tensor], num_shards: int
+) -> tuple[Along, ...]:
+    """How each weight of an expert is split into parts, by the whole weights of one; values are
+    drawn for biases, and for weights that are a shape alone. Raises ValueError where no way does
+    it."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+    for weight in weights:
+        # All elements are one where a host has the weight elsewhere. These would add up however
+        # they are split; so do biases, which often start as zeros.
+        is_shape_alone = weight.is_meta or not any(weight.stride())
+        own, device = weight.detach(), weight.device
+        if weight.dim() == 1 or is_shape_alone:
+            own = torch.randn(weight.shape, generator=generator, device="cpu")
+            device = torch.device("cpu") if weight.is_meta else device
+        drawn.append(own.to(device, torch.promote_types(weight.dtype, torch.float32)))
+    for width in dict.fromkeys(size for weight in weights for size in weight.shape):
+        rows_RD = torch.randn(NUM_ROWS, width, generator=generator).to(drawn[0])
+        whole = _output(function, WHOLE, rows_RD, drawn)
+        if whole is None or whole.shape != rows_RD.shape or not whole.isfinite().all():
+            continue
+        choices = [  # in which every weight divides, the likely ones first
+            [
+                along
+                for along in (VECTOR if weight.dim() == 1 else MATRIX)
+                if weight.shape[along.dim] % (along.num_blocks * num_shards) == 0
+            ]
+            for weight in drawn
+        ]
+        for alongs in product(*choices):
+            shards = [Shard(alongs, index, num_shards) for index in range(num_shards)]
+            parts = [_output(function, shard, rows_RD, drawn) for shard in shards]
+            if _adds_up(parts, whole):
+                return alongs
+    shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
+    raise ValueError(
+        f"ds_moe_ext.expert_sharding_size is {num_shards}, but the experts of {name}, with weights "
+        f"of shapes {shapes}, cannot be split into {num_shards} parts whose outputs add up: their "
+        f"hidden width must be a multiple of {num_shards}, and nothing may stand between that and "
+        "the output but sums; set it to 1, or leave the layer out with ds_moe_ext.moe_layer_pattern"
+    )
+
+
+def _output(
+    function: ExpertFunction, shard: Shard, rows_RD: Tensor, weights: Sequence[Tensor]
+) -> Tensor | None:
+    """Of the expert's part; None where shapes do not fit."""
+    slots = SlotRows.of(np.array([rows_RD.shape[0]]), rows_RD.device)
+    parts = tuple(shard.of(number, weight) for number, weight in enumerate(weights))
+    try:
+        with torch.no_grad():
+            return on_shard(function, shard)(rows_RD, slots, parts)
+    except (RuntimeError, ValueError, IndexError):
+        return None
+
+
+def _adds_up(parts: Sequence[Tensor | None], whole: Tensor) -> bool:
+    given = [part for part in parts if part is not None and part.shape == whole.shape]
+    if len(given) < len(parts):
+        return False
+    error = (torch.stack(given).sum(dim=0) - whole).abs().max()
+    return bool(error <= TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)

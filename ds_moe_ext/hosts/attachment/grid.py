@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the grid of ranks: given, or chosen by the predicted step time."""
+"""The grid of ranks (``grid_of``): how many split an expert, and over how many cells the experts of
+a layer are spread, as given, or chosen by the predicted step time."""
 
 from __future__ import annotations
 
@@ -24,108 +25,6 @@ from ds_moe_ext.planning.strategy import Choosing, Strategy, names_with
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 from ds_moe_ext.strict import in_json
 
-TOKENS = 4096  # of a rank in a pass
-TOP_K = 2
-LOADS = "zipf:0.6"
-LAYERS = 4  # that are priced
-STEPS = 3 + PRICED
-TYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
-
-
-@dataclass(frozen=True)
-class CellsPrice:
-    """What a number of cells comes to."""
-
-    num_cells: int  # which
-    # seconds of a layer in a step of one pass, gradients summed over homes with it, but not the
-    # host; to three digits, so that ranks of unlike processors agree
-    layer_s: float
-
-
-def prices_of_cells(
-    strategy: Strategy,
-    found: Sequence[Found],
-    hardware: Hardware,
-    sizes: Iterable[int],
-    grid: Grid,
-    *,
-    hooks: Hooked = NO_HOOKS,
-) -> list[CellsPrice]:
-    """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure."""
-    reached = Reached()
-    nodes = -(-grid.world_size // hardware.ranks_per_node)  # of the run, whatever the file has
-    hardware = reached.of(replace(hardware, num_nodes=nodes))
-    shape, number_type = _shape(found)
-    training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
-    weights = _on_its_way(hooks, shape, number_type, grid.cell_size)
-    rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
-    prices = []
-    for num_cells in sizes:
-        run = DescribedRun(
-            hardware=hardware,
-            shape=shape,
-            training=training,
-            grid=replace(grid, num_cells=num_cells),
-            passes=reached.passes,
-            on_its_way=weights,
-        )
-        priced = price_way(Way("", strategy, run.grid), run, rows_ILRE)
-        layers_s = priced.step_s - priced.mean("host_s")
-        prices.append(CellsPrice(num_cells, float(f"{layers_s / LAYERS:.2e}")))
-    return sorted(prices, key=lambda price: (price.layer_s, price.num_cells))
-
-
-def _on_its_way(
-    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
-) -> OnItsWay | None:
-    """None, which is as in memory, where hooks cannot be asked: a run that starts does so on a CPU,
-    and its rows may yet be of another width."""
-    try:
-        return on_its_way(hooks, shape, number_type, cell_size)
-    except Exception:  # whatever a user's own raise
-        return None
-
-
-@lru_cache(maxsize=1)  # grids with and without split experts have the same
-def _rows(num_ranks: int, num_experts: int, top_k: int) -> np.ndarray:
-    """Of all steps, int64 ``[I, L, R, E]``."""
-    return read_loads(
-        LOADS,
-        ranks=num_ranks,
-        experts=num_experts,
-        layers=LAYERS,
-        tokens=TOKENS,
-        top_k=top_k,
-        steps=STEPS,
-    ).rows_ILCE
-
-
-def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
-    """A model of layers like the first, and the type of its numbers."""
-    first = found[0]
-    matrices = [(shape, dtype) for _, shape, dtype, _ in first.computed if len(shape) > 1]
-    weights = sum(prod(shape) for shape, _ in matrices)
-    # The model's width is that of rows there and back, so that all matrices have it.
-    common = set(matrices[0][0]).intersection(*(shape for shape, _ in matrices))
-    width = min(common or matrices[0][0])
-    shape = ModelShape(
-        name=first.name,
-        num_layers=LAYERS,
-        moe_layers=tuple(range(LAYERS)),
-        width=width,
-        attention_weights=4 * width * width,
-        head_width=(width, width),
-        dense_width=0,
-        products=GATED,
-        num_experts=first.num_experts,
-        top_k=min(TOP_K, first.num_experts),
-        expert_width=max(weights // (GATED * width), 1),
-    )
-    return shape, TYPES.get(matrices[0][1], "fp32")
-
-
-# How many ranks split an expert, and over how many cells the experts of a layer are spread.
-
 
 class Sized(NamedTuple):
     """The ranks, and what was chosen where the settings leave it open."""
@@ -149,8 +48,7 @@ class _Market(NamedTuple):
     """A cluster, and prices on it."""
 
     hardware: Hardware
-    # of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once
-    prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]
+    prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]  # of numbers of cells; made once
 
 
 def grid_of(
@@ -162,19 +60,9 @@ def grid_of(
     *,
     needs: Needs = NOTHING,
 ) -> Sized:
-    """The grid that the settings ask for, or the best for the model.
-
-    Args:
-        settings: the block.
-        strategy: that runs.
-        found: its layers.
-        world_size: ranks.
-        cluster: by whose prices open sizes are chosen; a rule does where it is not known.
-        needs: of the host.
-
-    Raises:
-        ValueError: sizes do not divide.
-    """
+    """The grid that the settings ask for, or the best for the model: open sizes are chosen by
+    prices on the cluster, and by a rule where it is not known. Raises ValueError where sizes do not
+    divide."""
     if strategy.roles is not None:
         return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
     cell_size = _cell_size(settings, strategy, found, world_size)
@@ -413,12 +301,110 @@ def _cell_size(
     return asked
 
 
-def _can_split(found: Iterable[Found], num_shards: int) -> bool:
+def _can_split(found: Sequence[Found], num_shards: int) -> bool:
     try:
         for layer in found:
-            if layer.num_cells > 1:
-                return False
             layer.split(num_shards)
     except ValueError:
         return False
-    return True
+    return all(layer.num_cells == 1 for layer in found)
+
+
+TOKENS = 4096  # of a rank in a pass
+TOP_K = 2
+LOADS = "zipf:0.6"
+LAYERS = 4  # that are priced
+STEPS = 3 + PRICED
+TYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class CellsPrice:
+    """What a number of cells comes to."""
+
+    num_cells: int  # which
+    # seconds of a layer in a step of one pass, gradients summed over homes with it, but not the
+    # host; to three digits, so that ranks of unlike processors agree
+    layer_s: float
+
+
+def prices_of_cells(
+    strategy: Strategy,
+    found: Sequence[Found],
+    hardware: Hardware,
+    sizes: Iterable[int],
+    grid: Grid,
+    *,
+    hooks: Hooked = NO_HOOKS,
+) -> list[CellsPrice]:
+    """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure."""
+    reached = Reached()
+    nodes = -(-grid.world_size // hardware.ranks_per_node)  # of the run, whatever the file has
+    hardware = reached.of(replace(hardware, num_nodes=nodes))
+    shape, number_type = _shape(found)
+    training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
+    weights = _on_its_way(hooks, shape, number_type, grid.cell_size)
+    rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
+    prices = []
+    for num_cells in sizes:
+        run = DescribedRun(
+            hardware=hardware,
+            shape=shape,
+            training=training,
+            grid=replace(grid, num_cells=num_cells),
+            passes=reached.passes,
+            on_its_way=weights,
+        )
+        priced = price_way(Way("", strategy, run.grid), run, rows_ILRE)
+        layers_s = priced.step_s - priced.mean("host_s")
+        prices.append(CellsPrice(num_cells, float(f"{layers_s / LAYERS:.2e}")))
+    return sorted(prices, key=lambda price: (price.layer_s, price.num_cells))
+
+
+def _on_its_way(
+    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
+) -> OnItsWay | None:
+    """None, which is as in memory, where hooks cannot be asked: a run that starts does so on a CPU,
+    and its rows may yet be of another width."""
+    try:
+        return on_its_way(hooks, shape, number_type, cell_size)
+    except Exception:  # whatever a user's own raise
+        return None
+
+
+@lru_cache(maxsize=1)  # grids with and without split experts have the same
+def _rows(num_ranks: int, num_experts: int, top_k: int) -> np.ndarray:
+    """Of all steps, int64 ``[I, L, R, E]``."""
+    return read_loads(
+        LOADS,
+        ranks=num_ranks,
+        experts=num_experts,
+        layers=LAYERS,
+        tokens=TOKENS,
+        top_k=top_k,
+        steps=STEPS,
+    ).rows_ILCE
+
+
+def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
+    """A model of layers like the first, and the type of its numbers."""
+    first = found[0]
+    matrices = [(shape, dtype) for _, shape, dtype, _ in first.computed if len(shape) > 1]
+    weights = sum(prod(shape) for shape, _ in matrices)
+    # The model's width is that of rows there and back, so that all matrices have it.
+    common = set(matrices[0][0]).intersection(*(shape for shape, _ in matrices))
+    width = min(common or matrices[0][0])
+    shape = ModelShape(
+        name=first.name,
+        num_layers=LAYERS,
+        moe_layers=tuple(range(LAYERS)),
+        width=width,
+        attention_weights=4 * width * width,
+        head_width=(width, width),
+        dense_width=0,
+        products=GATED,
+        num_experts=first.num_experts,
+        top_k=min(TOP_K, first.num_experts),
+        expert_width=max(weights // (GATED * width), 1),
+    )
+    return shape, TYPES.get(matrices[0][1], "fp32")

@@ -18,8 +18,7 @@ from torch._functorch import config as functorch_config
 from ds_moe_ext.hosts.attachment.host_layer import Found, Wanted
 from ds_moe_ext.strategies.settings import BLOCK
 
-WRAPPED = "_orig_mod"
-"""Where ``torch.compile(module)`` keeps the module that it wraps."""
+WRAPPED = "_orig_mod"  # where ``torch.compile(module)`` keeps the module that it wraps
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,11 +38,7 @@ def stepped_into(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compilable:
-    """A model's forward, which the user may compile at any time.
-
-    Args:
-        forward: the model's own.
-    """
+    """A model's own forward, which the user may compile at any time."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = self._run = forward
@@ -82,9 +77,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner
 
 
-# Why a replaced layer is not copied by Python, as ``copy.deepcopy`` and pickle do.
-
-
 def no_duplicate(name: str) -> TypeError:
     """What a user is told who copies a model, as for averaged weights, or pickles it."""
     return TypeError(
@@ -95,12 +87,16 @@ def no_duplicate(name: str) -> TypeError:
     )
 
 
-# Hooks of a user's on experts that are replaced, which nobody calls any more: told at start.
-
-
 def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
     """Tell, on rank 0, of hooks that go with a module and its weights."""
-    hooked = list(_hooked(module.get_submodule(inside), f"{name}.{inside}" if inside else name))
+    hooked = []  # modules with weights and weights that have hooks of passes
+    root, prefix = module.get_submodule(inside), f"{name}.{inside}" if inside else name
+    for inner, each in root.named_modules(prefix=prefix):
+        if hooks_of(each) and next(each.parameters(), None) is not None:
+            hooked.append(inner)
+        for weight, parameter in each.named_parameters(recurse=False):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                hooked.append(f"{inner}.{weight}")
     if hooked and dist.get_rank() == 0:
         names = ", ".join(hooked[:3]) + (", ..." if len(hooked) > 3 else "")
         warnings.warn(
@@ -122,19 +118,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in kept for hook in hooks.values()]
 
 
-def _hooked(module: nn.Module, name: str) -> Iterator[str]:
-    """Names of modules with weights and of weights that have hooks of passes."""
-    for inner, each in module.named_modules(prefix=name):
-        if hooks_of(each) and next(each.parameters(), None) is not None:
-            yield inner
-        for weight, parameter in each.named_parameters(recurse=False):
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                yield f"{inner}.{weight}"
-
-
-# Weights of experts that are tied, which they would not be any more as parameters of their own.
-
-
 _WHY = (
     "ds_moe_ext makes each expert parameters of its own, which would be trained apart; give each "
     "weights of its own, share the whole experts module, or leave this layer out with "
@@ -144,15 +127,9 @@ _WHY = (
 
 def check_not_tied(model: nn.Module, found: Sequence[Found]) -> None:
     """A module that stands at several places of a model is replaced at all of them, but of a weight
-    that two modules have each would get one of its own.
-
-    Args:
-        model: that has the layers.
-        found: the layers; one that does not say how it keeps its weights is not looked at.
-
-    Raises:
-        ValueError: a weight of an expert is another's too, or that of a module elsewhere.
-    """
+    that two modules have each would get one of its own. Raises ValueError where a weight of an
+    expert is another's too, or that of a module elsewhere; a layer that does not say how it keeps
+    its weights is not looked at."""
     owners: dict[int, list[nn.Module]] = {}  # of a parameter
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -186,19 +163,10 @@ def _weights(layer: Found, experts: nn.Module) -> Iterable[int]:
     return used
 
 
-# Modules that look like experts, but that nothing here knows how to replace: never in silence.
-
-
 def unknown_experts(model: nn.Module, known: Collection[str], wanted: Wanted) -> list[str]:
-    """Modules with weights that have "expert" in their name or class; shared experts are dense.
-
-    Args:
-        known: names of the layers that are replaced.
-        wanted: whether a layer of a name is to be replaced.
-
-    Returns:
-        One text for all modules of a class that differ in the numbers of their name only.
-    """
+    """Modules with weights that have "expert" in their name or class, beside the layers that are
+    ``known``, one text for all of a class that differ in the numbers of their name only; shared
+    experts are dense."""
     seen: list[str] = [*known]
     counts: Counter[tuple[str, str]] = Counter()
     for name, module in named_modules(model):
@@ -206,17 +174,12 @@ def unknown_experts(model: nn.Module, known: Collection[str], wanted: Wanted) ->
         told = f"{name.rpartition('.')[2]} {kind}".lower()
         if "expert" not in told or "shared" in told or next(module.parameters(), None) is None:
             continue
-        if not wanted(name) or any(
-            _lies_in(name, other) or _lies_in(other, name) for other in seen
-        ):
+        inside = (f"{name}.".startswith(f"{o}.") or f"{o}.".startswith(f"{name}.") for o in seen)
+        if not wanted(name) or any(inside):
             continue
         seen.append(name)
         counts[re.sub(r"\b\d+\b", "*", name), kind] += 1
     return [f"{name} ({kind}, {count})" for (name, kind), count in counts.items()]
-
-
-def _lies_in(name: str, other: str) -> bool:
-    return name == other or name.startswith(f"{other}.")
 
 
 def warn_of_unknown(unknown: Sequence[str]) -> None:

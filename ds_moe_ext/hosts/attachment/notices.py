@@ -39,17 +39,8 @@ class Refusal:
 def refuse(
     refusals: Iterable[Refusal], given: Any, context: str = ENABLED, or_else: str = ""
 ) -> None:
-    """Check what was given.
-
-    Args:
-        refusals: what is refused, the first of them first.
-        given: as their ``asked`` takes it.
-        context: what makes it impossible.
-        or_else: another remedy for all of them.
-
-    Raises:
-        ValueError: it asks for what cannot be done.
-    """
+    """Raise ValueError by the first that was asked for: what is given is as their ``asked`` takes
+    it, ``context`` is what makes it impossible, ``or_else`` another remedy for all."""
     for refusal in refusals:
         asked = refusal.asked(given)
         if asked:
@@ -57,12 +48,7 @@ def refuse(
             raise ValueError(f"{context}, but {asked}: {refusal.reason}; {refusal.remedy}{other}")
 
 
-# Defaults that a host cannot have: they are settled at start, and a line says what was left
-# out.
-
-
-Tell = Callable[[str], object]
-"""Takes a line for a person."""
+Tell = Callable[[str], object]  # takes a line for a person
 
 
 @dataclass(frozen=True)
@@ -99,38 +85,23 @@ SLICES = Default(
 def settle(
     default: Default, strategy: Strategy, refusals: Iterable[Refusal], given: Any, tell: Tell
 ) -> Strategy:
-    """The strategy as it can be had. Pure but for telling.
-
-    Args:
-        default: what it may do.
-        strategy: that was chosen.
-        refusals: why it could not do that, the first of them first.
-        given: as their ``asked`` takes it.
-        tell: is given the line that says what was left out, and why.
-
-    Raises:
-        ValueError: a key asks for what cannot be done.
-    """
-    rows = tuple(refusals)
-    found = ((row, asked) for row in rows if (asked := row.asked(given)))
+    """The strategy as it can be had: without the default, by the first reason why it could not do
+    that, and a line tells so. Pure but for telling. Raises ValueError where a key asks for what
+    cannot be done."""
+    found = ((row, asked) for row in refusals if (asked := row.asked(given)))
     if not default.is_on(strategy) or (first := next(found, None)) is None:
         return strategy
-    key, settled = default.key(strategy.keys), default.without(strategy)
+    (row, asked), key, settled = first, default.key(strategy.keys), default.without(strategy)
     if default.is_on(settled):
         context = f"{key} is {default.value(strategy)}"
-        refuse(rows, given, context=context, or_else=f"set {key} to {default.off}")
-    row, asked = first
+        refuse((row,), given, context=context, or_else=f"set {key} to {default.off}")
     tell(f"{key} is null: {default.left_out}, because {asked}: {row.reason}; {row.remedy}")
     return settled
 
 
-# The files that a run leaves behind: tried as it starts, and written whatever comes.
-
-
+# That the main thread has to answer a signal, before it is taken to wait for other ranks.
 PATIENCE_S = 0.5
-"""That the main thread has to answer a signal, before it is taken to wait for other ranks."""
-LIMIT_S = 20.0
-"""That writing may take behind a signal; launchers kill after thirty seconds."""
+LIMIT_S = 20.0  # that writing may take behind a signal; launchers kill after thirty seconds
 
 
 def check_outputs(settings: Settings, *, writes: bool) -> None:
@@ -256,8 +227,7 @@ class Endings:
             self._pipe = None  # nor a thread that reads it
 
 
-ENDINGS = Endings()
-"""Of this process."""
+ENDINGS = Endings()  # of this process
 
 
 def say(line: str) -> None:

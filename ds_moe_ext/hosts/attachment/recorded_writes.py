@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Names of torch's operations that do the same to each element, whichever others there are.
 ELEMENT_BY_ELEMENT = frozenset(
     {
         *("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_"),
@@ -28,11 +29,10 @@ ELEMENT_BY_ELEMENT = frozenset(
         "trunc_normal_",
     }
 )
-"""Names of torch's operations that do the same to each element, whichever others there are."""
-
+# Functions of ``torch.nn.init`` that look at what they have drawn, and leave at once where a tensor
+# has no elements.
 IDLE_WITHOUT_ELEMENTS = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
-"""Functions of ``torch.nn.init`` that look at what they have drawn, and leave at once where a
-tensor has no elements."""
+PART = 2**24  # elements looked at together, so that the look takes little memory
 
 
 class Unknown(Exception):
@@ -65,15 +65,9 @@ class Place:
         return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride)) + 1
 
     def within(self, part: Place) -> Place | None:
-        """What of this place is the part's: the place in a memory that has the part alone; None if
-        nothing is.
-
-        Args:
-            part: one expert's, whose elements lie together.
-
-        Raises:
-            Unknown: they are not a rectangle of the part.
-        """
+        """What of this place is the part's, of one expert, whose elements lie together: the place
+        in a memory that has the part alone; None if nothing is. Raises Unknown where they are not a
+        rectangle of the part."""
         if self.stop <= part.offset or part.stop <= self.offset:
             return None
         if part.offset <= self.offset and self.stop <= part.stop:
@@ -86,14 +80,10 @@ class Place:
                 is_there = number in range(self.shape[0])
                 own_offset = own.offset - part.offset
                 return Place(own.shape, own.stride, own_offset) if is_there else None
-        if _is_dense(self) and self.offset <= part.offset and part.stop <= self.stop:
+        is_dense = torch.Size(self.shape).numel() == self.stop - self.offset  # has all in between
+        if is_dense and self.offset <= part.offset and part.stop <= self.stop:
             return Place(part.shape, part.stride, 0)
         raise Unknown(f"a part {list(self.shape)} of weights, across experts")
-
-
-def _is_dense(place: Place) -> bool:
-    """Whether it is all of the memory between its first and its last element."""
-    return torch.Size(place.shape).numel() == place.stop - place.offset
 
 
 class Operation(NamedTuple):
@@ -167,16 +157,8 @@ class Writes(TorchDispatchMode):
         return written[0] if num_given == 1 else tuple(written)[:num_given] or None
 
     def written(self, tensor: Tensor, operation: Operation, is_done: bool = True) -> Any:
-        """Record an operation in place, leave it out, or let it be done.
-
-        Args:
-            tensor: that it writes to.
-            operation: which.
-            is_done: where neither of the first two is right.
-
-        Returns:
-            What it gives.
-        """
+        """Record an operation in place, leave it out, or, where neither is right, do it if
+        ``is_done``; what it gives."""
         key = key_of(tensor)
         if key in self.kept:
             return tensor
@@ -221,15 +203,9 @@ class Writes(TorchDispatchMode):
         self.kept.update(map(key_of, tensors))
 
     def recipe(self, weight: Tensor, part: Tensor) -> Recipe:
-        """How one expert's weight is initialised.
-
-        Args:
-            weight: that has those of all experts, or of this one.
-            part: of it, this expert's ``[F, ...]``.
-
-        Raises:
-            Unknown: by nothing that was recorded, or by what cannot be done for one alone.
-        """
+        """How one expert's weight, a part ``[F, ...]`` of a weight of all experts or of this one,
+        is initialised. Raises Unknown where that is by nothing that was recorded, or by what cannot
+        be done for one alone."""
         whole, own = Place.of(weight), Place.of(part)
         steps: list[Write] = []
         for operation, written in self.by_memory.get(key_of(weight), ()):
@@ -263,9 +239,6 @@ class Recipe:
         return own
 
 
-# Elements that nobody wrote.
-
-
 def blank(tensor: Tensor) -> None:
     """Fill a tensor with what no initialiser would leave there."""
     with torch.no_grad():
@@ -289,6 +262,3 @@ def has_blanks(tensor: Tensor) -> bool:
         if bool(is_blank):
             return True
     return False
-
-
-PART = 2**24  # elements looked at together, so that the look takes little memory

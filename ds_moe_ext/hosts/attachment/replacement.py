@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model and the settings to replaced layers: the same for every host."""
+"""From a model and the settings to replaced layers: the same for every host.
+
+``found_in`` asks the host's finders (``Finder``) for layers, each a ``Found`` (``host_layer.py``):
+its experts' shapes, and ``adopt``, which puts ours in their place. ``grid_of`` (``grid.py``) says
+over how many ranks they are spread, ``on_grid`` checks that they fit and draws the ``Blueprint``;
+until then nothing has changed, and no process group was made. ``build`` makes the groups, connects
+them, and replaces layer by layer: each becomes an ``AttachedLayer`` with the program of its
+strategy (``moe.layer.RoutedExperts``), and takes the gate of the settings (``router_gates.py``).
+What a person should know of the outcome is told by ``told_way``, ``told_homes`` and
+``warn_of_what_stays``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -36,7 +47,6 @@ from ds_moe_ext.hosts.attachment.router_gates import Router, host, routers_of, w
 from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.copy_memory import Weights, check_repeats
-from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.layer_copies import in_order
@@ -45,15 +55,13 @@ from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
 from ds_moe_ext.planning.strategy import Job, Pool, Site, Strategy, followers
 from ds_moe_ext.report.record import LayerRecord
-from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 from ds_moe_ext.strict import in_json
 
 CPU = torch.device("cpu")
 
-Around = Callable[[int, Hosted], RunRows]
-"""See ``build``."""
-
+Around = Callable[[int, Hosted], RunRows]  # see ``build``
 Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
 
 
@@ -82,20 +90,6 @@ class AttachedLayer:
         """The expert weights of this rank, as the model has them: slot by slot, or stacked."""
         return parameters_of(self.hosted)
 
-    @classmethod
-    def of(cls, found: Found, adopted: Adopted, routing: Facts) -> AttachedLayer:
-        before = {p for sources in adopted.sources.values() for p in sources}
-        return cls(
-            found.name,
-            found.kind,
-            adopted.hosted,
-            bytes_of(before.union(adopted.discarded)),
-            found.stack,
-            bytes_of(parameters_of(adopted.hosted)),
-            found.num_factors,
-            routing,
-        )
-
     def computed(self, slot: Slot) -> tuple[nn.Parameter, ...]:
         """Of an expert's weights those that it computes with; adapters change them before."""
         return slot.parameters[: len(slot.parameters) - self.num_factors]
@@ -115,9 +109,7 @@ class AttachedLayer:
 
 def parameters_of(hosted: Hosted) -> tuple[nn.Parameter, ...]:
     """See ``AttachedLayer.parameters``."""
-    if hosted.stacks:
-        return hosted.stacks
-    return tuple(parameter for slot in hosted.slots() for parameter in slot.parameters)
+    return hosted.stacks or tuple(p for slot in hosted.slots() for p in slot.parameters)
 
 
 def bytes_of(weights: Iterable[Tensor]) -> int:
@@ -185,11 +177,8 @@ def draw(
     *,
     needs: Needs = NOTHING,
 ) -> Blueprint:
-    """Find the layers and check that they fit the ranks. Pure but for reading the model.
-
-    Raises:
-        ValueError: there is nothing to replace, or sizes do not divide.
-    """
+    """Find the layers and check that they fit the ranks. Pure but for reading the model. Raises
+    ValueError where there is nothing to replace, or sizes do not divide."""
     found = found_in(model, finders, settings)
     grid, why = grid_of(settings, strategy, found, world_size, needs=needs)
     routers = routers_of(model, found, settings.gate)
@@ -197,11 +186,8 @@ def draw(
 
 
 def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) -> list[Found]:
-    """The layers that the settings ask for, of a model that must have some.
-
-    Raises:
-        ValueError: there is nothing to replace, or weights are tied.
-    """
+    """The layers that the settings ask for. Raises ValueError where there are none, or weights are
+    tied."""
     found = [layer for finder in finders for layer in finder(model, wanted(settings))]
     if not found:
         pattern = settings.moe_layer_pattern
@@ -226,6 +212,7 @@ def _several_homes(grid: Grid) -> str:
     return f"each expert has {num_homes} homes here" if num_homes > 1 else ""
 
 
+# Of a grid, where experts move.
 SEVERAL_HOMES = Refusal(
     "expert_parallel_size (under Megatron: --expert-model-parallel-size) by which each expert has "
     "several homes",
@@ -233,7 +220,6 @@ SEVERAL_HOMES = Refusal(
     "an expert that moves has one",
     "leave expert_parallel_size out (under Megatron: raise --expert-model-parallel-size)",
 )
-"""Of a grid, where experts move."""
 
 
 def on_grid(
@@ -245,14 +231,8 @@ def on_grid(
     *,
     tell: Tell = ignored,
 ) -> Blueprint:
-    """Check that layers fit ranks. Pure but for reading a hardware file, and telling.
-
-    Args:
-        tell: is given what was left out of defaults, a line each.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that layers fit ranks; ``tell`` is given what was left out of defaults, a line each.
+    Pure but for reading a hardware file, and telling. Raises ValueError where they do not fit."""
     if grid.num_cells == 1:
         tell = ignored  # of what there is to leave out: every cell has all experts
     strategy = settle(HOMES, strategy, (SEVERAL_HOMES,), grid, tell)
@@ -291,29 +271,30 @@ def build(
     around: Around | None = None,
     beside: Sequence[Grid] = (),
 ) -> list[tuple[AttachedLayer, Adopted]]:
-    """Replace the layers. Collective: it makes the layout's process groups.
-
-    Args:
-        device: where this rank's experts will compute.
-        around: makes what a layer calls from its number and its module, whose ``run`` are the
-            experts; None where that is these alone.
-        beside: as ``ParallelLayout.build`` takes them; a rank may then have no layer.
-    """
+    """Replace the layers, whose experts will compute on the device. Collective: it makes the
+    layout's process groups, those of grids ``beside`` too, on whose ranks there may be no layer.
+    ``around`` makes what a layer calls from its number and its module, whose ``run`` are the
+    experts alone."""
     is_first = dist.get_rank() == blueprint.grid.ranks.flat[0]
     check_outputs(blueprint.settings, writes=is_first and bool(blueprint.found))
-    strategy = blueprint.strategy
-    hardware = blueprint.hardware
+    strategy, hardware = blueprint.strategy, blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
     start, has_layers = start_of("attachment.build"), bool(blueprint.found)
     with start.together():
         if has_layers:
             _check_way(blueprint, layout, device)
-    if has_layers:
-        _connect(layout, strategy.uses(), device)
+    uses = strategy.uses() if has_layers else ()
+    # Connect ranks where not all take part in each transfer.
+    if ("ep", PARAM) in uses:
+        connect(layout.group("ep", PARAM), device)
+    if has_layers and layout.grid.cell_size > 1:
+        connect(layout.group("esp", INTRA), device)
+    for axis in NODE_AXES:
+        if (axis, INTER) in uses and not layout.why_flat:
+            connect(layout.group(axis, INTER), device)
     with start.together():
-        built = _adopted(blueprint, layout, around, device) if has_layers else []
-    return built
+        return _adopted(blueprint, layout, around, device) if has_layers else []
 
 
 def stays_in_slots(blueprint: Blueprint) -> bool:
@@ -334,24 +315,11 @@ def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.devic
         _warn_of_idle_codecs(blueprint)
 
 
-def _connect(
-    layout: ParallelLayout, uses: Sequence[tuple[str, Lane]], device: torch.device
-) -> None:
-    """Connect ranks where not all take part in each transfer. Collective."""
-    if ("ep", PARAM) in uses:
-        connect(layout.group("ep", PARAM), device)
-    if layout.grid.cell_size > 1:
-        connect(layout.group("esp", INTRA), device)
-    for axis in NODE_AXES:
-        if (axis, INTER) in uses and not layout.why_flat:
-            connect(layout.group(axis, INTER), device)
-
-
 def _adopted(
     blueprint: Blueprint, layout: ParallelLayout, around: Around | None, device: torch.device
 ) -> list[tuple[AttachedLayer, Adopted]]:
-    """See ``build``."""
-    strategy, homes, stacks = blueprint.strategy, blueprint.homes(), blueprint.stacks
+    strategy, settings = blueprint.strategy, blueprint.settings
+    homes, stacks = blueprint.homes(), blueprint.stacks
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
     attached = []
     planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
@@ -360,13 +328,32 @@ def _adopted(
         site = Site(plan, layout, index, following)
         router = blueprint.routers[index] if blueprint.routers else None
         may_drop = found.may_drop if router is None else router.gate.may_drop
-        shard = _shard(found, layout)
-        adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
+        size = layout.grid.cell_size
+        options = LayerOptions(
+            capacity_factor=settings.capacity_factor,
+            gate_may_drop=may_drop,
+            hooks=settings.hooks,
+            name=found.name,
+        )
+        adopted = found.adopt(
+            held,
+            WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size),
+            partial(RoutedExperts, strategy, site, options=options),
+        )
         if around is not None:
             adopted.hosted.run = around(index, adopted.hosted)
         gate = None if router is None else router.gate
-        routing = facts_of(found.routing, gate, blueprint.settings, strategy)
-        layer = AttachedLayer.of(found, adopted, routing)
+        before = {p for sources in adopted.sources.values() for p in sources}
+        layer = AttachedLayer(
+            name=found.name,
+            kind=found.kind,
+            hosted=adopted.hosted,
+            bytes_before=bytes_of(before.union(adopted.discarded)),
+            stack=found.stack,
+            expert_bytes=bytes_of(parameters_of(adopted.hosted)),
+            num_factors=found.num_factors,
+            routing=facts_of(found.routing, gate, settings, strategy),
+        )
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
         _allow_copies(blueprint, [layer for layer, _ in attached], device)
@@ -379,15 +366,8 @@ def take_first_ranks_experts(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give all ranks the first one's experts, for ranks may have drawn or loaded their own.
-    Collective.
-
-    Args:
-        model: before its layers are replaced.
-        blueprint: of what will be.
-        device: that ranks talk over.
-        group: the ranks that run the same layers; None: all.
-    """
+    """Give all ranks of the group the first one's experts, before layers are replaced: ranks may
+    have drawn or loaded their own. Collective."""
     for found in blueprint.found if blueprint.grid.world_size > 1 else ():
         if found.num_cells > 1:
             continue  # the model was built with other experts on each rank
@@ -421,13 +401,8 @@ def told_homes(
     key: str = CELLS,
     resize: Callable[[int], str] = lambda size: f"set {in_json(CELLS, size)}",
 ) -> str:
-    """That homes leave a strategy nothing to do, or ranks without experts; else empty.
-
-    Args:
-        blueprint: what was asked for.
-        key: by which the user says how many cells there are.
-        resize: what gives so many.
-    """
+    """That homes leave a strategy nothing to do, or ranks without experts; else empty. ``key`` is
+    by which the user says how many cells there are, ``resize`` tells what gives so many."""
     strategy, grid = blueprint.strategy, blueprint.grid
     max_cells = grid.world_size // grid.cell_size
     if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().weighs_copies:
@@ -453,36 +428,28 @@ def told_homes(
 
 def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
     is_split = blueprint.grid.cell_size > 1
-    codecs = blueprint.settings.hooks.codecs
+    codecs, told = blueprint.settings.hooks.codecs, list[str]()
     idle = [c for c in codecs if not (c.cell and is_split)]
     if idle and blueprint.grid.num_cells == 1:
-        _warn_of_no_effect(
+        told.append(
             f"{', '.join(map(str, idle))}, which has no effect: there is one cell, so that no rows "
             "travel between cells; leave it out, or raise expert_parallel_size"
         )
     in_cells = [c for c in codecs if c.cell]
     if in_cells and not is_split:
-        _warn_of_no_effect(
+        told.append(
             f"'cell' of {', '.join(map(str, in_cells))}, which has no effect: no ranks split "
             "experts; leave it out, or raise expert_sharding_size"
         )
     of_copies = [c for c in codecs if c.copies or c.copy_gradients]
     if of_copies and not blueprint.strategy.rhythm().weighs_copies:
-        _warn_of_no_effect(
+        told.append(
             f"'copies' or 'copy_gradients' of {', '.join(map(str, of_copies))}, which have no "
             f"effect: strategy {blueprint.settings.placing!r} copies no experts; leave them out, "
             "or choose one that does"
         )
-
-
-def _warn_of_no_effect(what: str) -> None:
-    warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)
-
-
-def _shard(found: Found, layout: ParallelLayout) -> Shard:
-    """The part of a layer's experts that this rank has."""
-    size = layout.grid.cell_size
-    return WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size)
+    for what in told:
+        warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)
 
 
 def _allow_copies(
@@ -496,19 +463,14 @@ def _allow_copies(
         else:
             some = slot.parameters
         like = some[: len(blueprint.found[first].computed)]
-        _check_codec(blueprint, like, device)
+        try:  # copies of experts must be the same each time they travel
+            check_repeats(blueprint.settings.hooks.of_copies, like, device)
+        except ValueError as error:
+            raise ValueError(f"{BLOCK}.hooks: {error}") from error
         for each in hosted:
             each.routed.allow_copies(like, parameters_of(each) or some, device)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
-
-
-def _check_codec(blueprint: Blueprint, like: Weights, device: torch.device) -> None:
-    """Raises ValueError where copies of experts would not be the same each time they travel."""
-    try:
-        check_repeats(blueprint.settings.hooks.of_copies, like, device)
-    except ValueError as error:
-        raise ValueError(f"{BLOCK}.hooks: {error}") from error
 
 
 def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
@@ -522,11 +484,8 @@ def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
 
 
 def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
-    """Collective. A plan or an issue order that differs between ranks would hang them later.
-
-    Raises:
-        RuntimeError: on every rank, naming its own digest and those of the others.
-    """
+    """A plan or an issue order that differs between ranks would hang them later: raises
+    RuntimeError on every rank, naming its own digest and those of the others. Collective."""
     for layer in layers:
         text = layer.routed.describe()
         group = layer.routed.site.layout.group(GRID, INTER)
@@ -536,15 +495,3 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
                 f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of the grid's ranks; "
                 f"rank {rank} has\n{text}"
             )
-
-
-def _factory(
-    blueprint: Blueprint, name: str, may_drop: bool, site: Site
-) -> Callable[[ExpertFunction], RoutedExperts]:
-    options = LayerOptions(
-        capacity_factor=blueprint.settings.capacity_factor,
-        gate_may_drop=may_drop,
-        hooks=blueprint.settings.hooks,
-        name=name,
-    )
-    return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.attachment.host_layer import ROUTERS, Adopted, Found, keep_marks
-from ds_moe_ext.moe.gate import Choice, Gate, GateWeight, count
+from ds_moe_ext.moe.gate import Choice, Gate, count
 from ds_moe_ext.strategies.settings import BLOCK
 
 WEIGHT = "weight"
 
+# From logits ``[T, E]`` and a choice to what the host's block expects of its router.
 Answer = Callable[[Tensor, Choice], tuple[Any, ...]]
-"""From logits ``[T, E]`` and a choice to what the host's block expects of its router."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,22 +42,18 @@ class Router:
         return self.holder.get_parameter(WEIGHT)
 
 
-# Finding.
-
-
 def routers_of(model: nn.Module, found: Iterable[Found], gate: Gate | None) -> tuple[Router, ...]:
-    """The routers of these layers, in order; none if the host's gate stays. Changes nothing.
-
-    Raises:
-        ValueError: one of them cannot take the gate.
-    """
+    """The routers of these layers, in order; none if the host's gate stays. Changes nothing. Raises
+    ValueError where one cannot take the gate."""
     return () if gate is None else tuple(_router_of(model, layer, gate) for layer in found)
 
 
 def _router_of(model: nn.Module, layer: Found, gate: Gate) -> Router:
     try:
         if layer.kind == "deepspeed.moe":
-            router = _of_deepspeed(model.get_submodule(layer.name), gate)
+            moe: Any = model.get_submodule(layer.name)
+            its = moe.deepspeed_moe.gate
+            router = Router(gate.with_top_k(its.k), its, its.wg, moe, _as_deepspeed)
         else:
             router = _of_hugging_face(model, layer, gate)
         _check_gate(router)
@@ -84,11 +80,6 @@ def _check_gate(router: Router) -> None:
                 f"its weight {weight.name!r} has 'expert' in its name, by which DeepSpeed's "
                 "checkpoints know the weights of experts: give it another name"
             )
-
-
-def _of_deepspeed(moe: Any, gate: Gate) -> Router:
-    router = moe.deepspeed_moe.gate
-    return Router(gate.with_top_k(router.k), router, router.wg, moe, _as_deepspeed)
 
 
 def _of_hugging_face(model: nn.Module, layer: Found, gate: Gate) -> Router:
@@ -140,9 +131,6 @@ def _asked(router: nn.Module, weight: Tensor) -> tuple[Any, ...]:
     return answer if isinstance(answer, tuple) else (answer,)
 
 
-# What hosts expect.
-
-
 def _as_hugging_face(logit_TE: Tensor, choice: Choice) -> tuple[Any, ...]:
     """The model's own load-balance loss is made from the logits."""
     return logit_TE, choice.score_TK, choice.expert_TK
@@ -156,18 +144,22 @@ def _as_deepspeed(logit_TE: Tensor, choice: Choice) -> tuple[Any, ...]:
     return choice.losses[0], None, num_experts, expert_KT, None, score_KT, rows_E
 
 
-# Replacing.
-
-
 def host(router: Router, adopted: Adopted) -> Adopted:
-    """Put its gate into the router of an adopted layer.
-
-    Returns:
-        The layer with the gate's new parameters, whose source is the router's weight.
-    """
+    """Put its gate into the router of an adopted layer: the layer with the gate's new parameters,
+    whose source is the router's weight."""
     old = router.weight
     wanted = router.gate.weights(*old.shape)
-    made = [_put(router.holder, weight, old) for weight in wanted if not _is_there(weight, old)]
+    made = []
+    for weight in wanted:
+        if weight.name == WEIGHT and weight.shape == tuple(old.shape):
+            continue
+        with torch.no_grad():
+            first = old.new_empty(weight.shape)
+            weight.fill(first)
+        parameter = nn.Parameter(first, requires_grad=old.requires_grad)
+        keep_marks(parameter, old)
+        router.holder.register_parameter(weight.name, parameter)
+        made.append(parameter)
     names = tuple(weight.name for weight in wanted)
     if WEIGHT not in names:
         router.holder.register_parameter(WEIGHT, None)
@@ -183,20 +175,6 @@ def host(router: Router, adopted: Adopted) -> Adopted:
         sources={**adopted.sources, **dict.fromkeys(made, (old,))},
         discarded=adopted.discarded if is_kept else (*adopted.discarded, old),
     )
-
-
-def _is_there(wanted: GateWeight, old: nn.Parameter) -> bool:
-    return wanted.name == WEIGHT and wanted.shape == tuple(old.shape)
-
-
-def _put(holder: nn.Module, wanted: GateWeight, old: nn.Parameter) -> nn.Parameter:
-    with torch.no_grad():
-        first = old.new_empty(wanted.shape)
-        wanted.fill(first)
-    parameter = nn.Parameter(first, requires_grad=old.requires_grad)
-    keep_marks(parameter, old)
-    holder.register_parameter(wanted.name, parameter)
-    return parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,23 +212,18 @@ class Sequences:
         return self._count
 
 
-# Causal models.
-
-
 def warn_if_causal(gate: Gate | None, model: nn.Module) -> None:
-    """Warn of a gate that looks at later tokens in a model that predicts them."""
-    if gate is not None and gate.looks_ahead and _is_causal(model):
+    """Warn of a gate that looks at later tokens in a model that predicts them, by the names of its
+    modules, or as Hugging Face's attention says it."""
+    if gate is None or not gate.looks_ahead:
+        return
+    if any(
+        "Causal" in type(module).__name__ or getattr(module, "is_causal", False) is True
+        for module in model.modules()
+    ):
         warnings.warn(
             f"{BLOCK}.gate is {gate}, which looks at future tokens, and {type(model).__name__} is "
             "causal: its training loss is then too good, and generation routes otherwise than "
             "training; choose another gate",
             stacklevel=2,
         )
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """By the names of its modules, or as Hugging Face's attention says it."""
-    return any(
-        "Causal" in type(module).__name__ or getattr(module, "is_causal", False) is True
-        for module in model.modules()
-    )

@@ -88,20 +88,12 @@ def is_first() -> bool:
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
-# The start of a run, on all ranks together: what one rank cannot do, none goes on to do.
+PATIENCE_S = 10.0  # that a rank waits for others before a person is told for which
+FAREWELL_S = 5.0  # that rank 0, which may keep the store, stays for others to read why they end
+NUM_TOLD = 3  # differences between two ranks that an error names
 
-
-PATIENCE_S = 10.0
-"""How long a rank waits for others before a person is told for which."""
-
-FAREWELL_S = 5.0
-"""How long rank 0, which may keep the store, stays for others to read why they cannot start."""
-
-NUM_TOLD = 3
-"""Differences between two ranks that an error names."""
-
+# What must be the same on all ranks: what it is -> a text of it.
 Description = Mapping[str, str]
-"""What must be the same on all ranks: what it is -> a text of it."""
 
 
 class Disagreement(ValueError):
@@ -150,14 +142,8 @@ class Start:
         return f"{self._name}/{step}/{what}"
 
     def stand_aside(self, off: str) -> None:
-        """Say that this rank does not run by us. Waits for nobody.
-
-        Args:
-            off: what the rank's block is, for a person.
-
-        Raises:
-            ValueError: another rank, which came before, does.
-        """
+        """Say that this rank does not run by us, as ``off`` tells a person. Waits for nobody;
+        raises ValueError where another rank, which came before, does."""
         board = self.board
         if board is None:
             return
@@ -170,13 +156,10 @@ class Start:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What every rank does by itself. Collective; behind the block all have done it.
-
-        Raises:
-            ValueError: where another rank refused what it found, in its words.
-            RuntimeError: another rank failed.
-            TimeoutError: another rank did not come in the time of the world's collectives.
-        """
+        """What every rank does by itself. Collective; behind the block all have done it. Where
+        another rank refused what it found this raises ValueError in its words, where it failed
+        RuntimeError, and where it did not come in the time of the world's collectives
+        TimeoutError."""
         try:
             yield
         except Exception as error:
@@ -204,15 +187,8 @@ class Start:
             warnings.warn(f"{BLOCK}: other ranks could not be told ({gone})", stacklevel=2)
 
     def agree(self, description: Description, first: int = 0) -> None:
-        """Compare what ranks start with, each thing once. Collective.
-
-        Args:
-            description: of this rank.
-            first: the rank that this one is compared with.
-
-        Raises:
-            ValueError: on all ranks, naming what differs and both values.
-        """
+        """Compare what ranks start with to that of the ``first``, each thing once. Collective.
+        Raises ValueError, on all ranks, that names what differs and both values."""
         new = {key: text for key, text in description.items() if key not in self._agreed}
         if self.board is None or (description and not new):
             return
@@ -247,7 +223,11 @@ class Start:
         if board is None:
             return
         try:
-            outcome = self._arrive(board)
+            key = self._key(self._step, "outcome")
+            board.put(f"{self._name}/at {board.rank}", str(self._step))
+            if board.add(self._key(self._step, "arrived"), 1) == board.size:
+                board.put_first(key, json.dumps(asdict(_GOOD)))
+            outcome = _Outcome(**json.loads(self._awaited(board, key)))
             if outcome != _GOOD:
                 self._leave(board)
         except RuntimeError as gone:
@@ -255,15 +235,21 @@ class Start:
                 f"{BLOCK}: the store by which ranks meet is gone while rank {board.rank} is in "
                 f"{self.of} ({gone}); see why the process that keeps it, as rank 0, has ended"
             ) from gone
-        self._heed(outcome)
+        if outcome.off:
+            told = f"enabled on rank {board.rank}, but {outcome.off} on rank {outcome.rank}"
+            raise Disagreement(_only_some(told))
+        if outcome.is_common:
+            raise Disagreement(outcome.text)
+        if outcome.is_refusal:
+            raise ValueError(
+                f"rank {outcome.rank} cannot start, nor can the others: {outcome.text}"
+            )
+        if outcome != _GOOD:
+            raise RuntimeError(
+                f"{BLOCK}: rank {outcome.rank} failed in {self.of}, so that no rank can start: "
+                f"{outcome.text}"
+            )
         self._step += 1
-
-    def _arrive(self, board: Board) -> _Outcome:
-        key = self._key(self._step, "outcome")
-        board.put(f"{self._name}/at {board.rank}", str(self._step))
-        if board.add(self._key(self._step, "arrived"), 1) == board.size:
-            board.put_first(key, json.dumps(asdict(_GOOD)))
-        return _Outcome(**json.loads(self._awaited(board, key)))
 
     def _leave(self, board: Board) -> None:
         """This rank knows why none can start."""
@@ -300,24 +286,6 @@ class Start:
         some = ", ".join(map(str, absent[:8])) + (" and others" if len(absent) > 8 else "")
         return f"rank{'s' * (len(absent) > 1)} {some}"
 
-    def _heed(self, outcome: _Outcome) -> None:
-        if outcome == _GOOD:
-            return
-        assert self.board is not None
-        if outcome.off:
-            told = f"enabled on rank {self.board.rank}, but {outcome.off} on rank {outcome.rank}"
-            raise Disagreement(_only_some(told))
-        if outcome.is_common:
-            raise Disagreement(outcome.text)
-        if outcome.is_refusal:
-            raise ValueError(
-                f"rank {outcome.rank} cannot start, nor can the others: {outcome.text}"
-            )
-        raise RuntimeError(
-            f"{BLOCK}: rank {outcome.rank} failed in {self.of}, so that no rank can start: "
-            f"{outcome.text}"
-        )
-
 
 _STARTS: ContextVar[Start | None] = ContextVar(f"{BLOCK}_start", default=None)
 
@@ -329,11 +297,8 @@ def start_of(what: str) -> Start:
 
 @contextmanager
 def starting(start: Start) -> Iterator[Start]:
-    """This rank is in a start, inside the block; where it runs by us, all ranks leave it together.
-
-    Raises:
-        ValueError: as ``Start.together`` does; likewise RuntimeError and TimeoutError.
-    """
+    """This rank is in a start, inside the block; where it runs by us, all ranks leave it together,
+    by the errors of ``Start.together``."""
     token = _STARTS.set(start)
     try:
         yield start
@@ -364,23 +329,14 @@ def _differences(theirs: Description, first: int, own: Description, rank: int) -
     return f"ranks do not start alike: {'; '.join(told)}{more}; give all ranks the same"
 
 
-# What must be the same on all ranks of a run, as texts that ranks compare as it starts.
-
-
+# Keys of the block whose values may be objects of the user's own: their JSON is compared.
 _AS_WRITTEN = ("gate", "hooks", "options")
-"""Keys of the block whose values may be objects of the user's own: their JSON is compared."""
-
 _APART = ("enabled", "hardware", "report", "trace")
 
 
 def versions(host: str, version: str) -> Description:
     """Of what makes plans and moves data. What follows a + (as of CUDA) may differ, as on nodes of
-    two kinds; of Python what follows the second number.
-
-    Args:
-        host: name of the host's package.
-        version: of it.
-    """
+    two kinds; of Python what follows the second number."""
     try:
         own = importlib.metadata.version("ds_moe_ext")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
@@ -396,12 +352,7 @@ def versions(host: str, version: str) -> Description:
 
 
 def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
-    """What the block asks for, by key.
-
-    Args:
-        settings: what was read.
-        block: from which it was.
-    """
+    """What the block asks for, by key; ``settings`` was read from ``block``."""
     told: dict[str, str] = {}
     for each in dataclasses.fields(settings):
         where = f"{BLOCK}.{each.name}"
@@ -413,34 +364,33 @@ def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
     trace = settings.trace
     steps = {"first_step": trace.first_step, "num_steps": trace.num_steps}
     told[f"{BLOCK}.trace"] = _text(None if trace.path is None else steps)
-    for name in _blocks_read(settings):
-        if name in registered():
+    known = registered()
+    is_choosing = issubclass(known.get(settings.strategy, object), Choosing)
+    for name in known if is_choosing else (settings.strategy, settings.balance):
+        if name is not None and name in known:
             where = f"{BLOCK}.{name}"
-            told.update(_flat(where, read_record(registered()[name], block.get(name) or {}, where)))
+            told.update(_flat(where, read_record(known[name], block.get(name) or {}, where)))
     hardware = None if settings.hardware is None else read_hardware(settings.hardware)
     told.update(_flat(f"{BLOCK}.hardware", hardware))
     return told
 
 
-def _blocks_read(settings: Settings) -> list[str]:
-    """Names of strategies whose keys count."""
-    if issubclass(registered().get(settings.strategy, object), Choosing):
-        return list(registered())
-    return [name for name in (settings.strategy, settings.balance) if name is not None]
-
-
 def layers_of(found: Iterable[Found]) -> Description:
     """The layers to be replaced, by name."""
-    return {
-        layer.name: f"{layer.num_experts} experts ({layer.kind}) of {_expert(layer)}"
-        for layer in found
-    }
+    told = {}
+    for layer in found:
+        weights = ", ".join(
+            f"{name} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"
+            for name, shape, dtype, is_trained in layer.expert
+        )
+        told[layer.name] = f"{layer.num_experts} experts ({layer.kind}) of {weights}"
+    return told
 
 
 def weights_of(model: nn.Module) -> Description:
     """Types and shapes of a model's weights, by name."""
     return {
-        f"the weight {name}": f"{_type(weight.dtype)} {list(weight.shape)}"
+        f"the weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
         + ("" if weight.requires_grad else ", frozen")
         for name, weight in model.named_parameters()
     }
@@ -450,17 +400,6 @@ def empty_of(model: nn.Module) -> Description:
     """How many of a model's weights and buffers have no elements yet: ranks make them together."""
     tensors = [*model.parameters(), *model.buffers()]
     return {"weights and buffers on the meta device": str(sum(t.is_meta for t in tensors))}
-
-
-def _expert(layer: Found) -> str:
-    return ", ".join(
-        f"{name} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"
-        for name, shape, dtype, is_trained in layer.expert
-    )
-
-
-def _type(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _flat(where: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -475,10 +414,6 @@ def _flat(where: str, value: Any) -> Iterator[tuple[str, str]]:
 def _text(value: Any) -> str:
     """As JSON has it; of an object of the user's own its class."""
     return json.dumps(value, sort_keys=True, default=lambda thing: type(thing).__qualname__)
-
-
-# The cluster on which sizes are priced as a run starts: the one that the settings name, or the
-# one that stands for the ranks' device.
 
 
 REMEDY = (
@@ -506,16 +441,8 @@ def device_name(device: torch.device) -> str:
 
 
 def cluster_of(settings: Settings, device: torch.device, start: Start) -> Cluster:
-    """The cluster of a run. Collective, whatever the settings say.
-
-    Args:
-        settings: which may name one.
-        device: of this rank.
-        start: in which the ranks have compared settings.
-
-    Raises:
-        ValueError: the file that is named cannot be read.
-    """
+    """The cluster of a run, in a start in which the ranks have compared settings. Collective,
+    whatever these say. Raises ValueError where the file that they name cannot be read."""
     names = start.each_different("device", device_name(device))
     if settings.hardware is not None:
         return Cluster(read_hardware(settings.hardware))
