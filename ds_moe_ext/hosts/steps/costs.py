@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What planners must know of a run's costs: measured in its first steps, the same on all ranks."""
+"""What planners must know of a run's costs, the same on all ranks: measured in its first steps
+(``Costs``), and again where steps have come to take otherwise (``StepTimes``)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from ds_moe_ext.moe.copy_memory import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.layer_copies import Copies
-from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning import layer_pipelines
 from ds_moe_ext.planning.bench import Bench, clock_of
 from ds_moe_ext.planning.described_run import copied_bytes_C
@@ -54,125 +55,6 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 
-
-@dataclass(eq=False)
-class MemoryTaken:
-    """By how much fuller the device was at its fullest moment. That is known of a choice under
-    which it became fuller than it had ever been; nobody's peaks are reset."""
-
-    # bytes that this rank had left at the fullest moment so far; None where nothing tells
-    spare: Callable[[], int | None]
-    most: Callable[[int], int]  # of all ranks' numbers. Collective.
-    # bytes more than before anything was copied, by the name of a choice, of the rank where that is
-    # most; the same on all ranks
-    taken: Mapping[str, int] = field(default_factory=dict, init=False)
-    _free: int = field(default=0, init=False)  # where nothing is copied
-    _latest: int | None = field(default=None, init=False)  # spare behind the step before
-    _since: int = field(default=0, init=False)  # spare as the present choice began
-    _name: str = field(default="", init=False)
-
-    def begin(self, free: int) -> None:
-        """Forget what was seen: this rank has so many bytes where nothing is copied."""
-        self._free, self._latest, self._name = free, self.spare(), ""
-        self.taken = {}
-
-    def after_step(self, name: str, *, is_due: bool) -> None:
-        """Look. Collective where it is due.
-
-        Args:
-            name: of the choice by which the step ran; empty for none.
-            is_due: ranks tell each other.
-        """
-        before, now = self._latest, self.spare()
-        if before is None or now is None:  # nothing tells, or nothing was measured yet
-            return
-        if name != self._name:
-            self._name, self._since = name, before
-        self._latest = now
-        if is_due and name:
-            took = self.most(self._free - now if now < self._since else 0)
-            if took > 0:
-                self.taken = {**self.taken, name: took}
-
-
-# What steps take on the clock: for who chooses by prices, and to see that costs have changed.
-
-
-LOOKED_AT = 100  # steps, where nobody chooses anything
-SETTLING = 2  # steps after a change that do not count: programs are made, libraries warm up
-DRIFTED = 1.3  # times what steps took before, or were expected to: costs have changed
-NO_CHOICE = Choice("", 1.0, "")
-
-
-@dataclass(eq=False)
-class StepTimes:
-    """Median seconds of some steps, agreed upon by all ranks: of the slowest. Between some of them
-    a run evaluates, or saves."""
-
-    every: int  # steps between two looks; 0 for none
-    slowest: Callable[[float], float]  # of all ranks' seconds. Collective.
-    clock: Callable[[], float] = time.perf_counter  # seconds now
-    # seconds that steps took over those expected, by the name of a choice; the same on all ranks
-    ratios: Mapping[str, float] = field(default_factory=dict, init=False)
-    # they are others, by the latest step, than when its choice was last looked at
-    has_drifted: bool = field(default=False, init=False)
-    _choice: Choice = field(default=NO_CHOICE, init=False)
-    _ends_s: list[float] = field(default_factory=list, init=False)
-
-    @classmethod
-    def of(
-        cls, rhythm: Rhythm, device: torch.device, everyone: dist.ProcessGroup | None
-    ) -> StepTimes:
-        """For a strategy of that rhythm.
-
-        Args:
-            rhythm: of the strategy.
-            device: of this rank.
-            everyone: the ranks that run the same layers; None for all.
-        """
-
-        def slowest(seconds: float) -> float:
-            own = torch.tensor([seconds], dtype=torch.float64, device=device)
-            return float(max_in_place(own, everyone))
-
-        plans = rhythm.weighs_copies or rhythm.measures
-        return cls(rhythm.choose_every or (LOOKED_AT if plans else 0), slowest)
-
-    def after_step(self, step: int, choice: Choice | None) -> None:
-        """Take the time. Collective in the last step but one before a look.
-
-        Args:
-            step: number of the one that has ended.
-            choice: by which it ran, if there was one.
-        """
-        self.has_drifted = False
-        if not self.every:
-            return
-        choice = choice or NO_CHOICE
-        if choice.name != self._choice.name:
-            self._ends_s.clear()
-        self._choice = choice
-        self._ends_s.append(self.clock())
-        if self.is_due(step):
-            if len(self._ends_s) > SETTLING + 1:
-                self._look(choice)
-            self._ends_s.clear()
-
-    def is_due(self, step: int) -> bool:
-        """Whether ranks tell each other behind a step: what is made beside the next knows of it."""
-        return self.every > 0 and (step + 2) % self.every == 0
-
-    def _look(self, choice: Choice) -> None:
-        own_s = median(after - before for before, after in pairwise(self._ends_s[SETTLING:]))
-        ratio = self.slowest(own_s) / choice.expected_s
-        before = self.ratios.get(choice.name, ratio)
-        self.has_drifted = not before / DRIFTED < ratio < before * DRIFTED
-        self.ratios = {**self.ratios, choice.name: ratio}
-
-
-# What planners must know of a run's costs: measured in its first steps, the same on all ranks.
-
-
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
 TRIED = range(6, 9)  # by then layers run by plans that were made from what was measured
 CHECKED = range(10, 13)  # and by then from what copies took, too
@@ -192,6 +74,240 @@ class Measured(TypedDict):
     back_window_s: tuple[float, ...]
     free_bytes: int
     pipelines: layer_pipelines.Measured | None
+
+
+@dataclass(eq=False)
+class Costs:
+    """Measures them in the first steps, and again where steps have come to take otherwise."""
+
+    layers: Sequence[AttachedLayer]
+    pools: tuple[Pool, ...]
+    hardware: Hardware | None
+    rhythm: Rhythm
+    pipelines: Pipelines | None = None
+    accumulates: bool = False
+    are_new: bool = field(default=False, init=False)  # they have been measured in the latest step
+    # what this rank saw in the latest step, of each layer, if it was to be checked
+    seen: Sequence[Seen] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self._num_steps = 0
+        self._seen = [Seen() for _ in self.layers]
+        self._issued: list[tuple[Task, float]] = []
+        unknown_s = (0.0,) * len(self.layers)
+        self._measured = Measured(
+            pools=self.pools,
+            window_s=unknown_s,
+            back_window_s=unknown_s,
+            free_bytes=0,
+            pipelines=None,
+        )
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """Of steps; where these change much, costs are measured again."""
+        return StepTimes.of(self.rhythm, self.device, self._layout.everyone)
+
+    @cached_property
+    def memory(self) -> MemoryTaken:
+        """Of steps under each choice."""
+        return MemoryTaken(lambda: spare_bytes(self.device), self._most)
+
+    def _most(self, number: int) -> int:
+        """Of all ranks' numbers. Collective."""
+        own = torch.tensor([number], device=self.device)
+        return int(max_in_place(own, self._layout.everyone))
+
+    def after_step(self, number: int, rows: Sequence[Rows], choice: Choice | None) -> Measured:
+        """What is known after a step, which ran by that choice; nothing more than before it of a
+        strategy that wants to know nothing. Collective."""
+        if not self._copies and self.pipelines is None:
+            return self._measured
+        self.times.after_step(number, choice)
+        if choice is not None:
+            self.memory.after_step(choice.name, is_due=self.times.is_due(number))
+        if self.times.has_drifted:
+            # Links, or what steps bring, are others than when costs were measured: begin anew, and
+            # keep what is known until then. The step that has just ended was not looked at.
+            self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
+            self._issued.clear()
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        # Alone, there is nothing to send.
+        self.are_new = step == STEPS[-1] and self._layout.grid.size > 1
+        self.seen = ()
+        if any(step in watched for watched in WATCHED):
+            new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
+            issued = [each for layer in self.layers for each in layer.routed.meter.take_issued()]
+            if step in STEPS:
+                self._issued += issued
+                self._seen = [before + seen for before, seen in zip(self._seen, new)]
+            else:
+                self.seen = new
+        for layer in self.layers:
+            layer.routed.meter.is_wanted = any(step + 1 in watched for watched in WATCHED)
+        if self.are_new:
+            self._measured = self._agreed(rows)
+        return self._measured
+
+    @property
+    def is_due(self) -> bool:
+        """Whether they are measured behind the step that is about to end."""
+        return self._num_steps == STEPS[-1]
+
+    def corrected(self, found: Correction) -> Measured:
+        """What is known now that rows and copies have been seen to travel."""
+        pools = tuple(_corrected(pool, found) for pool in self._measured["pools"])
+        self._measured = {**self._measured, "pools": pools}
+        self.are_new = True
+        return self._measured
+
+    @property
+    def _copies(self) -> bool:
+        """Whether experts are copied: from cell to cell, of which there may be one."""
+        routed = self.layers[0].routed
+        return routed.copies is not None and routed.site.layout.grid.num_cells > 1
+
+    def _agreed(self, rows: Sequence[Rows]) -> Measured:
+        seen_RL = of_all_ranks(self._seen, self._layout, self.device)
+        sums = [sum(column, Seen()) for column in zip(*seen_RL)]
+        exchanged_s = [exchange_s(column) for column in zip(*seen_RL)]
+        window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
+        back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
+        behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
+        pools, free_bytes, pipelined = self.pools, 0, None
+        if self._copies:
+            pools = tuple(self._priced(p, rows, seen_RL, sums, exchanged_s) for p in self.pools)
+            free_bytes = self._free_bytes()
+        if self.pipelines is not None:
+            issued, self._issued = self._issued, []
+            per_chunk_s = chunk_s(issued, self._layout, self.device)
+            pipelined = self.pipelines.measured(rows, behind_s, per_chunk_s)
+        return Measured(
+            pools=pools,
+            window_s=tuple(window_s),
+            back_window_s=behind_s,
+            free_bytes=free_bytes,
+            pipelines=pipelined,
+        )
+
+    def _free_bytes(self) -> int:
+        """Memory for copies on the rank that has least, those that are there among it; where
+        nothing tells, as much as its own experts and their gradients take."""
+        spare = spare_bytes(self.device)
+        if spare is None:
+            return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
+        plans = [layer.routed.site.plan for layer in self.layers]
+        pools = {layer: pool for pool in self.pools for layer in pool.layers}
+        each = [bytes_of(self._copies_of(pools[layer]).like) for layer in range(len(plans))]
+        copied_C = copied_bytes_C(plans, each, accumulates=self.accumulates)
+        spare += int(copied_C[self._layout.index("ep")])
+        self.memory.begin(spare)
+        return int(SHARE_OF_FREE * -self._most(-spare))
+
+    def _bytes_at_home(self, pool: Pool) -> int:
+        """Of a rank with as many experts as the mean, and one of each layer at least: where experts
+        are few there is room for a copy all the same."""
+        homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
+        num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
+        return max(num_experts, len(homes)) * bytes_of(self._copies_of(pool).like)
+
+    @property
+    def _layout(self) -> ParallelLayout:
+        return self.layers[0].routed.site.layout
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        copies = self.layers[0].routed.copies
+        held = (parameter for layer in self.layers for parameter in layer.parameters)
+        return next(held).device if copies is None else copies.like[0].device
+
+    def _copies_of(self, pool: Pool) -> Copies:
+        copies = self.layers[pool.layers[0]].routed.copies
+        assert copies is not None
+        return copies
+
+    def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
+        grid = self._layout.grid
+        if self.hardware is not None:
+            return Links.of(self.hardware, grid)
+        layer = pool.layers[0]
+        num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
+        row_bytes = self.layers[layer].routed.row_bytes.between
+        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_cells)
+        return Links.measured(self._layout, self._copies_of(pool).like, peer_bytes)
+
+    def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
+        """Seconds a row of each cell; none where they are alike, or some have computed nothing."""
+        grid = self._layout.grid
+        # In Python, in order: every processor adds up the same.
+        by_cell: list[Seen] = [Seen()] * grid.num_cells
+        for place, seen_L in enumerate(seen_RL):
+            cell = place // grid.cell_size % grid.num_cells
+            by_cell[cell] = sum((seen_L[layer] for layer in pool.layers), by_cell[cell])
+        if not all(seen.rows and seen.expert_s for seen in by_cell):
+            return ()
+        row_s_C = tuple(seen.expert_s / seen.rows for seen in by_cell)
+        return row_s_C if max(row_s_C) > UNLIKE * min(row_s_C) else ()
+
+    def _priced(
+        self,
+        pool: Pool,
+        rows: Sequence[Rows],
+        seen_RL: Sequence[Sequence[Seen]],
+        sums: Sequence[Seen],
+        exchanged_s: Sequence[float],
+    ) -> Pool:
+        links, copies = self._links(pool, rows), self._copies_of(pool)
+        expert, copy_bytes = copies.like, copies.copy_bytes
+        seen = sum((sums[layer] for layer in pool.layers), Seen())
+        row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+        num_ranks = self._layout.grid.world_size
+        received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
+        waited_s = sum(exchanged_s[layer] for layer in pool.layers)
+        return replace(
+            pool,
+            row_s_C=self._row_s_C(pool, seen_RL),
+            prices=Prices(
+                row_s=seen.expert_s / max(seen.rows, 1),
+                row_bytes=row_bytes,
+                copy_s=copy_bytes / links.copy.bytes_per_s,
+                inter_bytes_per_s=links.inter.bytes_per_s,
+                intra_bytes_per_s=links.intra.bytes_per_s,
+                cards=links.cards,
+            ),
+            expert_bytes=bytes_of(expert),
+            # Optimizers step narrow weights in 32 bits.
+            state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
+            copy_latency_s=links.copy.latency_s,
+            copy_bytes=copy_bytes,
+            cell_row_bytes=cell_row_bytes,
+            row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
+            links=links.prices,
+        )
+
+
+class Correction(NamedTuple):
+    """What layers made of what links were measured to carry."""
+
+    # of copies, as a multiple of what they were thought to have; None where there were none
+    copy_speed: float | None
+    trip: Trip  # of exchanges
+
+
+def _corrected(pool: Pool, found: Correction) -> Pool:
+    speed, links = found.copy_speed or 1.0, pool.links
+    if links is not None:
+        copy_factor = links.copy_factor / speed
+        links = replace(links, trip=found.trip, copy_factor=copy_factor)
+    if found.copy_speed is None:
+        return replace(pool, links=links)
+    return replace(
+        pool,
+        copy_bytes_per_s=speed * pool.linked_bytes_per_s,
+        copy_latency_s=pool.copy_latency_s / speed,
+        links=links,
+    )
 
 
 @dataclass(frozen=True)
@@ -218,16 +334,10 @@ class Links:
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
-        """A quick look at this run's own communicators for copies and for rows. Collective.
-
-        Rows within nodes and rows between them are sent apart, each by all ranks at once; and rows
-        between nodes by one cell of each.
-
-        Args:
-            layout: of the run.
-            expert: weights of one expert.
-            peer_bytes: of the rows that a rank sends to a peer, if they are even.
-        """
+        """A quick look at this run's own communicators for copies and for rows, of which a rank
+        sends ``peer_bytes`` to a peer if they are even. Rows within nodes and rows between them are
+        sent apart, each by all ranks at once; and rows between nodes by one cell of each.
+        Collective."""
         device, node_C = expert[0].device, layout.node_C
         group, wire = layout.group("ep", PARAM), Wire.between(layout, INTER, device)
         assert wire.group is not None
@@ -308,7 +418,8 @@ class Seen:
     @classmethod
     def of(cls, routed: RoutedExperts, rows: Rows) -> Seen:
         """Since its meter was asked last."""
-        seen = [(timed.task, _seconds(timed)) for timed in routed.meter.take()]
+        taken = [(timed.task, timed.seconds_from(timed)) for timed in routed.meter.take()]
+        seen = [(task, end_s - start_s) for task, (start_s, end_s) in taken]
         plan, layout = routed.site.plan, routed.site.layout
 
         def times(op: Op, *, is_adjoint: bool) -> list[float]:
@@ -336,14 +447,8 @@ class Seen:
 def chunk_s(
     issued: Iterable[tuple[Task, float]], layout: ParallelLayout, device: torch.device
 ) -> tuple[float, float] | None:
-    """What hosts took to issue the tasks of one chunk of tokens, forward and backward, the mean of
-    all ranks; None where no device runs what is issued. Collective.
-
-    Args:
-        issued: tasks of this rank, with the seconds of its host.
-        layout: of the ranks.
-        device: of this rank.
-    """
+    """Seconds that hosts took to issue the tasks of one chunk of tokens, forward and backward, the
+    mean of all ranks; None where no device runs what is issued. Collective."""
     own = [[0.0, 0.0], [0.0, 0.0]]  # forward and backward: seconds, and of how many chunks
     for task, seconds in issued:
         if task.op.name in OF_CHUNKS:
@@ -372,11 +477,6 @@ def _is(task: Task, *ops: Op) -> bool:
     return any(task.op.name == op.name for op in ops)
 
 
-def _seconds(timed: TimedTask) -> float:
-    start_s, end_s = timed.seconds_from(timed)
-    return end_s - start_s
-
-
 def of_all_ranks(
     seen: Sequence[Seen], layout: ParallelLayout, device: torch.device
 ) -> list[list[Seen]]:
@@ -388,261 +488,98 @@ def of_all_ranks(
     return [[Seen(*layer) for layer in rank] for rank in told]
 
 
-class Correction(NamedTuple):
-    """What layers made of what links were measured to carry."""
-
-    # of copies, as a multiple of what they were thought to have; None where there were none
-    copy_speed: float | None
-    trip: Trip  # of exchanges
-
-
-def _corrected(pool: Pool, found: Correction) -> Pool:
-    speed, links = found.copy_speed or 1.0, pool.links
-    if links is not None:
-        copy_factor = links.copy_factor / speed
-        links = replace(links, trip=found.trip, copy_factor=copy_factor)
-    if found.copy_speed is None:
-        return replace(pool, links=links)
-    return replace(
-        pool,
-        copy_bytes_per_s=speed * pool.linked_bytes_per_s,
-        copy_latency_s=pool.copy_latency_s / speed,
-        links=links,
-    )
+LOOKED_AT = 100  # steps, where nobody chooses anything
+SETTLING = 2  # steps after a change that do not count: programs are made, libraries warm up
+DRIFTED = 1.3  # times what steps took before, or were expected to: costs have changed
+NO_CHOICE = Choice("", 1.0, "")
 
 
 @dataclass(eq=False)
-class Costs:
-    """Args:
-    layers: in model order.
-    pools: layers whose experts are alike.
-    hardware: the cluster, if it was described; else its links are looked at.
-    rhythm: of the strategy.
-    pipelines: measures these too, where a strategy plans by it.
-    accumulates: several micro-batches make a step."""
+class StepTimes:
+    """Median seconds of some steps, agreed upon by all ranks: of the slowest. Between some of them
+    a run evaluates, or saves."""
 
-    layers: Sequence[AttachedLayer]
-    pools: tuple[Pool, ...]
-    hardware: Hardware | None
-    rhythm: Rhythm
-    pipelines: Pipelines | None = None
-    accumulates: bool = False
-    are_new: bool = field(default=False, init=False)  # they have been measured in the latest step
-    # what this rank saw in the latest step, of each layer, if it was to be checked
-    seen: Sequence[Seen] = field(default=(), init=False)
+    every: int  # steps between two looks; 0 for none
+    slowest: Callable[[float], float]  # of all ranks' seconds. Collective.
+    clock: Callable[[], float] = time.perf_counter  # seconds now
+    # seconds that steps took over those expected, by the name of a choice; the same on all ranks
+    ratios: Mapping[str, float] = field(default_factory=dict, init=False)
+    # they are others, by the latest step, than when its choice was last looked at
+    has_drifted: bool = field(default=False, init=False)
+    _choice: Choice = field(default=NO_CHOICE, init=False)
+    _ends_s: list[float] = field(default_factory=list, init=False)
 
-    def __post_init__(self) -> None:
-        self._num_steps = 0
-        self._seen = [Seen() for _ in self.layers]
-        self._issued: list[tuple[Task, float]] = []
-        unknown_s = (0.0,) * len(self.layers)
-        self._measured = Measured(
-            pools=self.pools,
-            window_s=unknown_s,
-            back_window_s=unknown_s,
-            free_bytes=0,
-            pipelines=None,
-        )
+    @classmethod
+    def of(
+        cls, rhythm: Rhythm, device: torch.device, everyone: dist.ProcessGroup | None
+    ) -> StepTimes:
+        """For a strategy of that rhythm, over the ranks that run the same layers."""
 
-    @cached_property
-    def times(self) -> StepTimes:
-        """Of steps; where these change much, costs are measured again."""
-        return StepTimes.of(self.rhythm, self.device, self._layout.everyone)
+        def slowest(seconds: float) -> float:
+            own = torch.tensor([seconds], dtype=torch.float64, device=device)
+            return float(max_in_place(own, everyone))
 
-    @cached_property
-    def memory(self) -> MemoryTaken:
-        """Of steps under each choice."""
+        plans = rhythm.weighs_copies or rhythm.measures
+        return cls(rhythm.choose_every or (LOOKED_AT if plans else 0), slowest)
 
-        def most(number: int) -> int:
-            own = torch.tensor([number], device=self.device)
-            return int(max_in_place(own, self._layout.everyone))
+    def after_step(self, step: int, choice: Choice | None) -> None:
+        """Take the time. Collective in the last step but one before a look."""
+        self.has_drifted = False
+        if not self.every:
+            return
+        choice = choice or NO_CHOICE
+        if choice.name != self._choice.name:
+            self._ends_s.clear()
+        self._choice = choice
+        self._ends_s.append(self.clock())
+        if self.is_due(step):
+            if len(self._ends_s) > SETTLING + 1:
+                self._look(choice)
+            self._ends_s.clear()
 
-        return MemoryTaken(lambda: spare_bytes(self.device), most)
+    def is_due(self, step: int) -> bool:
+        """Whether ranks tell each other behind a step: what is made beside the next knows of it."""
+        return self.every > 0 and (step + 2) % self.every == 0
 
-    def after_step(self, number: int, rows: Sequence[Rows], choice: Choice | None) -> Measured:
-        """What is known after a step; nothing more than before it of a strategy that wants to know
-        nothing. Collective.
+    def _look(self, choice: Choice) -> None:
+        own_s = median(after - before for before, after in pairwise(self._ends_s[SETTLING:]))
+        ratio = self.slowest(own_s) / choice.expected_s
+        before = self.ratios.get(choice.name, ratio)
+        self.has_drifted = not before / DRIFTED < ratio < before * DRIFTED
+        self.ratios = {**self.ratios, choice.name: ratio}
 
-        Args:
-            number: of the step, from 0.
-            rows: what each layer routed in it.
-            choice: by which it ran, if there was one.
-        """
-        if not self._copies and self.pipelines is None:
-            return self._measured
-        self.times.after_step(number, choice)
-        if choice is not None:
-            self.memory.after_step(choice.name, is_due=self.times.is_due(number))
-        if self.times.has_drifted:
-            self._measure_again()
-        step, self._num_steps = self._num_steps, self._num_steps + 1
-        size = self.layers[0].routed.site.layout.grid.size
-        self.are_new = step == STEPS[-1] and size > 1  # alone, there is nothing to send
-        self.seen = ()
-        if any(step in watched for watched in WATCHED):
-            new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
-            issued = [each for layer in self.layers for each in layer.routed.meter.take_issued()]
-            if step in STEPS:
-                self._issued += issued
-                self._seen = [before + seen for before, seen in zip(self._seen, new)]
-            else:
-                self.seen = new
-        for layer in self.layers:
-            layer.routed.meter.is_wanted = any(step + 1 in watched for watched in WATCHED)
-        if self.are_new:
-            self._measured = self._agreed(rows)
-        return self._measured
 
-    @property
-    def is_due(self) -> bool:
-        """Whether they are measured behind the step that is about to end."""
-        return self._num_steps == STEPS[-1]
+@dataclass(eq=False)
+class MemoryTaken:
+    """By how much fuller the device was at its fullest moment. That is known of a choice under
+    which it became fuller than it had ever been; nobody's peaks are reset."""
 
-    def _measure_again(self) -> None:
-        """Begin anew: links, or what steps bring, are others than when costs were measured. What is
-        known stays until then."""
-        # The step that has just ended was not looked at.
-        self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
-        self._issued.clear()
+    # bytes that this rank had left at the fullest moment so far; None where nothing tells
+    spare: Callable[[], int | None]
+    most: Callable[[int], int]  # of all ranks' numbers. Collective.
+    # bytes more than before anything was copied, by the name of a choice, of the rank where that is
+    # most; the same on all ranks
+    taken: Mapping[str, int] = field(default_factory=dict, init=False)
+    _free: int = field(default=0, init=False)  # where nothing is copied
+    _latest: int | None = field(default=None, init=False)  # spare behind the step before
+    _since: int = field(default=0, init=False)  # spare as the present choice began
+    _name: str = field(default="", init=False)
 
-    def corrected(self, found: Correction) -> Measured:
-        """What is known now that rows and copies have been seen to travel."""
-        pools = tuple(_corrected(pool, found) for pool in self._measured["pools"])
-        self._measured = {**self._measured, "pools": pools}
-        self.are_new = True
-        return self._measured
+    def begin(self, free: int) -> None:
+        """Forget what was seen: this rank has so many bytes where nothing is copied."""
+        self._free, self._latest, self._name = free, self.spare(), ""
+        self.taken = {}
 
-    @property
-    def _copies(self) -> bool:
-        """Whether experts are copied: from cell to cell, of which there may be one."""
-        routed = self.layers[0].routed
-        return routed.copies is not None and routed.site.layout.grid.num_cells > 1
-
-    def _agreed(self, rows: Sequence[Rows]) -> Measured:
-        seen_RL = of_all_ranks(self._seen, self._layout, self.device)
-        sums = [sum(column, Seen()) for column in zip(*seen_RL)]
-        exchanged_s = [exchange_s(column) for column in zip(*seen_RL)]
-        window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
-        back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
-        behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
-        prices = (self._priced(pool, rows, seen_RL, sums, exchanged_s) for pool in self.pools)
-        return Measured(
-            pools=tuple(prices) if self._copies else self.pools,
-            window_s=tuple(window_s),
-            back_window_s=behind_s,
-            free_bytes=self._free_bytes() if self._copies else 0,
-            pipelines=None if self.pipelines is None else self._pipelined(rows, behind_s),
-        )
-
-    def _pipelined(
-        self, rows: Sequence[Rows], behind_s: Sequence[float]
-    ) -> layer_pipelines.Measured:
-        assert self.pipelines is not None
-        issued, self._issued = self._issued, []
-        return self.pipelines.measured(rows, behind_s, chunk_s(issued, self._layout, self.device))
-
-    def _free_bytes(self) -> int:
-        """Memory for copies on the rank that has least, those that are there among it; where
-        nothing tells, as much as its own experts and their gradients take."""
-        spare = spare_bytes(self.device)
-        if spare is None:
-            return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
-        spare += self._copied_bytes()
-        self.memory.begin(spare)
-        least = max_in_place(torch.tensor([-spare], device=self.device), self._layout.everyone)
-        return int(SHARE_OF_FREE * -int(least))
-
-    def _copied_bytes(self) -> int:
-        """Of this rank's copies under the present plans."""
-        plans = [layer.routed.site.plan for layer in self.layers]
-        pools = {layer: pool for pool in self.pools for layer in pool.layers}
-        each = [bytes_of(self._expert(pools[layer])) for layer in range(len(plans))]
-        copied_C = copied_bytes_C(plans, each, accumulates=self.accumulates)
-        return int(copied_C[self._layout.index("ep")])
-
-    def _bytes_at_home(self, pool: Pool) -> int:
-        """Of a rank with as many experts as the mean, and one of each layer at least: where experts
-        are few there is room for a copy all the same."""
-        homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
-        num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
-        return max(num_experts, len(homes)) * bytes_of(self._expert(pool))
-
-    @property
-    def _layout(self) -> ParallelLayout:
-        return self.layers[0].routed.site.layout
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank."""
-        copies = self.layers[0].routed.copies
-        held = (parameter for layer in self.layers for parameter in layer.parameters)
-        return next(held).device if copies is None else copies.like[0].device
-
-    def _expert(self, pool: Pool) -> Weights:
-        """Weights of any one expert."""
-        return self._copies_of(pool).like
-
-    def _copies_of(self, pool: Pool) -> Copies:
-        copies = self.layers[pool.layers[0]].routed.copies
-        assert copies is not None
-        return copies
-
-    def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
-        grid = self._layout.grid
-        if self.hardware is not None:
-            return Links.of(self.hardware, grid)
-        layer = pool.layers[0]
-        num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
-        row_bytes = self.layers[layer].routed.row_bytes.between
-        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_cells)
-        return Links.measured(self._layout, self._expert(pool), peer_bytes)
-
-    def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
-        """Seconds a row of each cell; none where they are alike, or some have computed nothing."""
-        grid = self._layout.grid
-        # In Python, in order: every processor adds up the same.
-        by_cell: list[Seen] = [Seen()] * grid.num_cells
-        for place, seen_L in enumerate(seen_RL):
-            cell = place // grid.cell_size % grid.num_cells
-            by_cell[cell] = sum((seen_L[layer] for layer in pool.layers), by_cell[cell])
-        if not all(seen.rows and seen.expert_s for seen in by_cell):
-            return ()
-        row_s_C = tuple(seen.expert_s / seen.rows for seen in by_cell)
-        return row_s_C if max(row_s_C) > UNLIKE * min(row_s_C) else ()
-
-    def _priced(
-        self,
-        pool: Pool,
-        rows: Sequence[Rows],
-        seen_RL: Sequence[Sequence[Seen]],
-        sums: Sequence[Seen],
-        exchanged_s: Sequence[float],
-    ) -> Pool:
-        links = self._links(pool, rows)
-        expert = self._expert(pool)
-        copy_bytes = self._copies_of(pool).copy_bytes
-        seen = sum((sums[layer] for layer in pool.layers), Seen())
-        row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
-        num_ranks = self._layout.grid.world_size
-        received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
-        waited_s = sum(exchanged_s[layer] for layer in pool.layers)
-        return replace(
-            pool,
-            row_s_C=self._row_s_C(pool, seen_RL),
-            prices=Prices(
-                row_s=seen.expert_s / max(seen.rows, 1),
-                row_bytes=row_bytes,
-                copy_s=copy_bytes / links.copy.bytes_per_s,
-                inter_bytes_per_s=links.inter.bytes_per_s,
-                intra_bytes_per_s=links.intra.bytes_per_s,
-                cards=links.cards,
-            ),
-            expert_bytes=bytes_of(expert),
-            # Optimizers step narrow weights in 32 bits.
-            state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
-            copy_latency_s=links.copy.latency_s,
-            copy_bytes=copy_bytes,
-            cell_row_bytes=cell_row_bytes,
-            row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
-            links=links.prices,
-        )
+    def after_step(self, name: str, *, is_due: bool) -> None:
+        """Look, behind a step that ran by the choice of this name, empty for none; where it is due,
+        ranks tell each other. Collective then."""
+        before, now = self._latest, self.spare()
+        if before is None or now is None:  # nothing tells, or nothing was measured yet
+            return
+        if name != self._name:
+            self._name, self._since = name, before
+        self._latest = now
+        if is_due and name:
+            took = self.most(self._free - now if now < self._since else 0)
+            if took > 0:
+                self.taken = {**self.taken, name: took}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that move to new owners between two steps, with their optimizer state."""
+"""Experts that move to new owners between two steps (``ExpertMover``), with all that the host's
+optimizer keeps of them (``States``)."""
 
 from __future__ import annotations
 
@@ -21,310 +22,11 @@ from ds_moe_ext.schedule.task import PARAM
 
 MASTER = "master"  # the weight that the optimizer steps, beside its states by their own names
 
-Scalar = float | Tensor  # a 0-dim tensor where the optimizer keeps one
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterStates:
-    """What an optimizer keeps of one parameter on this rank."""
-
-    start: int  # first element of the flattened parameter that this rank keeps
-    stop: int  # one past its last; ``start`` where this rank keeps none
-    # what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and ``exp_avg`` and
-    # the like once there have been steps
-    tensors: Mapping[str, Tensor]
-    # what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half precision
-    # optimizer keep it once for a whole parameter group.
-    scalars: Mapping[str, Scalar]
-
-    def clone(self) -> ParameterStates:
-        """The same in memory of its own, to survive a write to where it came from."""
-        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        return ParameterStates(self.start, self.stop, tensors, self.scalars)
-
-
-class Place(NamedTuple):
-    """Where an optimizer keeps one parameter: elements ``[start, stop)`` of it lie at ``offset`` of
-    the tensor ``held`` that the optimizer steps, and what the model computes with in ``weight``,
-    ``[F]``; None: in the parameter's own memory."""
-
-    held: Tensor
-    offset: int
-    start: int
-    stop: int
-    weight: Tensor | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The parameter's part of a tensor that is shaped as ``held``, ``[F]``."""
-        return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
-
-
-Views = Mapping[nn.Parameter, Sequence[nn.Parameter]]
-"""Of parameters that are stacks, the slots' parameters, which are views into them, in order."""
-
-
-class Group(NamedTuple):
-    """One tensor that an optimizer steps, and the parameters that it was flattened from.
-
-    ``held`` is the part from element ``begin`` on of the flat buffer of all ranks that share it, in
-    which each parameter starts at its offset.
-    """
-
-    held: Tensor
-    begin: int
-    parameters: Iterable[nn.Parameter]
-    offsets: Iterable[int]
-
-    @classmethod
-    def of_one(cls, held: Tensor, parameter: nn.Parameter) -> Group:
-        return cls(held, 0, (parameter,), (0,))
-
-    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
-        """Where each parameter lies, and each view of a stack, also if this rank has none of it."""
-        for parameter, offset in zip(self.parameters, self.offsets):
-            yield parameter, self._place_at(offset, parameter.numel())
-            views = views_of.get(parameter, ())
-            starts = accumulate((view.numel() for view in views), initial=offset)
-            for view, start in zip(views, starts):
-                yield view, self._place_at(start, view.numel())
-
-    def _place_at(self, offset: int, numel: int) -> Place:
-        first, length = offset - self.begin, self.held.numel()
-        # In ``held``; it may lie before it, or behind it.
-        low, high = (min(max(end, 0), length) for end in (first, first + numel))
-        return Place(self.held, low, low - first, high - first)
-
-
-class Shard(NamedTuple):
-    """What a rank has of one parameter that is sharded by itself, with what it has of others in one
-    tensor that an optimizer steps."""
-
-    held: Tensor  # that tensor
-    offset: int  # where the shard begins in it
-    parameter: nn.Parameter  # of which it is
-    numel: int  # elements of the whole parameter
-    begin: int  # the first of them that is in the shard
-    weight: Tensor  # what the model computes with, ``[N]``; it may be longer than what is left
-
-    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
-        """See ``Group.places``."""
-        yield self.parameter, self._place_of(0, self.numel)
-        views = views_of.get(self.parameter, ())
-        starts = accumulate((view.numel() for view in views), initial=0)
-        for view, start in zip(views, starts):
-            yield view, self._place_of(start, view.numel())
-
-    def _place_of(self, first: int, numel: int) -> Place:
-        """Of elements from ``first`` on."""
-        length = self.weight.numel()
-        low, high = (min(max(end - self.begin, 0), length) for end in (first, first + numel))
-        start, stop = low + self.begin - first, high + self.begin - first
-        weight = self.weight.detach().narrow(0, low, high - low)
-        return Place(self.held, self.offset + low, start, stop, weight)
-
-
-class _Stepper(NamedTuple):
-    """What steps a held tensor: an optimizer of torch's kind, and the number of its group."""
-
-    optimizer: Any
-    number: int
-
-
-class States:
-    """Access to the states of every parameter that some optimizers step.
-
-    Between optimizer steps only: gradients that are being accumulated are not among them.
-
-    Args:
-        stepped: optimizers of torch's kind, and what each steps; None beside what none does.
-        views_of: that are written in place of the stacks.
-    """
-
-    def __init__(
-        self, stepped: Iterable[tuple[Any, Iterable[Group | Shard]]], views_of: Views | None = None
-    ) -> None:
-        self._views_of = views_of or {}
-        self._place: dict[nn.Parameter, Place] = {}
-        self._sharers: dict[Tensor, list[nn.Parameter]] = {}  # that have elements in a held tensor
-        self._stepper: dict[Tensor, _Stepper] = {}
-        for optimizer, groups in stepped:
-            for group in groups:
-                self._add(group)
-            for number, options in enumerate(() if optimizer is None else optimizer.param_groups):
-                for held in options["params"]:
-                    self._stepper[held] = _Stepper(optimizer, number)
-
-    def _add(self, group: Group | Shard) -> None:
-        for parameter, place in group.places(self._views_of):
-            self._place[parameter] = place
-            if place.start < place.stop and parameter not in self._views_of:
-                self._sharers.setdefault(place.held, []).append(parameter)
-
-    def of(self, parameter: nn.Parameter) -> ParameterStates:
-        """What is kept of a parameter; its tensors are views, so writing to them changes the states
-        (but not the parameter: that ``write`` does).
-
-        Of a parameter that is not trained only ``MASTER`` is kept: its own data.
-
-        Raises:
-            ValueError: the optimizer keeps something that has no part for each element.
-        """
-        place = self._place_of(parameter)
-        tensors, scalars = {MASTER: place.of(place.held)}, {}
-        for name, value in self._state(place.held).items():
-            if value is None:
-                continue  # so SGD says that there is none yet
-            if _is_scalar(name, value, place.held):
-                scalars[name] = value.clone() if isinstance(value, Tensor) else value
-            elif isinstance(value, Tensor) and value.shape == place.held.shape:
-                tensors[name] = place.of(value)
-            else:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                kind = self._stepper[place.held].optimizer.__class__.__name__
-                raise ValueError(
-                    f"{kind} keeps {name!r} ({shape}) of a weight "
-                    f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "
-                    "move with an expert; use an optimizer such as AdamW"
-                )
-        return ParameterStates(place.start, place.stop, tensors, scalars)
-
-    def write(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
-        """Replace what is kept of some parameters, and the parameters' own data with it.
-
-        Parameters of one flat group share which states there are, and the scalars: either all of
-        them are written, or what is written must have the group's own.
-
-        Where a rank keeps a fragment, it writes that much of the parameter's data; the rest is for
-        the ranks that keep it, and for the host to bring.
-
-        Args:
-            states: for each parameter, in memory of their own (see ``ParameterStates.clone``).
-
-        Raises:
-            ValueError: they do not fit; then nothing has been changed.
-        """
-        self.check(states)
-        with torch.no_grad():
-            for parameter, given in states.items():
-                if given.start < given.stop:
-                    self._write(parameter, given)
-
-    def check(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
-        """Whether ``write`` would take them.
-
-        Raises:
-            ValueError: why not.
-        """
-        for parameter, given in states.items():
-            _check_range(self._place_of(parameter), given)
-        self._check_groups({p: given for p, given in states.items() if given.start < given.stop})
-
-    def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the
-        optimizer's own dict; None of a parameter that is not trained."""
-        return self._options(self._place_of(parameter).held)
-
-    def _options(self, held: Tensor) -> dict[str, Any] | None:
-        if held not in self._stepper:
-            return None
-        optimizer, number = self._stepper[held]
-        options: dict[str, Any] = optimizer.param_groups[number]
-        return options
-
-    def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
-        given_of: dict[Tensor, list[ParameterStates]] = {}
-        for parameter, given in written.items():
-            given_of.setdefault(self._place_of(parameter).held, []).append(given)
-        for held, group in given_of.items():
-            others = (p for p in self._sharers.get(held, ()) if p not in written)
-            first, *rest = map(_shared, (*group, *map(self.of, islice(others, 1))))
-            for other in rest:
-                if other != first:
-                    raise ValueError(
-                        f"a parameter group cannot keep {first} of one parameter and {other} of "
-                        "another; write all parameters of the group, with the same scalars"
-                    )
-
-    def _write(self, parameter: nn.Parameter, given: ParameterStates) -> None:
-        place = self._place_of(parameter)
-        old = self._state(place.held)
-        new = {
-            name: self._like(old.get(name), scalar, place.held)
-            for name, scalar in given.scalars.items()
-        }
-        for name, tensor in given.tensors.items():
-            if name == MASTER:
-                place.of(place.held).copy_(tensor)
-            else:
-                kept = old.get(name)
-                new[name] = torch.zeros_like(place.held) if kept is None else kept
-                place.of(new[name]).copy_(tensor)
-        if new:
-            self._stepper[place.held].optimizer.state[place.held] = new
-        elif old:
-            del self._stepper[place.held].optimizer.state[place.held]
-        own = place.weight
-        if own is None:
-            own = parameter.data.view(-1)[place.start : place.stop]
-        own.copy_(given.tensors[MASTER])
-
-    def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
-        """A scalar in the kind that the optimizer has; where it has none yet, as it came."""
-        if isinstance(old, Tensor):
-            return old.fill_(float(new))
-        if old is not None:
-            return type(old)(new)
-        if not isinstance(new, Tensor):
-            return new
-        options = self._options(held) or {}
-        on_device = options.get("fused") or options.get("capturable")  # as torch's load_state_dict
-        return new.to(held.device if on_device else "cpu", copy=True)
-
-    def _place_of(self, parameter: nn.Parameter) -> Place:
-        return self._place.get(parameter) or Place(parameter, 0, 0, parameter.numel())
-
-    def _state(self, held: Tensor) -> Mapping[str, Any]:
-        if held not in self._stepper:
-            return {}
-        state: Mapping[str, Any] = self._stepper[held].optimizer.state.get(held, {})
-        return state
-
-
-def _is_scalar(name: str, value: Any, held: Tensor) -> bool:
-    """Whether something is kept once for a weight; of a weight without dims all states are 0-dim,
-    and its number of steps is known by its name."""
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and (held.dim() > 0 or name == "step")
-    return isinstance(value, int | float)
-
-
-def _check_range(place: Place, given: ParameterStates) -> None:
-    if (given.start, given.stop) != (place.start, place.stop):
-        raise ValueError(
-            f"states of elements {given.start} to {given.stop} were given, but this rank keeps "
-            f"{place.start} to {place.stop}; give those"
-        )
-    for name, tensor in given.tensors.items():
-        if tensor.shape != (given.stop - given.start,):
-            raise ValueError(
-                f"{name!r} of elements {given.start} to {given.stop} has shape "
-                f"{tuple(tensor.shape)}; flatten it, and give it whole"
-            )
-    if MASTER not in given.tensors:
-        raise ValueError(f"the states {sorted(given.tensors)} lack {MASTER!r}; give it too")
-
-
-def _shared(states: ParameterStates) -> dict[str, float | None]:
-    """Names of the states, and the values of scalars."""
-    names: dict[str, float | None] = dict.fromkeys(states.tensors)
-    return names | {name: float(value) for name, value in states.scalars.items()}
-
-
-# Experts to new homes, with all that the host's optimizer keeps of them: the same for every
-# host.
-
 
 GRADIENT = "gradient"  # the name of what is being accumulated, where that moves too
+
+
+Scalar = float | Tensor  # a 0-dim tensor where the optimizer keeps one
 
 
 class Expert(NamedTuple):
@@ -341,8 +43,8 @@ class Kind(NamedTuple):
     state: str
 
 
+# By parameter and name, what moves with it: views, ``[F]`` each.
 Kept = Mapping[nn.Parameter, Mapping[str, Tensor]]
-"""By parameter and name, what moves with it: views, ``[F]`` each."""
 
 
 class _Trips(NamedTuple):
@@ -379,12 +81,13 @@ class ExpertMover:
         """An expert that stays keeps its slot. Between a step and the next. Collective."""
         slots = self.slots(old)
         leaving = [e for e in slots if new[e.layer].owner_E[e.number] != self._cell]
-        arriving = [
-            expert
-            for expert in self._experts(new)
-            if old[expert.layer].owner_E[expert.number] != self._cell
-        ]
-        self.move(old, new, slots | self._taken(slots, leaving, arriving))
+        arriving = [e for e in self._experts(new) if e not in slots]
+        taken: dict[Expert, Slot] = {}  # one that an expert of the same shape leaves
+        for pool in self.pools:
+            left = [slots[expert] for expert in leaving if expert.layer in pool.layers]
+            come = [expert for expert in arriving if expert.layer in pool.layers]
+            taken.update(zip(come, left, strict=True))
+        self.move(old, new, slots | taken)
 
     def move(
         self,
@@ -393,21 +96,12 @@ class ExpertMover:
         seats: Mapping[Expert, Slot],
         gradients: Callable[[nn.Parameter], Tensor | None] | None = None,
     ) -> None:
-        """Bring experts into given slots. Collective.
-
-        Transfers between pairs of ranks, one batch for each kind of state, so that no more than
-        one is in memory twice.
-
-        Args:
-            old: homes as they are.
-            new: homes as they shall be.
-            seats: slot of every expert that will be at home on this rank; others are not looked at.
-            gradients: what is being accumulated of a parameter, to move too; None between a step
-                and the next, when that is of no use.
-
-        Raises:
-            ValueError: the optimizer's states cannot be moved; then nothing has been changed.
-        """
+        """Bring experts from old homes to new ones, each that will be at home on this rank into its
+        given slot. Collective. Transfers are between pairs of ranks, one batch for each kind of
+        state, so that no more than one is in memory twice. ``gradients`` gives what is being
+        accumulated of a parameter, to move too; between a step and the next that is of no use.
+        Raises ValueError where the optimizer's states cannot be moved; then nothing has been
+        changed."""
         slots = self.slots(old)
         trips = self._trips(slots, old, new, seats)
         states = self.states()
@@ -503,20 +197,6 @@ class ExpertMover:
             for number in home.experts_of(self._cell).tolist()
         ]
 
-    def _taken(
-        self,
-        slots: Mapping[Expert, Slot],
-        leaving: Sequence[Expert],
-        arriving: Sequence[Expert],
-    ) -> dict[Expert, Slot]:
-        """The slot of each expert that arrives: one that an expert of the same shape leaves."""
-        taken: dict[Expert, Slot] = {}
-        for pool in self.pools:
-            left = [slots[expert] for expert in leaving if expert.layer in pool.layers]
-            come = [expert for expert in arriving if expert.layer in pool.layers]
-            taken.update(zip(come, left, strict=True))
-        return taken
-
     def hold(self, slots: Mapping[Expert, Slot], homes: Sequence[Placement]) -> None:
         """Say which slots this rank's experts lie in from now on; nothing in them changes."""
         for index, (layer, home) in enumerate(zip(self.layers, homes)):
@@ -553,3 +233,277 @@ def _scalars(states: States, slot: Slot) -> Tensor:
     kept = [states.of(parameter).scalars for parameter in slot.parameters]
     numbers = [float(scalars[name]) for scalars in kept for name in sorted(scalars)]
     return torch.tensor(numbers, dtype=torch.float64, device=slot.parameters[0].device)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterStates:
+    """What an optimizer keeps of one parameter on this rank."""
+
+    start: int  # first element of the flattened parameter that this rank keeps
+    stop: int  # one past its last; ``start`` where this rank keeps none
+    # what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and ``exp_avg`` and
+    # the like once there have been steps
+    tensors: Mapping[str, Tensor]
+    # what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half precision
+    # optimizer keep it once for a whole parameter group.
+    scalars: Mapping[str, Scalar]
+
+    def clone(self) -> ParameterStates:
+        """The same in memory of its own, to survive a write to where it came from."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return ParameterStates(self.start, self.stop, tensors, self.scalars)
+
+
+class Place(NamedTuple):
+    """Where an optimizer keeps one parameter."""
+
+    held: Tensor  # that the optimizer steps
+    offset: int  # in it, of elements ``[start, stop)`` of the parameter
+    start: int
+    stop: int
+    weight: Tensor | None = None  # that the model computes with, ``[F]``; None: the parameter's own
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The parameter's part of a tensor that is shaped as ``held``, ``[F]``."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
+
+
+# Of parameters that are stacks, the slots' parameters, which are views into them, in order.
+Views = Mapping[nn.Parameter, Sequence[nn.Parameter]]
+
+
+def _parts(
+    views_of: Views, parameter: nn.Parameter, numel: int
+) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """A parameter and each view of a stack, with its first element in it and how many it has."""
+    yield parameter, 0, numel
+    views = views_of.get(parameter, ())
+    starts = accumulate((view.numel() for view in views), initial=0)
+    yield from ((view, start, view.numel()) for view, start in zip(views, starts))
+
+
+class Group(NamedTuple):
+    """One tensor that an optimizer steps, and the parameters that it was flattened from."""
+
+    held: Tensor
+    begin: int  # its first element in the flat buffer of all ranks that share it
+    parameters: Iterable[nn.Parameter]
+    offsets: Iterable[int]  # at which each starts in that buffer
+
+    @classmethod
+    def of_one(cls, held: Tensor, parameter: nn.Parameter) -> Group:
+        return cls(held, 0, (parameter,), (0,))
+
+    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
+        """Where each parameter lies, and each view of a stack, also if this rank has none of it."""
+        length = self.held.numel()
+        for parameter, offset in zip(self.parameters, self.offsets):
+            for part, start, numel in _parts(views_of, parameter, parameter.numel()):
+                first = offset + start - self.begin
+                # In ``held``; it may lie before it, or behind it.
+                low, high = (min(max(end, 0), length) for end in (first, first + numel))
+                yield part, Place(self.held, low, low - first, high - first)
+
+
+class Shard(NamedTuple):
+    """What a rank has of one parameter that is sharded by itself, with what it has of others in one
+    tensor that an optimizer steps."""
+
+    held: Tensor  # that tensor
+    offset: int  # where the shard begins in it
+    parameter: nn.Parameter  # of which it is
+    numel: int  # elements of the whole parameter
+    begin: int  # the first of them that is in the shard
+    weight: Tensor  # what the model computes with, ``[N]``; it may be longer than what is left
+
+    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
+        """See ``Group.places``."""
+        length = self.weight.numel()
+        for part, start, numel in _parts(views_of, self.parameter, self.numel):
+            first = start - self.begin
+            low, high = (min(max(end, 0), length) for end in (first, first + numel))
+            weight = self.weight.detach().narrow(0, low, high - low)
+            yield part, Place(self.held, self.offset + low, low - first, high - first, weight)
+
+
+class _Stepper(NamedTuple):
+    """What steps a held tensor: an optimizer of torch's kind, and the number of its group."""
+
+    optimizer: Any
+    number: int
+
+
+class States:
+    """Access to the states of every parameter that some optimizers step.
+
+    Between optimizer steps only: gradients that are being accumulated are not among them.
+
+    Args:
+        stepped: optimizers of torch's kind, and what each steps; None beside what none does.
+        views_of: that are written in place of the stacks.
+    """
+
+    def __init__(
+        self, stepped: Iterable[tuple[Any, Iterable[Group | Shard]]], views_of: Views | None = None
+    ) -> None:
+        views = views_of or {}
+        self._place: dict[nn.Parameter, Place] = {}
+        self._sharers: dict[Tensor, list[nn.Parameter]] = {}  # that have elements in a held tensor
+        self._stepper: dict[Tensor, _Stepper] = {}
+        for optimizer, groups in stepped:
+            for parameter, place in (pair for group in groups for pair in group.places(views)):
+                self._place[parameter] = place
+                if place.start < place.stop and parameter not in views:
+                    self._sharers.setdefault(place.held, []).append(parameter)
+            for number, options in enumerate(() if optimizer is None else optimizer.param_groups):
+                for held in options["params"]:
+                    self._stepper[held] = _Stepper(optimizer, number)
+
+    def of(self, parameter: nn.Parameter) -> ParameterStates:
+        """What is kept of a parameter; its tensors are views, so writing to them changes the states
+        (but not the parameter: that ``write`` does). Of one that is not trained only ``MASTER`` is
+        kept: its own data. Raises ValueError where the optimizer keeps something that has no part
+        for each element."""
+        place = self._place_of(parameter)
+        tensors, scalars = {MASTER: place.of(place.held)}, {}
+        for name, value in self._state(place.held).items():
+            if value is None:
+                continue  # so SGD says that there is none yet
+            if _is_scalar(name, value, place.held):
+                scalars[name] = value.clone() if isinstance(value, Tensor) else value
+            elif isinstance(value, Tensor) and value.shape == place.held.shape:
+                tensors[name] = place.of(value)
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                kind = self._stepper[place.held].optimizer.__class__.__name__
+                raise ValueError(
+                    f"{kind} keeps {name!r} ({shape}) of a weight "
+                    f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "
+                    "move with an expert; use an optimizer such as AdamW"
+                )
+        return ParameterStates(place.start, place.stop, tensors, scalars)
+
+    def write(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
+        """Replace what is kept of some parameters, and the parameters' own data with it.
+
+        Parameters of one flat group share which states there are, and the scalars: either all of
+        them are written, or what is written must have the group's own.
+
+        Where a rank keeps a fragment, it writes that much of the parameter's data; the rest is for
+        the ranks that keep it, and for the host to bring.
+
+        Args:
+            states: for each parameter, in memory of their own (see ``ParameterStates.clone``).
+
+        Raises:
+            ValueError: they do not fit; then nothing has been changed.
+        """
+        self.check(states)
+        with torch.no_grad():
+            for parameter, given in states.items():
+                if given.start < given.stop:
+                    self._write(parameter, given)
+
+    def check(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
+        """Raises ValueError where ``write`` would not take them."""
+        for parameter, given in states.items():
+            _check_range(self._place_of(parameter), given)
+        self._check_groups({p: given for p, given in states.items() if given.start < given.stop})
+
+    def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the
+        optimizer's own dict; None of a parameter that is not trained."""
+        return self._options(self._place_of(parameter).held)
+
+    def _options(self, held: Tensor) -> dict[str, Any] | None:
+        if held not in self._stepper:
+            return None
+        optimizer, number = self._stepper[held]
+        options: dict[str, Any] = optimizer.param_groups[number]
+        return options
+
+    def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
+        given_of: dict[Tensor, list[ParameterStates]] = {}
+        for parameter, given in written.items():
+            given_of.setdefault(self._place_of(parameter).held, []).append(given)
+        for held, group in given_of.items():
+            others = (p for p in self._sharers.get(held, ()) if p not in written)
+            first, *rest = map(_shared, (*group, *map(self.of, islice(others, 1))))
+            for other in rest:
+                if other != first:
+                    raise ValueError(
+                        f"a parameter group cannot keep {first} of one parameter and {other} of "
+                        "another; write all parameters of the group, with the same scalars"
+                    )
+
+    def _write(self, parameter: nn.Parameter, given: ParameterStates) -> None:
+        place = self._place_of(parameter)
+        old = self._state(place.held)
+        scalars = given.scalars.items()
+        new = {name: self._like(old.get(name), own, place.held) for name, own in scalars}
+        for name, tensor in given.tensors.items():
+            if name == MASTER:
+                place.of(place.held).copy_(tensor)
+            else:
+                kept = old.get(name)
+                new[name] = torch.zeros_like(place.held) if kept is None else kept
+                place.of(new[name]).copy_(tensor)
+        if new:
+            self._stepper[place.held].optimizer.state[place.held] = new
+        elif old:
+            del self._stepper[place.held].optimizer.state[place.held]
+        own = place.weight
+        if own is None:
+            own = parameter.data.view(-1)[place.start : place.stop]
+        own.copy_(given.tensors[MASTER])
+
+    def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
+        """A scalar in the kind that the optimizer has; where it has none yet, as it came."""
+        if isinstance(old, Tensor):
+            return old.fill_(float(new))
+        if old is not None:
+            return type(old)(new)
+        if not isinstance(new, Tensor):
+            return new
+        options = self._options(held) or {}
+        on_device = options.get("fused") or options.get("capturable")  # as torch's load_state_dict
+        return new.to(held.device if on_device else "cpu", copy=True)
+
+    def _place_of(self, parameter: nn.Parameter) -> Place:
+        return self._place.get(parameter) or Place(parameter, 0, 0, parameter.numel())
+
+    def _state(self, held: Tensor) -> Mapping[str, Any]:
+        if held not in self._stepper:
+            return {}
+        state: Mapping[str, Any] = self._stepper[held].optimizer.state.get(held, {})
+        return state
+
+
+def _is_scalar(name: str, value: Any, held: Tensor) -> bool:
+    """Whether something is kept once for a weight; of a weight without dims all states are 0-dim,
+    and its number of steps is known by its name."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and (held.dim() > 0 or name == "step")
+    return isinstance(value, int | float)
+
+
+def _check_range(place: Place, given: ParameterStates) -> None:
+    if (given.start, given.stop) != (place.start, place.stop):
+        raise ValueError(
+            f"states of elements {given.start} to {given.stop} were given, but this rank keeps "
+            f"{place.start} to {place.stop}; give those"
+        )
+    for name, tensor in given.tensors.items():
+        if tensor.shape != (given.stop - given.start,):
+            raise ValueError(
+                f"{name!r} of elements {given.start} to {given.stop} has shape "
+                f"{tuple(tensor.shape)}; flatten it, and give it whole"
+            )
+    if MASTER not in given.tensors:
+        raise ValueError(f"the states {sorted(given.tensors)} lack {MASTER!r}; give it too")
+
+
+def _shared(states: ParameterStates) -> dict[str, float | None]:
+    """Names of the states, and the values of scalars."""
+    names: dict[str, float | None] = dict.fromkeys(states.tensors)
+    return names | {name: float(value) for name, value in states.scalars.items()}

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every host does: start a run (``run_on``), and agree on passes, unequal ones too."""
+"""What is the same for every host: the start of a run, its passes, and what its optimizer may be.
+
+A training framework is a ``Host``: it says what it cannot do (``refuse``), which layers it has
+(``find``) and which ranks run the same ones (``grid``). ``run_on`` asks it in that order, while
+ranks compare what they found: it draws the ``Blueprint``, replaces the layers
+(``attachment/replacement.py``), and starts a ``Run`` (``training_run.py``) whose steps are planned
+(``planning.py``) by measured costs (``costs.py``). From then on the host calls ``run.after_step``.
+
+``Schedules`` and ``Passes`` tell which pass through a layer is the last before the optimizer steps.
+``joined`` lets ranks call the model unequally often: those that are done serve the experts of the
+others. ``settle_alike`` looks at the groups of an optimizer, in which experts that may change
+places must be alike.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -37,6 +49,215 @@ from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.schedule.watch import ALIKE, WATCH, Waiting
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
+# The replaced layers of this rank, in model order; none where a pipeline stage has none.
+Built = Sequence[tuple[AttachedLayer, Adopted]]
+
+
+class Seats(NamedTuple):
+    """Which ranks run the same layers."""
+
+    own: Grid  # this rank's grid
+    # those of all ranks, where they do not all run the same layers; else none
+    beside: tuple[Grid, ...]
+    alike: Description  # what the ranks of a grid must have in common, as texts that they compare
+    why: str = ""  # what was chosen where the settings leave sizes open, for a person; else empty
+
+
+class Host(Protocol):
+    """A training framework as one model of it starts; ``run_on`` asks in the order of the methods.
+
+    What outlives the start (callables that layers keep) must not keep the host's engine alive: the
+    report of a run is written when that goes. Methods run on every rank alike; those that may talk
+    to other ranks say "Collective".
+
+    Attributes:
+        name: of the call that starts, for a person: ``"deepspeed.initialize"``.
+        remedy: what a person does where ranks call the model unequally: ``watch.JOINED`` where
+            ``ds_moe_ext.joined`` knows its carrier, else ``watch.ALIKE``.
+        device: where this rank's experts compute.
+        dtype: in which the model computes.
+        micro_batch: samples that each rank calls the model with; None where nobody said.
+        num_micro_batches: of an optimizer step.
+        carrier: the object with which the run ends.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def remedy(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def micro_batch(self) -> int | None: ...
+
+    @property
+    def num_micro_batches(self) -> int: ...
+
+    @property
+    def carrier(self) -> object: ...
+
+    def devices(self) -> Sequence[str]:
+        """Name of each rank's device, for strategies that choose by it. Collective."""
+        ...
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        """Refuse what it cannot do: a ``Refusal`` names the value, the reason and the remedy. What
+        a person did not ask for is not refused but left out (``notices.settle``), of which
+        ``Start.settled`` has lines. Raises ValueError."""
+        ...
+
+    def find(self, settings: Settings) -> Sequence[Found]:
+        """The MoE layers of the model that the settings ask for, in model order. Raises ValueError
+        where one cannot be replaced, or there must be some and are none."""
+        ...
+
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        """Which ranks run the same layers, in cells of which sizes. Collective. Raises ValueError
+        where sizes do not divide, or are not the host's."""
+        ...
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        """What it wants done before layers are replaced; ranks agree by now. Collective. Returns
+        what will be built, and what layers call in the place of their experts alone."""
+        ...
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        """Let the framework know what has been replaced: which weights are experts', so that it
+        reduces, clips and saves them over the right ranks. Collective."""
+        ...
+
+    def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
+        """Tells whether the pass that runs through a layer is the last before the optimizer steps:
+        gradients of copies travel home in it. Always true is right, and slower."""
+        ...
+
+    def accumulation(self, layer: AttachedLayer) -> Accumulation:
+        """Tells whether it still has what passes that were not the last have left of a layer's
+        experts: gradients of copies that wait are dropped with them."""
+        ...
+
+    def optimizer_states(self) -> Callable[[], States]:
+        """Finds the states of the optimizer as it is when asked: experts that move take theirs
+        along. It may be asked first when there have been steps."""
+        ...
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        """What is reduced beside the layers, by which they are planned. Where the strategy
+        ``slices_gradients``, layers are given what reduces them in slices, in ``routed.slices``.
+        Collective."""
+        ...
+
+    def watch_steps(self, run: Run) -> None:
+        """The run has begun: carry it, in ``training_run.Record``, and have ``run.after_step``
+        called on every rank when weights have changed. Collective."""
+        ...
+
+
+def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:
+    """Replace a model's MoE layers in place, and plan and record its steps from now on; None on a
+    rank without MoE layers. Collective, over all ranks that the start is of; they compared what
+    they were asked for. Raises ValueError on all ranks where the model or the ranks do not suit the
+    settings."""
+    start = start_of(host.name)
+    tell = start.settled.append
+    start.settled.clear()  # of what was looked at before the ranks were known
+    WATCH.patience = settings.waits
+    WATCH.remedy = host.remedy if strategy.roles is None else ALIKE
+    strategy = strategy.settled(host.devices, host.micro_batch)
+    settings, strategy = host.refuse(settings, strategy)
+    found = tuple(host.find(settings))
+    seats = host.grid(settings, strategy, found)
+    start.agree(seats.alike, first=int(seats.own.ranks.min()))
+    with start.together():
+        routers = routers_of(model, found, settings.gate)
+        blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers, tell=tell)
+        blueprint, around = host.prepare(replace(blueprint, why_grid=seats.why))
+        if blueprint.why_together:
+            WATCH.remedy = ALIKE
+    built = replacement.build(blueprint, host.device, around, seats.beside)
+    layers = [layer for layer, _ in built]
+    blueprint = block_hooks.settled(blueprint, layers, tell)
+    host.mark(blueprint, built)
+    if not layers:
+        with start.together():  # where the others are about to plan
+            return None
+    gradients = host.dense_gradients(blueprint, layers)
+    hooks: tuple[RemovableHandle, ...] = ()
+    with start.together():
+        if blueprint.strategy.roles is None:  # else the schedule of a step has tasks for it
+            measures = blueprint.strategy.rhythm().measures
+            hooks = block_hooks.launch_with_blocks(model, layers, measures=measures)
+        for layer in layers:
+            if layer.routed.copies is not None:
+                layer.routed.copies.is_last_pass = host.last_pass(layer)
+                layer.routed.copies.accumulation = host.accumulation(layer)
+        mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
+        pipelines = _pipelines(host, blueprint, layers, gradients)
+        rhythm, accumulates = blueprint.strategy.rhythm(), host.num_micro_batches > 1
+        costs = Costs(layers, blueprint.pools, blueprint.hardware, rhythm, pipelines, accumulates)
+    layout = layers[0].routed.site.layout
+    homes = [layer.routed.site.plan.home for layer in layers]
+    job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
+    planning = Planning(
+        strategy=blueprint.strategy,
+        layers=layers,
+        job=replace(job, accumulates=accumulates),
+        costs=costs,
+        checks=Checks(blueprint.strategy, layers),
+        mover=mover,
+        debug=blueprint.settings.debug,
+        rank=layout.rank,
+        tell=teller(blueprint.settings, layout.place),
+    )
+    run = Run.start(
+        blueprint, layers, planning, mover, host.carrier, device=host.device, block_hooks=hooks
+    )
+    for line in start.settled:
+        planning.tell(line)
+    host.watch_steps(run)
+    join_generate(model, run, host.device)
+    return run
+
+
+def _pipelines(
+    host: Host, blueprint: Blueprint, layers: Sequence[AttachedLayer], gradients: DenseGradients
+) -> Pipelines | None:
+    """What measures them, where the strategy plans by it."""
+    if not blueprint.strategy.rhythm().measures:
+        return None
+    pools, hardware = blueprint.pools, blueprint.hardware
+    pipelines = Pipelines(layers, pools, hardware, gradients, host.num_micro_batches, host.device)
+    try:
+        pipelines.check(host.dtype)
+    except ValueError as error:
+        named = blueprint.settings.hardware
+        raise ValueError(f"{BLOCK}.hardware is {named!r}, but {error}") from error
+    return pipelines
+
+
+def device_names(device: torch.device) -> list[str]:
+    """Name of each rank's device, in the order of the ranks. Collective, over the world."""
+    return gather_objects(device_name(device), None)
+
+
+def of_stage(settings: Settings, number: int) -> Settings:
+    """With a report and a trace of a pipeline stage's own."""
+    report, trace, stage = settings.report, settings.trace, f"stage_{number}"
+    if report.path is not None:
+        report = replace(report, path=str(Path(report.path) / stage))
+    if trace.path is not None:
+        path = Path(trace.path)
+        trace = replace(trace, path=str(path.parent / stage / path.name))
+    return replace(settings, report=report, trace=trace)
+
 
 @dataclass(eq=False)
 class Schedules:
@@ -65,8 +286,8 @@ class Passes:
 
     schedules: Schedules  # of the model
     _step: int = 0
-    _forward: int = field(default=0)
-    _backward: int = field(default=0)
+    _forward: int = 0
+    _backward: int = 0
 
     def begins(self, *, is_training: bool) -> None:
         """Call it as a forward pass begins."""
@@ -94,10 +315,6 @@ class Passes:
             self._step, self._forward, self._backward = self.schedules.steps, 0, 0
 
 
-# Passes that not all ranks run alike: evaluation and generation, on some ranks or at any
-# length.
-
-
 @contextmanager
 def joined(engine: Any) -> Iterator[None]:
     """Let every rank call the model as often as it wants, inside the block. Collective.
@@ -118,13 +335,8 @@ def joined(engine: Any) -> Iterator[None]:
             and where ZeRO shards weights.
     """
     run = run_of(engine)
-    with torch.no_grad(), _nothing() if run is None else _joined(run, engine.device):
+    with torch.no_grad(), nullcontext() if run is None else _joined(run, engine.device):
         yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -211,28 +423,20 @@ def _generating(original: Any, run: Run, device: torch.device) -> Any:
     return generate
 
 
-# Parameter groups of an optimizer, where experts move from slot to slot: those that may change
-# places must be optimized alike.
-
-
 _REMEDY = "put them into one group"
 
+# Of what ``_unlike`` says, where experts move.
 UNLIKE = Refusal(
     "several parameter groups for weights of experts that are alike, as of a rate for each layer",
     str,
     "an expert that moves would be stepped as the one whose slot it takes",
     _REMEDY,
 )
-"""Of what ``_unlike`` says, where experts move."""
 
 
 def settle_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Look at an optimizer before its first step: by its groups experts may have to keep their
-    homes. Collective, over the ranks of the run.
-
-    Raises:
-        ValueError: experts that may change places are optimized differently.
-    """
+    homes. Collective, over the ranks of the run. Raises as ``check_alike`` does."""
     if run.blueprint.moves_experts:
         own = _unlike(run, optimizer)
         everyone = run.layers[0].routed.site.layout.everyone
@@ -243,11 +447,7 @@ def settle_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
 def check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Look at an optimizer on one rank. Where experts move, a slot of one layer comes to hold an
     expert of another; and where a layer is at home unevenly, a rank may have no expert of it, but
-    must have all groups.
-
-    Raises:
-        ValueError: experts that may change places are optimized differently.
-    """
+    must have all groups: raises ValueError where such experts are optimized differently."""
     blueprint = run.blueprint
     if not blueprint.strategy.has_uneven_homes:
         return
@@ -278,267 +478,3 @@ def _unlike(run: Run, optimizer: torch.optim.Optimizer) -> str:
                     "several parameter groups of the optimizer"
                 )
     return ""
-
-
-# What a training framework must give, and the start that follows from it: the same for every
-# host.
-
-
-Built = Sequence[tuple[AttachedLayer, Adopted]]
-"""The replaced layers of this rank, in model order; none where a pipeline stage has none."""
-
-
-class Seats(NamedTuple):
-    """Which ranks run the same layers."""
-
-    own: Grid  # this rank's grid
-    # those of all ranks, where they do not all run the same layers; else none
-    beside: tuple[Grid, ...]
-    alike: Description  # what the ranks of a grid must have in common, as texts that they compare
-    why: str = ""  # what was chosen where the settings leave sizes open, for a person; else empty
-
-
-class Host(Protocol):
-    """A training framework as one model of it starts; ``run_on`` asks in the order of the methods.
-
-    What outlives the start (callables that layers keep) must not keep the host's engine alive: the
-    report of a run is written when that goes. Methods run on every rank alike; those that may talk
-    to other ranks say "Collective".
-
-    Attributes:
-        name: of the call that starts, for a person: ``"deepspeed.initialize"``.
-        remedy: what a person does where ranks call the model unequally: ``watch.JOINED`` where
-            ``ds_moe_ext.joined`` knows its carrier, else ``watch.ALIKE``.
-        device: where this rank's experts compute.
-        dtype: in which the model computes.
-        micro_batch: samples that each rank calls the model with; None where nobody said.
-        num_micro_batches: of an optimizer step.
-        carrier: the object with which the run ends.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def remedy(self) -> str: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def micro_batch(self) -> int | None: ...
-
-    @property
-    def num_micro_batches(self) -> int: ...
-
-    @property
-    def carrier(self) -> object: ...
-
-    def devices(self) -> Sequence[str]:
-        """Name of each rank's device, for strategies that choose by it. Collective."""
-        ...
-
-    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
-        """Refuse what it cannot do: a ``Refusal`` names the value, the reason and the remedy. What
-        a person did not ask for is not refused but left out (``defaults.settle``).
-
-        Returns:
-            The same; or without what was left out, of which ``Start.settled`` has lines.
-
-        Raises:
-            ValueError: it was asked for what cannot be done.
-        """
-        ...
-
-    def find(self, settings: Settings) -> Sequence[Found]:
-        """The MoE layers of the model that the settings ask for, in model order.
-
-        Raises:
-            ValueError: one cannot be replaced, or there must be some and are none.
-        """
-        ...
-
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        """Which ranks run the same layers, in cells of which sizes. Collective.
-
-        Raises:
-            ValueError: sizes do not divide, or are not the host's.
-        """
-        ...
-
-    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
-        """What it wants done before layers are replaced; ranks agree by now. Collective.
-
-        Returns:
-            What will be built, and what layers call in the place of their experts alone, as
-            ``replacement.build`` takes it.
-        """
-        ...
-
-    def mark(self, blueprint: Blueprint, built: Built) -> None:
-        """Let the framework know what has been replaced: which weights are experts', so that it
-        reduces, clips and saves them over the right ranks. Collective."""
-        ...
-
-    def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
-        """Tells whether the pass that runs through a layer is the last before the optimizer steps:
-        gradients of copies travel home in it. Always true is right, and slower."""
-        ...
-
-    def accumulation(self, layer: AttachedLayer) -> Accumulation:
-        """Tells whether it still has what passes that were not the last have left of a layer's
-        experts: gradients of copies that wait are dropped with them."""
-        ...
-
-    def optimizer_states(self) -> Callable[[], States]:
-        """Finds the states of the optimizer as it is when asked: experts that move take theirs
-        along. It may be asked first when there have been steps."""
-        ...
-
-    def dense_gradients(
-        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
-    ) -> DenseGradients:
-        """What is reduced beside the layers, by which they are planned. Where the strategy
-        ``slices_gradients``, layers are given what reduces them in slices, in ``routed.slices``.
-        Collective."""
-        ...
-
-    def watch_steps(self, run: Run) -> None:
-        """The run has begun: carry it, in ``training_run.Record``, and have ``run.after_step``
-        called on every rank when weights have changed. Collective."""
-        ...
-
-
-def device_names(device: torch.device) -> list[str]:
-    """Name of each rank's device, in the order of the ranks. Collective, over the world."""
-    return gather_objects(device_name(device), None)
-
-
-def of_stage(settings: Settings, number: int) -> Settings:
-    """With a report and a trace of a pipeline stage's own."""
-    report, trace, stage = settings.report, settings.trace, f"stage_{number}"
-    if report.path is not None:
-        report = replace(report, path=str(Path(report.path) / stage))
-    if trace.path is not None:
-        path = Path(trace.path)
-        trace = replace(trace, path=str(path.parent / stage / path.name))
-    return replace(settings, report=report, trace=trace)
-
-
-def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:
-    """Replace a model's MoE layers, and plan and record its steps from now on. Collective, over all
-    ranks that the start is of; they compared what they were asked for.
-
-    Args:
-        host: of the model.
-        model: changed in place.
-        settings: the block.
-        strategy: the chosen one.
-
-    Returns:
-        The run; None on a rank without MoE layers.
-
-    Raises:
-        ValueError: on all ranks: the model or the ranks do not suit the settings.
-    """
-    start = start_of(host.name)
-    tell = start.settled.append
-    start.settled.clear()  # of what was looked at before the ranks were known
-    WATCH.patience = settings.waits
-    WATCH.remedy = host.remedy if strategy.roles is None else ALIKE
-    strategy = strategy.settled(host.devices, host.micro_batch)
-    settings, strategy = host.refuse(settings, strategy)
-    found = tuple(host.find(settings))
-    seats = host.grid(settings, strategy, found)
-    start.agree(seats.alike, first=int(seats.own.ranks.min()))
-    with start.together():
-        routers = routers_of(model, found, settings.gate)
-        blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers, tell=tell)
-        blueprint, around = host.prepare(replace(blueprint, why_grid=seats.why))
-        if blueprint.why_together:
-            WATCH.remedy = ALIKE
-    built = replacement.build(blueprint, host.device, around, seats.beside)
-    layers = [layer for layer, _ in built]
-    blueprint = block_hooks.settled(blueprint, layers, tell)
-    host.mark(blueprint, built)
-    if not layers:
-        with start.together():  # where the others are about to plan
-            return None
-    gradients = host.dense_gradients(blueprint, layers)
-    hooks: tuple[RemovableHandle, ...] = ()
-    with start.together():
-        if blueprint.strategy.roles is None:  # else the schedule of a step has tasks for it
-            measures = blueprint.strategy.rhythm().measures
-            hooks = block_hooks.launch_with_blocks(model, layers, measures=measures)
-        for layer in layers:
-            if layer.routed.copies is not None:
-                layer.routed.copies.is_last_pass = host.last_pass(layer)
-                layer.routed.copies.accumulation = host.accumulation(layer)
-        mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
-        pipelines = _pipelines(host, blueprint, layers, gradients)
-        costs = Costs(
-            layers,
-            blueprint.pools,
-            blueprint.hardware,
-            blueprint.strategy.rhythm(),
-            pipelines,
-            host.num_micro_batches > 1,
-        )
-    planning = _planning(host, blueprint, layers, costs, mover)
-    run = Run.start(
-        blueprint,
-        layers,
-        planning,
-        mover,
-        host.carrier,
-        device=host.device,
-        block_hooks=hooks,
-    )
-    for line in start.settled:
-        run.planning.tell(line)
-    host.watch_steps(run)
-    join_generate(model, run, host.device)
-    return run
-
-
-def _planning(
-    host: Host,
-    blueprint: Blueprint,
-    layers: Sequence[AttachedLayer],
-    costs: Costs,
-    mover: ExpertMover,
-) -> Planning:
-    """Plans the steps. Collective where the settings say ``debug``."""
-    layout = layers[0].routed.site.layout
-    homes = [layer.routed.site.plan.home for layer in layers]
-    job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
-    return Planning(
-        strategy=blueprint.strategy,
-        layers=layers,
-        job=replace(job, accumulates=host.num_micro_batches > 1),
-        costs=costs,
-        checks=Checks(blueprint.strategy, layers),
-        mover=mover,
-        debug=blueprint.settings.debug,
-        rank=layout.rank,
-        tell=teller(blueprint.settings, layout.place),
-    )
-
-
-def _pipelines(
-    host: Host, blueprint: Blueprint, layers: Sequence[AttachedLayer], gradients: DenseGradients
-) -> Pipelines | None:
-    """What measures them, where the strategy plans by it."""
-    if not blueprint.strategy.rhythm().measures:
-        return None
-    pools, hardware = blueprint.pools, blueprint.hardware
-    pipelines = Pipelines(layers, pools, hardware, gradients, host.num_micro_batches, host.device)
-    try:
-        pipelines.check(host.dtype)
-    except ValueError as error:
-        named = blueprint.settings.hardware
-        raise ValueError(f"{BLOCK}.hardware is {named!r}, but {error}") from error
-    return pipelines

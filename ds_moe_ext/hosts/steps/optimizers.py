@@ -12,39 +12,33 @@ from torch.optim import Optimizer
 from ds_moe_ext.hosts.attachment.notices import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.attachment.startup_check import is_first
 
+# To these it is nothing where one weight ends and another begins: of torch, DeepSpeed and apex.
 ELEMENT_BY_ELEMENT = {
     *("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax"),
     *("Adagrad", "FusedAdagrad", "DeepSpeedCPUAdagrad", "Adadelta"),
     *("Lion", "FusedLion", "DeepSpeedCPULion"),
     *("SGD", "FusedSGD", "ASGD", "RMSprop", "Rprop"),
 }
-"""To these it is nothing where one weight ends and another begins: of torch, DeepSpeed and apex."""
-
 OF_WHOLE_WEIGHTS = {
     *("Lamb", "LAMB", "FusedLamb", "FusedLAMB", "FusedMixedPrecisionLamb", "Lars", "LARS"),
     *("NovoGrad", "FusedNovoGrad", "Muon", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"),
 }
+# They keep something of each row and column, as well as looking at whole weights.
 OF_ROWS_AND_COLUMNS = {"Adafactor", "CAME", "SM3", "Shampoo", "SOAP"}
-"""They keep something of each row and column, as well as looking at whole weights."""
-
-OF_ALL_WEIGHTS = {
-    *("LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptLion", "DAdaptSGD"),
-}
-
+OF_ALL_WEIGHTS = {"LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptLion", "DAdaptSGD"}
 COMMUNICATING = {
     *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
     *("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedShampoo"),
     *("DistributedFusedAdam", "DistributedFusedLAMB"),
 }
+# By module too: torch's own and that of DeepSpeed's JSON do not communicate.
 COMMUNICATING_MUONS = {
     (module, name)
     for module in ("muon", "deepspeed.runtime.zero.muon.original_muon")
     for name in ("Muon", "MuonWithAuxAdam")
 }
-"""By module too: torch's own and that of DeepSpeed's JSON do not communicate."""
-
+# ZeRO gathers whole gradients for them.
 WHOLE_UNDER_ZERO = {("deepspeed.runtime.zero.muon.muon_optimizer", "MuonWithAuxAdam")}
-"""ZeRO gathers whole gradients for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +86,6 @@ def _communicates(given: Stepping) -> str:
     return f"the optimizer is {'.'.join(given.source)}" if does else ""
 
 
-def _looks_at_all(given: Stepping) -> str:
-    return f"the optimizer is {given.kind}" if given.kind in OF_ALL_WEIGHTS else ""
-
-
 def _clips(given: Stepping) -> str:
     norms = [group.get("max_grad_norm") or 0.0 for group in given.optimizer.param_groups]
     clips = [norm for norm in norms if 0 < norm < math.inf]
@@ -130,6 +120,7 @@ def _names(*kinds: set[str]) -> str:
     return ", ".join(sorted(set[str]().union(*kinds)))
 
 
+# Where states must have a part for each element.
 BY_ELEMENTS = (
     Refusal(
         f"{_names(OF_ROWS_AND_COLUMNS)} under DeepSpeed, or where experts move",
@@ -145,8 +136,6 @@ BY_ELEMENTS = (
         "torch.optim.AdamW",
     ),
 )
-"""Where states must have a part for each element."""
-
 OPTIMIZERS = (
     Refusal(
         f"{_names(COMMUNICATING)}, and Muon and MuonWithAuxAdam of the package muon and of "
@@ -157,7 +146,7 @@ OPTIMIZERS = (
     ),
     Refusal(
         _names(OF_ALL_WEIGHTS),
-        _looks_at_all,
+        lambda given: f"the optimizer is {given.kind}" if given.kind in OF_ALL_WEIGHTS else "",
         "its step follows from all weights of a rank, and each rank has other experts",
         "use another, as AdamW",
     ),
@@ -187,11 +176,8 @@ OPTIMIZERS = (
 
 
 def check_kind(stepping: Stepping) -> None:
-    """Look at an optimizer before it steps experts.
-
-    Raises:
-        ValueError: it would not do what it does without us.
-    """
+    """Raises ValueError where an optimizer that is to step experts would not do what it does
+    without us."""
     refuse(OPTIMIZERS, stepping, ENABLED)
     is_known = stepping.kind in ELEMENT_BY_ELEMENT
     if stepping.cut and not is_known and is_first():
@@ -200,9 +186,6 @@ def check_kind(stepping: Stepping) -> None:
             "so that it is right only if it takes each number of a weight alone",
             stacklevel=2,
         )
-
-
-# How much of the dense gradients was reduced where: the same for every host.
 
 
 @dataclass(frozen=True)
@@ -215,12 +198,8 @@ class Reduced:
     num_slices: int = 0  # pieces in which those that are not the tail travelled
 
     def __add__(self, other: Reduced) -> Reduced:
-        return Reduced(
-            self.within_moe + other.within_moe,
-            self.beside_dense + other.beside_dense,
-            self.tail + other.tail,
-            self.num_slices + other.num_slices,
-        )
+        pairs = zip(vars(self).values(), vars(other).values())
+        return Reduced(*(mine + its for mine, its in pairs))
 
     @property
     def elements(self) -> int:

@@ -17,7 +17,6 @@ from torch import nn
 from ds_moe_ext.core.all_to_all import Channel
 from ds_moe_ext.core.comm import max_in_place
 from ds_moe_ext.core.hardware import Hardware
-from ds_moe_ext.core.layout import ParallelLayout
 from ds_moe_ext.hosts.attachment.replacement import CPU, AttachedLayer, bytes_of
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.expert import arrangement_for
@@ -34,7 +33,7 @@ from ds_moe_ext.planning.exchange_costs import (
     layer_costs,
     line_of_way,
 )
-from ds_moe_ext.planning.layer_pipelines import HostSeconds, Measured, MeasuredLayer
+from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
 from ds_moe_ext.planning.prices import Line
 from ds_moe_ext.planning.probe import Paths, Payload, measure_carrier, measure_pipeline, quick_bench
@@ -65,17 +64,9 @@ class DenseGradients:
         scatters: bool = False,
     ) -> DenseGradients:
         """By the order of the model's modules, which is about that in which they are used. The same
-        on all ranks, also on those that have no expert of a layer.
-
-        Args:
-            model: with the layers.
-            layers: in model order.
-            dtype: as the attribute.
-            group: likewise.
-            buckets: parameters that are reduced together, and so are ready when the last of them
-                is; others are not counted. None: each by itself.
-            scatters: as the attribute.
-        """
+        on all ranks, also on those that have no expert of a layer. Parameters of a bucket are
+        reduced together, and so are ready when the last of them is, and those of none are not
+        counted; without buckets each is by itself."""
         inside = {
             module: number
             for number, layer in enumerate(layers)
@@ -110,14 +101,8 @@ class Pipelines:
     device: torch.device  # of this rank
 
     def check(self, dtype: torch.dtype) -> None:
-        """Refuse a hardware file that lacks what pipelines are planned by.
-
-        Args:
-            dtype: in which experts compute.
-
-        Raises:
-            ValueError: what it lacks.
-        """
+        """Raises ValueError where a hardware file lacks what pipelines are planned by, if experts
+        compute in ``dtype``."""
         if self.hardware is None:
             return
         for pool in self.pools:
@@ -130,14 +115,9 @@ class Pipelines:
         dense_window_L: Sequence[float],
         chunk_s: tuple[float, float] | None,
     ) -> Measured:
-        """By the rows of a step, of the grid of ranks that has most. Collective, over all ranks.
-
-        Args:
-            rows: what each layer routed in it.
-            dense_window_L: seconds behind each layer in backward, the same on all ranks.
-            chunk_s: that the host took to issue a chunk of a layer, forward and backward, the same
-                on all ranks; None where it was not seen.
-        """
+        """By the rows of a step, of the grid of ranks that has most; seconds behind each layer in
+        backward, and those to issue a chunk forward and backward, if they were seen, are the same
+        on all ranks. Collective, over all ranks."""
         routed_L = np.array([each.routed_CE.sum() for each in rows])
         # Grids of cells see their own rows only; all ranks must plan alike.
         everyone = self.layers[0].routed.site.layout.everyone
@@ -160,31 +140,26 @@ class Pipelines:
                     },
                 )
         assert all_reduce is not None
+        host_s = None
+        if self.device.type != CPU.type:  # else the host is what computes
+            is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
+            host_s = issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
         return Measured(
             tuple(measured[layer] for layer in range(len(self.layers))),
             self.gradients.head_elements,
             all_reduce,
             self.gradients.dtype.itemsize,
-            self._issued(chunk_s),
+            host_s,
         )
 
-    def _issued(
-        self, chunk_s: tuple[float, float] | None
-    ) -> tuple[HostSeconds, HostSeconds] | None:
-        """By the host, where it is not what computes."""
-        if self.device.type == CPU.type:
-            return None
-        is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
-        return issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
-
-    def _rows(self, layer: int, routed: int) -> LayerRows:
-        routed_experts = self.layers[layer].routed
-        grid = routed_experts.site.layout.grid
+    def _rows(self, layer: int, num_routed: int) -> LayerRows:
+        routed = self.layers[layer].routed
+        grid, row_bytes = routed.site.layout.grid, routed.row_bytes
         return LayerRows(
-            sent=routed / grid.size / self.micro_batches,
-            gathered=routed / grid.num_cells / self.micro_batches,
-            row_bytes=routed_experts.row_bytes.between,
-            cell_row_bytes=routed_experts.row_bytes.within,
+            sent=num_routed / grid.size / self.micro_batches,
+            gathered=num_routed / grid.num_cells / self.micro_batches,
+            row_bytes=row_bytes.between,
+            cell_row_bytes=row_bytes.within,
         )
 
     def _held(self, pool: Pool) -> AttachedLayer:
@@ -197,9 +172,17 @@ class Pipelines:
         layer = self._held(pool)
         if self.hardware is not None:
             return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
+        layout, gradients = layer.routed.site.layout, self.gradients
+        wire = Wire.between(layout, INTER, self.device)
+        is_split = layout.grid.cell_size > 1
+        paths = Paths(
+            cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
+            cell=Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None,
+            dense=gradients.group,
+            scatters=gradients.scatters,
+        )
         forward = partial(_forward, layer, self.device)
-        paths = _paths(layer.routed.site.layout, self.device, self.gradients)
-        bench = quick_bench(self.device, layer.routed.site.layout.everyone)
+        bench = quick_bench(self.device, layout.everyone)
         return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
 
     def _lines_by_way(
@@ -263,32 +246,17 @@ NUMBER_TYPES = {
 }
 
 
-def _paths(layout: ParallelLayout, device: torch.device, gradients: DenseGradients) -> Paths:
-    wire = Wire.between(layout, INTER, device)
-    is_split = layout.grid.cell_size > 1
-    cell = Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None
-    return Paths(
-        cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
-        cell=cell,
-        dense=gradients.group,
-        scatters=gradients.scatters,
-    )
-
-
 def _forward(layer: AttachedLayer, device: torch.device, num_rows: int) -> object:
     """This rank's experts on rows that are spread evenly over them."""
     num_slots = max(1, len(layer.hosted.slots()))
     rows_S = np.full(num_slots, num_rows // num_slots)
     rows_S[: num_rows % num_slots] += 1
-    rows = torch.zeros(
-        num_rows, layer.routed.row_width, dtype=layer.routed.row_dtype, device=device
-    )
+    routed = layer.routed
+    rows = torch.zeros(num_rows, routed.row_width, dtype=routed.row_dtype, device=device)
     weights = layer.hosted.weights()
-    order, _ = arrangement_for(layer.routed.function, weights)
+    order, _ = arrangement_for(routed.function, weights)
     weights = weights if order is None else order.weights(weights)
-    is_mixed = rows.dtype in _NARROW and any(w.dtype == torch.float32 for w in weights)
+    is_narrow = rows.dtype in (torch.float16, torch.bfloat16)  # as autocast makes them
+    is_mixed = is_narrow and any(w.dtype == torch.float32 for w in weights)
     with torch.autocast(device.type, rows.dtype if is_mixed else None, enabled=is_mixed):
-        return layer.routed.function(rows, SlotRows.of(rows_S, device), weights)
-
-
-_NARROW = (torch.float16, torch.bfloat16)  # types of rows that autocast makes
+        return routed.function(rows, SlotRows.of(rows_S, device), weights)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of the next step: by forecasts of loads, beside the step or after it, checked against
-what steps took."""
+"""The plans of the next step (``Planning``): by forecasts of loads, beside the step or after it,
+with new homes when due; and what the strategy's model of costs said, checked against what steps
+took (``Checks``)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from ds_moe_ext.hosts.steps.costs import (
     of_all_ranks,
 )
 from ds_moe_ext.moe.observation import Rows, RowsSeen, rows_so_far, take_rows
-from ds_moe_ext.planning.exchange_costs import Trip, trip_through
+from ds_moe_ext.planning.exchange_costs import trip_through
 from ds_moe_ext.planning.loads import LoadWindow, Outcome
 from ds_moe_ext.planning.prices import TRIPS
 from ds_moe_ext.planning.strategy import (
@@ -43,41 +44,19 @@ from ds_moe_ext.planning.strategy import (
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.schedule.executor import worker
 
-Made = TypeVar("Made")
+# Brings experts from old homes to new ones, a placement a layer each, with all that the host's
+# optimizer keeps of them. Collective.
+Mover = Callable[[Sequence[Placement], Sequence[Placement]], None]
 
 
-class BesideStep(Generic[Made]):
-    """Begins to make something when as many tables of rows were sent as in the step before."""
+@dataclass(frozen=True, eq=False)
+class SincePlan:
+    """Where a run stands between two plans. A function of rows alone: ranks need not agree."""
 
-    def __init__(self, layers: Sequence[RowsSeen], make: Callable[[], Made]) -> None:
-        self._make = make
-        self._lock = threading.Lock()  # layers may send rows in several lanes
-        self._num_expected = self._num_sent = 0
-        self._made: Future[Made] | None = None
-        for layer in layers:
-            layer.on_sent = self._sent
-
-    def _sent(self) -> None:
-        with self._lock:
-            self._num_sent += 1
-            is_all = self._num_sent == self._num_expected
-        if is_all:
-            self._made = worker().submit(self._make)
-
-    def taken(self) -> Made | None:
-        """What was made of the rows that were sent since the last call; None where it was not
-        begun, or rows came after it had. Call it between steps: it waits for the thread, and raises
-        what failed there."""
-        made, self._made = self._made, None
-        is_of_all = self._num_sent == self._num_expected
-        self._num_expected, self._num_sent = self._num_sent, 0
-        if made is None:
-            return None
-        found = made.result()
-        return found if is_of_all else None
-
-
-# How the forecasts of loads came out that plans were made by, for a person.
+    step: int = 0  # number of the step that goes on, if steps go on as they do
+    age: int = 0  # of the present plans, in steps
+    # rows of each expert in the newest step that was known when they were made; None: in none
+    planned_Y: np.ndarray | None = None
 
 
 @dataclass
@@ -111,183 +90,6 @@ class LoadForecasts:
             by = f"the last step in {self.num_by_last} of {self.num_steps} steps, else by {by}"
         share = 100 * self.astray / self.rows
         return f"loads were predicted by {by}; {share:.1f} % of the rows went to other experts"
-
-
-# When all layers are planned anew: every so many steps, or as soon as loads have moved.
-
-
-@dataclass(frozen=True, eq=False)
-class SincePlan:
-    """Where a run stands between two plans. A function of rows alone: ranks need not agree."""
-
-    step: int = 0  # number of the step that goes on, if steps go on as they do
-    age: int = 0  # of the present plans, in steps
-    # rows of each expert in the newest step that was known when they were made; None: in none
-    planned_Y: np.ndarray | None = None
-
-    def is_due(self, rhythm: Rhythm, step: int, window: LoadWindow) -> bool:
-        """Whether plans are made behind a step, which the window knows."""
-        if not is_due(rhythm.plan_every, step):
-            return False
-        is_old = self.age + 1 >= rhythm.steady_every or is_due(rhythm.choose_every, step)
-        return is_old or self.planned_Y is None or window.has_moved(self.planned_Y)
-
-    def went_on(self, step: int) -> SincePlan:
-        """A step has ended."""
-        return replace(self, step=step + 1, age=self.age + 1)
-
-    def planned(self, window: LoadWindow) -> SincePlan:
-        """Plans have been made, or taken, by what the window knows."""
-        return replace(self, age=0, planned_Y=window.newest_Y if len(window) else None)
-
-
-def is_due(every: int, step: int) -> bool:
-    """What is done every so many steps, 0 for never, behind a step."""
-    return every > 0 and (step + 1) % every == 0
-
-
-# How good a strategy's model of costs is: what it said of some steps beside what they took.
-
-
-class Term(NamedTuple):
-    """One term of a model; its key is its name in ``Forecast``."""
-
-    name: str  # for a person
-    found_s: Callable[[Sequence[Seen]], float]  # seconds of a layer and step, by what each rank saw
-
-
-TERMS = {
-    "exchange_s": Term("exchange of rows", exchange_s),
-    "expert_s": Term("experts", lambda ranks: max(seen.expert_s for seen in ranks)),
-    "gather_s": Term("copies", lambda ranks: mean(seen.gather_s for seen in ranks)),
-    "reduce_s": Term("their gradients", lambda ranks: mean(seen.reduce_s for seen in ranks)),
-}
-
-
-class Times(NamedTuple):
-    """Of one term of the model, float ``[I, L]``."""
-
-    said_IL: np.ndarray
-    found_IL: np.ndarray
-
-
-@dataclass(eq=False)
-class Checks:
-    """Args:
-    strategy: whose model it is.
-    layers: in model order."""
-
-    strategy: Strategy
-    layers: Sequence[AttachedLayer]
-    # what layers make of links, just after the last of the steps in which the model is tried; else
-    # None
-    correction: Correction | None = field(default=None, init=False)
-    # what came out, once all steps to be checked have ended
-    terms: tuple[TermRecord, ...] = field(default=(), init=False)
-    _is_tried: bool = field(default=False, init=False)
-    _steps: list[int] = field(default_factory=list, init=False)
-    _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
-
-    def begin_anew(self) -> None:
-        """Try the model once more: what it reckons with has been measured again. Terms that came
-        out stay."""
-        self._is_tried = False
-        self._steps.clear()
-        self._pairs.clear()
-
-    def after_step(self, step: int, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
-        """Take a step that was looked at; the layers still have the plans it ran by. Collective.
-
-        Args:
-            step: its number.
-            job: what the strategy knew.
-            rows: what each layer routed.
-            seen: what this rank saw of each layer; of no layer if nobody looked.
-        """
-        self.correction = None
-        if not seen or job.accumulates:  # how often copies travel is then another matter
-            return
-        plans = [layer.routed.site.plan for layer in self.layers]
-        forecasts = [
-            self.strategy.forecast(job, layer, plan, layer_rows.routed_CE)
-            for layer, (plan, layer_rows) in enumerate(zip(plans, rows))
-        ]
-        known = [(said, its) for said, its in zip(forecasts, seen) if said is not None]
-        if len(known) < len(seen):
-            return
-        self._steps.append(step)
-        self._pairs.append(known)
-        if len(self._pairs) < len(CHECKED if self._is_tried else TRIED):
-            return
-        times = self._times()
-        if self._is_tried:
-            self.terms = self.terms or self._terms(times)
-        else:
-            copy_speed = _speed(times["gather_s"], times["reduce_s"])
-            self._is_tried, self.correction = (
-                True,
-                Correction(copy_speed, _trip(times["exchange_s"])),
-            )
-        self._steps.clear()
-        self._pairs.clear()
-
-    def _times(self) -> Mapping[str, Times]:
-        """What was said and found of each term."""
-        routed = self.layers[0].routed
-        assert routed.copies is not None
-        layout, device = routed.site.layout, routed.copies.like[0].device
-        steps = [of_all_ranks([seen for _, seen in step], layout, device) for step in self._pairs]
-
-        def times(key: str, term: Term) -> Times:
-            said = [[vars(said)[key] for said, _ in step] for step in self._pairs]
-            found = [[term.found_s(ranks) for ranks in zip(*step)] for step in steps]
-            return Times(np.array(said), np.array(found))
-
-        return {key: times(key, term) for key, term in TERMS.items()}
-
-    def _terms(self, times: Mapping[str, Times]) -> tuple[TermRecord, ...]:
-        return tuple(
-            replace(term_of(term.name, *times[key]), steps=tuple(self._steps))
-            for key, term in TERMS.items()
-            if times[key].found_IL.any()
-        )
-
-
-def _speed(*times: Times) -> float | None:
-    """Seconds said over seconds found; None where one of the two is nothing."""
-    said_s = sum(float(each.said_IL.sum()) for each in times)
-    found_s = sum(float(each.found_IL.sum()) for each in times)
-    return said_s / found_s if said_s and found_s else None
-
-
-def _trip(times: Times) -> Trip:
-    """Of one of the exchanges of a layer and step."""
-    said_N, found_N = (each.ravel() / TRIPS for each in times)
-    return trip_through(said_N.tolist(), found_N.tolist())
-
-
-def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
-    """One term of a model, from seconds said and found, float ``[I, L]``; layers in which nothing
-    was found do not count."""
-    counts_IL = found_IL > 0
-    error_N = np.abs(said_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
-    return TermRecord(
-        name=name,
-        said_s=float(said_IL[counts_IL].mean()),
-        found_s=float(found_IL[counts_IL].mean()),
-        error=float(error_N.mean()),
-    )
-
-
-# Between two steps: what the layers saw, the plans of the next step, and new homes when due.
-
-
-class Mover(Protocol):
-    """Brings experts to new homes, with all that the host's optimizer keeps of them."""
-
-    def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
-        """Collective. Both give a placement a layer."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,8 +132,13 @@ class Planning:
     def __post_init__(self) -> None:
         self._window = LoadWindow(self._rhythm.window)
         if self._rhythm.weighs_copies and self.job.homes[0].num_cells > 1:
-            me = weakref.ref(self)  # layers must not keep alive what has them
-            self._beside = BesideStep(self._seen, lambda: _made_ahead(me))
+            made_ahead = weakref.WeakMethod(self.made_ahead)  # layers must not keep their run alive
+
+            def make() -> Ahead | None:
+                its = made_ahead()
+                return None if its is None else its()
+
+            self._beside = BesideStep(self._seen, make)
         if self.debug:
             check_agreement(self.layers, self.rank)
 
@@ -363,33 +170,26 @@ class Planning:
         for each in rows:
             _ = each.total_E  # the report's
         window = self._window.after([each.routed_CE for each in rows])
-        plans = self._next_plans(step, rows, window)
-        for layer, plan in zip(self.layers, plans or ()):
-            layer.routed.prepare(plan)
-        return Ahead(step, job, rows, window, plans)
-
-    def _next_plans(
-        self, step: int, rows: Sequence[Rows], window: LoadWindow
-    ) -> tuple[Plan, ...] | None:
-        """By what is known before a step has ended; None where that is not enough, or layers plan
-        for themselves."""
+        plans = None  # where what is known is not enough, or layers plan for themselves
         layers = [layer.routed for layer in self.layers]
         if is_due(self._rhythm.shard_every, step):
-            return None
-        if self._is_plan_due(self._since_plan, step, window):
-            return self._planned(replace(self.job, **self._known(step, rows, window)))
-        if self._follows and not any(layer.plans_in_lane for layer in layers):
-            return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
-        return None
+            pass
+        elif self._is_plan_due(self._since_plan, step, window):
+            plans = self._planned(self._informed(step, rows, window))
+        elif self._follows and not any(layer.plans_in_lane for layer in layers):
+            plans = tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
+        for layer, plan in zip(layers, plans or ()):
+            layer.prepare(plan)
+        return Ahead(step, job, rows, window, plans)
 
-    def _known(self, step: int, rows: Sequence[Rows], window: LoadWindow) -> _Known:
-        """What a job knows of the steps that are remembered, the latest with them."""
+    def _informed(self, step: int, rows: Sequence[Rows], window: LoadWindow) -> Job:
+        """The job by the steps that are remembered, the latest with them."""
         past = None
         if self._rhythm.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
             came = tuple(each.routed_CE for each in rows)
             ratios, taken = self.costs.times.ratios, self.costs.memory.taken
             past = Past(step + 1, self.job.rows, came, self._choice, ratios, taken)
-        return {"rows": window.predicted(), "drift": window.drift, "past": past}
+        return replace(self.job, rows=window.predicted(), drift=window.drift, past=past)
 
     @property
     def _choice(self) -> Choice | None:
@@ -402,8 +202,13 @@ class Planning:
         return self.strategy.plan(replace(job, present=present))
 
     def _is_plan_due(self, since: SincePlan, step: int, window: LoadWindow) -> bool:
-        """Whether all layers are planned anew after a step, which the window knows."""
-        return not self._follows and since.is_due(self._rhythm, step, window)
+        """Whether all layers are planned anew after a step, which the window knows: every so many
+        steps, or as soon as loads have moved."""
+        rhythm = self._rhythm
+        if self._follows or not is_due(rhythm.plan_every, step):
+            return False
+        is_old = since.age + 1 >= rhythm.steady_every or is_due(rhythm.choose_every, step)
+        return is_old or since.planned_Y is None or window.has_moved(since.planned_Y)
 
     @property
     def _follows(self) -> bool:
@@ -411,14 +216,11 @@ class Planning:
         return any(layer.routed.site.plan.successor is not None for layer in self.layers)
 
     def after_step(self, step: int, rows: Sequence[Rows]) -> None:
-        """Plan the next step. Collective.
-
-        Args:
-            step: number of the step that has ended, from 0.
-            rows: what each layer routed in it, as ``take_rows`` gave it.
-        """
+        """Plan the next step, by what each layer routed in the one that has ended, as ``take_rows``
+        gave it; steps count from 0. Collective."""
         ahead, self._ahead = self._ahead, None
-        since, self._since_plan = self._since_plan, self._since_plan.went_on(step)
+        since = self._since_plan
+        self._since_plan = replace(since, step=step + 1, age=since.age + 1)
         if ahead is not None and (
             ahead.step != step or ahead.job is not self.job or ahead.rows is not rows
         ):
@@ -438,7 +240,7 @@ class Planning:
         is_shard_due = is_due(self._rhythm.shard_every, step)
         is_plan_due = self._is_plan_due(since, step, self._window)
         if self.costs.are_new or is_shard_due or is_plan_due:
-            self.job = replace(self.job, **self._known(step, rows, self._window))
+            self.job = self._informed(step, rows, self._window)
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         has_moved = is_shard_due and self._moved()
@@ -470,7 +272,8 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
-        self._since_plan = self._since_plan.planned(self._window)
+        planned_Y = self._window.newest_Y if len(self._window) else None
+        self._since_plan = replace(self._since_plan, age=0, planned_Y=planned_Y)
         choice, before = plans[0].choice, self._choice
         if choice is not None and not choice.is_like(before):
             self.tell(choice.told)
@@ -495,13 +298,8 @@ class Planning:
         return self.remembered_ILCE
 
     def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
-        """Plan as a run did that was saved: the experts live there now, and these steps are
-        remembered. Between steps, on every rank alike.
-
-        Args:
-            homes: of each layer.
-            remembered_ILCE: as ``remembered_ILCE`` was; no steps to begin anew.
-        """
+        """Plan as a run did that was saved: the experts of each layer live there now, and these
+        steps are remembered; none to begin anew. Between steps, on every rank alike."""
         self._window, self._ahead = LoadWindow(self._rhythm.window), None
         if self._rhythm.plan_every:
             counts = [home.num_experts for home in homes]
@@ -535,15 +333,146 @@ class Planning:
         return True
 
 
-class _Known(TypedDict):
-    """What changes in a job with each step."""
-
-    rows: tuple[np.ndarray, ...]
-    drift: float
-    past: Past | None
+def is_due(every: int, step: int) -> bool:
+    """What is done every so many steps, 0 for never, behind a step."""
+    return every > 0 and (step + 1) % every == 0
 
 
-def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:
-    """Of a run that may have ended by now."""
-    found = planning()
-    return None if found is None else found.made_ahead()
+Made = TypeVar("Made")
+
+
+class BesideStep(Generic[Made]):
+    """Begins to make something when as many tables of rows were sent as in the step before."""
+
+    def __init__(self, layers: Sequence[RowsSeen], make: Callable[[], Made]) -> None:
+        self._make = make
+        self._lock = threading.Lock()  # layers may send rows in several lanes
+        self._num_expected = self._num_sent = 0
+        self._made: Future[Made] | None = None
+        for layer in layers:
+            layer.on_sent = self._sent
+
+    def _sent(self) -> None:
+        with self._lock:
+            self._num_sent += 1
+            is_all = self._num_sent == self._num_expected
+        if is_all:
+            self._made = worker().submit(self._make)
+
+    def taken(self) -> Made | None:
+        """What was made of the rows that were sent since the last call; None where it was not
+        begun, or rows came after it had. Call it between steps: it waits for the thread, and raises
+        what failed there."""
+        made, self._made = self._made, None
+        is_of_all = self._num_sent == self._num_expected
+        self._num_expected, self._num_sent = self._num_sent, 0
+        if made is None:
+            return None
+        found = made.result()
+        return found if is_of_all else None
+
+
+# Of each term of a model its name in ``Forecast``, one for a person, and the seconds of a layer and
+# step, by what each rank saw.
+TERMS: dict[str, tuple[str, Callable[[Sequence[Seen]], float]]] = {
+    "exchange_s": ("exchange of rows", exchange_s),
+    "expert_s": ("experts", lambda ranks: max(seen.expert_s for seen in ranks)),
+    "gather_s": ("copies", lambda ranks: mean(seen.gather_s for seen in ranks)),
+    "reduce_s": ("their gradients", lambda ranks: mean(seen.reduce_s for seen in ranks)),
+}
+
+
+class Times(NamedTuple):
+    """Of one term of the model, float ``[I, L]``."""
+
+    said_IL: np.ndarray
+    found_IL: np.ndarray
+
+
+@dataclass(eq=False)
+class Checks:
+    """How good a strategy's model of costs is: what it said of some steps beside what they took."""
+
+    strategy: Strategy
+    layers: Sequence[AttachedLayer]
+    # what layers make of links, just after the last of the steps in which the model is tried; else
+    # None
+    correction: Correction | None = field(default=None, init=False)
+    # what came out, once all steps to be checked have ended
+    terms: tuple[TermRecord, ...] = field(default=(), init=False)
+    _is_tried: bool = field(default=False, init=False)
+    _steps: list[int] = field(default_factory=list, init=False)
+    _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
+
+    def begin_anew(self) -> None:
+        """Try the model once more: what it reckons with has been measured again. Terms that came
+        out stay."""
+        self._is_tried = False
+        self._steps.clear()
+        self._pairs.clear()
+
+    def after_step(self, step: int, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
+        """Take a step that was looked at, by what the strategy knew, what each layer routed and
+        what this rank saw of it, if somebody looked; the layers still have the plans it ran by.
+        Collective."""
+        self.correction = None
+        if not seen or job.accumulates:  # how often copies travel is then another matter
+            return
+        plans = [layer.routed.site.plan for layer in self.layers]
+        forecasts = [
+            self.strategy.forecast(job, layer, plan, layer_rows.routed_CE)
+            for layer, (plan, layer_rows) in enumerate(zip(plans, rows))
+        ]
+        known = [(said, its) for said, its in zip(forecasts, seen) if said is not None]
+        if len(known) < len(seen):
+            return
+        self._steps.append(step)
+        self._pairs.append(known)
+        if len(self._pairs) < len(CHECKED if self._is_tried else TRIED):
+            return
+        times = self._times()
+        if self._is_tried:
+            self.terms = self.terms or tuple(
+                replace(term_of(name, *times[key]), steps=tuple(self._steps))
+                for key, (name, _) in TERMS.items()
+                if times[key].found_IL.any()
+            )
+        else:
+            copies, trips = (times["gather_s"], times["reduce_s"]), times["exchange_s"]
+            said_s = sum(float(each.said_IL.sum()) for each in copies)
+            found_s = sum(float(each.found_IL.sum()) for each in copies)
+            copy_speed = said_s / found_s if said_s and found_s else None
+            # Of one of the exchanges of a layer and step.
+            said_N, found_N = (each.ravel() / TRIPS for each in trips)
+            trip = trip_through(said_N.tolist(), found_N.tolist())
+            self._is_tried, self.correction = True, Correction(copy_speed, trip)
+        self._steps.clear()
+        self._pairs.clear()
+
+    def _times(self) -> Mapping[str, Times]:
+        """What was said and found of each term."""
+        routed = self.layers[0].routed
+        assert routed.copies is not None
+        layout, device = routed.site.layout, routed.copies.like[0].device
+        steps = [of_all_ranks([seen for _, seen in step], layout, device) for step in self._pairs]
+
+        return {
+            key: Times(
+                np.array([[vars(said)[key] for said, _ in step] for step in self._pairs]),
+                np.array([[found_s(ranks) for ranks in zip(*step)] for step in steps]),
+            )
+            for key, (_, found_s) in TERMS.items()
+        }
+
+
+def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
+    """One term of a model, from seconds said and found, float ``[I, L]``; layers in which nothing
+    was found do not count."""
+    counts_IL = found_IL > 0
+    error_N = np.abs(said_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
+    return TermRecord(
+        name=name,
+        said_s=float(said_IL[counts_IL].mean()),
+        found_s=float(found_IL[counts_IL].mean()),
+        error=float(error_N.mean()),
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run, whatever the host: what its layers saw, its report, its trace, and its end."""
+"""One training run, whatever the host (``Run``): what its layers saw, its report and what a person
+is told, its end, the routing of its checkpoints, its monitor and its trace."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,14 @@ from rich.table import Table
 from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.core.layout import ParallelLayout
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.hosts.attachment.host_layer import TOP_K, TOP_KS, Facts, differences
 from ds_moe_ext.hosts.attachment.notices import ENDINGS, Default, Refusal, or_warn, say, settle
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.hosts.steps.expert_moves import ExpertMover
 from ds_moe_ext.hosts.steps.planning import Planning
-from ds_moe_ext.moe.observation import Pass, Rows, TimedTask
+from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.moe.turns import HostLag
 from ds_moe_ext.report.rank_figures import OwnSteps, Point, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
@@ -50,242 +51,6 @@ from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.schedule.simulator import Box, Count, chrome_trace
 from ds_moe_ext.schedule.task import ORDER
 from ds_moe_ext.strategies.settings import Settings
-
-
-class SavedRouting:
-    """Compares both, and warns on the first rank.
-
-    Where no attribute of the host says how many choices a token has, the first pass shows it: then
-    it is compared behind the first step.
-    """
-
-    def __init__(self, layers: Sequence[AttachedLayer], *, is_first: bool) -> None:
-        self._layers, self._is_first = layers, is_first
-        self._awaited: Mapping[str, Facts] = {}
-        self._where = ""
-
-    def facts(self) -> dict[str, Facts]:
-        """Of each layer, by its name; what is not known yet is left out."""
-        return {layer.name: _facts(layer) for layer in self._layers}
-
-    def compare(self, saved: Mapping[str, Facts] | None, where: str) -> None:
-        """Behind a load.
-
-        Args:
-            saved: of each layer; None where the checkpoint does not say.
-            where: it lies.
-        """
-        own, self._where = self.facts(), where
-        known = {name: theirs for name, theirs in (saved or {}).items() if name in own}
-        self._awaited = {
-            name: {TOP_K: theirs[TOP_K]}
-            for name, theirs in known.items()
-            if TOP_K in theirs and TOP_K not in own[name]
-        }
-        self._warn(differences(known, own))
-
-    def after_step(self) -> None:
-        """Compare what is known by now and was not when the checkpoint was loaded."""
-        if self._awaited:
-            awaited, self._awaited = self._awaited, {}
-            self._warn(differences(awaited, self.facts()))
-
-    def _warn(self, told: str) -> None:
-        if told and self._is_first:
-            warnings.warn(
-                f"{self._where} was saved by a model that routes tokens otherwise: {told}; losses "
-                "go on as those of another model; build the model as it was, or go on if you mean "
-                "it",
-                stacklevel=2,
-            )
-
-
-def _facts(layer: AttachedLayer) -> Facts:
-    seen = layer.routed.rows.top_k  # 0 before the first pass
-    is_stated = any(name in layer.routing for name in TOP_KS)
-    return layer.routing if is_stated or not seen else {**layer.routing, TOP_K: seen}
-
-
-# Gives scalars of a run to the monitor of whoever trains: DeepSpeed's, Megatron's, or a user's.
-
-
-Event = tuple[str, float, int]
-"""Name, value, and where on the axis of steps or samples."""
-
-WriteEvents = Callable[[Sequence[Event]], object]
-"""A monitor, as DeepSpeed's ``write_events``."""
-
-MONITORED = 10
-"""Steps between two writings where the host says nothing of it: one of them is timed."""
-
-
-@dataclass(eq=False)
-class Monitor:
-    """What a run shows while it goes on."""
-
-    is_on: bool  # the settings want it
-    _shown: Point | None = field(default=None, init=False)
-    _has_failed: bool = field(default=False, init=False)
-
-    def show(self, recorder: Recorder, write: WriteEvents, at: int) -> None:
-        """Write the scalars of the latest step. No error of a monitor ends a training: the first is
-        a warning.
-
-        Args:
-            recorder: of the run.
-            write: takes them.
-            at: where they stand on the host's axis.
-        """
-        point = None if recorder.ranks is None else recorder.ranks.latest
-        news, self._shown = None if point is self._shown else point, point
-        events = [(name, value, at) for name, value in scalars_of(recorder, news).items()]
-        try:
-            write(events)
-        except Exception as error:
-            if not self._has_failed:
-                warnings.warn(f"ds_moe_ext: the monitor has failed: {error!r}", stacklevel=2)
-            self._has_failed = True
-
-
-# The Chrome trace of a run: every rank keeps its tasks of some steps, the first writes all.
-
-
-_MEETINGS = 9
-Gather = Callable[[Any], list[Any]]
-
-
-@dataclass(eq=False)
-class Tracer:
-    """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace. A
-    run that ends within these steps leaves what the first rank has: the others may be gone.
-
-    Seconds begin as the ranks meet before the first step. Ranks of one machine have one clock; that
-    of another is set by the median of several meetings, which all leave at nearly one moment.
-
-    Args:
-        path: of the file.
-        steps: in it.
-        layers: of the run.
-        lanes: of this rank's device.
-    """
-
-    path: Path
-    steps: range
-    layers: Sequence[AttachedLayer]
-    lanes: Lanes
-    _gather: Gather | None = None  # of the ranks in it; None: of those that run the same layers
-    _origin: Mark | None = None
-    _later_s: float = 0.0  # than when seconds begin
-    _boxes: list[Box] = field(default_factory=list)
-    _counts: list[Count] = field(default_factory=list)
-
-    def meet_by(self, gather: Gather) -> None:
-        """Let other ranks be in the trace: those that this gathers from. Collective over them."""
-        self._gather, has_begun, self._origin = gather, self._origin is not None, None
-        if has_begun:
-            self.begin()
-
-    def begin(self) -> None:
-        """Let the ranks meet, and set this one's clock; once. A run that was loaded may come to the
-        steps behind the first of them. Collective."""
-        if self._origin is not None:
-            return
-        left_s = []
-        for _ in range(_MEETINGS):
-            self._told(None)
-            left_s.append(time.perf_counter())
-        # Nothing is under way on a device that has just told what it gathered.
-        self._origin, now_s = self.lanes.mark(), time.perf_counter()
-        here = socket.gethostname()
-        there, first_s = self._told((here, left_s))[0]
-        ahead_s = [own_s - other_s for own_s, other_s in zip(left_s, first_s)]
-        self._later_s = now_s - first_s[0] - (0.0 if there == here else median(ahead_s))
-
-    def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
-        """Keep a step, and write the file behind the last. Collective."""
-        if timed:
-            self._keep(replace(timed[0], start=self._origin), timed)
-            self._count(replace(timed[0], start=self._origin), timed, rows)
-        if step == self.steps[-1]:
-            found = self._told((self._name, self._boxes, self._counts))
-            self._boxes, self._counts = [], []
-            if self._layout.rank == min(rank for (rank, _), *_ in found):
-                self._write(found)
-
-    def end(self) -> None:
-        """Write what the first rank has of steps behind which nothing was written."""
-        if self._boxes and self._layout.place == 0 and self._gather is None:
-            self._write([(self._name, self._boxes, self._counts)])
-
-    def _told(self, own: Any) -> list[Any]:
-        """What each rank gives, the first's first. Collective."""
-        if self._gather is not None:
-            return self._gather(own)
-        return gather_objects(own, self._layout.everyone)
-
-    @property
-    def _layout(self) -> ParallelLayout:
-        return self.layers[0].routed.site.layout
-
-    @property
-    def _name(self) -> tuple[int, str]:
-        rank, cell = self._layout.rank, self._layout.index("ep")
-        return rank, f"rank {rank} (EP rank {cell}, node {self._layout.node_C[cell]})"
-
-    def _keep(self, origin: TimedTask, timed: Sequence[TimedTask]) -> None:
-        names, before = [layer.name for layer in self.layers], len(self._boxes)
-        ordered = sorted(timed, key=lambda each: each.seconds_from(origin)[0])
-        for each, span in zip(ordered, spans_of(ordered, origin, names, has_waits=True)):
-            self._boxes.append(
-                Box(
-                    name=each.task.label,
-                    rank=self._layout.rank,
-                    lane=span.lane,
-                    start_s=self._later_s + span.start_s,
-                    end_s=self._later_s + span.end_s,
-                    category=span.name,
-                    bound_by=None if span.bound_by is None else before + span.bound_by,
-                    told={"layer": span.layer, "chunk": span.chunk, "phase": span.phase},
-                )
-            )
-
-    def _count(self, origin: TimedTask, timed: Sequence[TimedTask], rows: Sequence[Rows]) -> None:
-        """Rows and bytes, from when a layer knows them."""
-        ordered = [each for each in timed if each.task.op == ORDER]
-        for layer, seen in zip(self.layers, rows):
-            routed = layer.routed
-            own = [each for each in ordered if each.task.layer == routed.site.layer]
-            if len(own) != len(seen.passes):  # some were routed again, or by somebody else
-                continue
-            row_bytes = routed.row_bytes.between
-            for each, one in zip(own, seen.passes):
-                at_s = self._later_s + each.seconds_from(origin)[1]
-                self._counts += self._numbers(at_s, one, row_bytes)
-
-    def _numbers(self, at_s: float, one: Pass, row_bytes: float) -> Iterator[Count]:
-        rank, cell, share = self._layout.rank, self._layout.index("ep"), one.destination.share
-        between_CC = share.of_rows(one.rows_CE).rows_between(one.rows_CE[:, None])[0]
-        computed, stayed = int(between_CC[:, cell].sum()), int(between_CC[cell, cell])
-        rows = {
-            "computed here": computed,
-            "sent": int(between_CC[cell].sum()) - stayed,
-            "arrived": computed - stayed,
-        }
-        yield Count("rows", rank, at_s, rows)
-        travelled = {name: int(rows[name] * row_bytes) for name in ("sent", "arrived")}
-        yield Count("bytes", rank, at_s, travelled)
-
-    def _write(self, found: Sequence[tuple[tuple[int, str], list[Box], list[Count]]]) -> None:
-        with or_warn(f"the trace {str(self.path)!r}"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            boxes = (box for _, boxes, _ in found for box in boxes)
-            counts = (count for _, _, counts in found for count in counts)
-            names = dict(name for name, _, _ in found)
-            self.path.write_text(chrome_trace(boxes, names, counts), "utf-8")
-
-
-# A run with replaced layers: what the host's engine carries, and what a person is told.
-
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
 
@@ -337,14 +102,8 @@ class Run:
         device: torch.device,
         block_hooks: tuple[RemovableHandle, ...],
     ) -> Run:
-        """Begin to record, and tell a person what was replaced. Collective.
-
-        Args:
-            lives_with: the host's engine, which carries the run: it ends with it, or with the
-                process.
-            device: where this rank's experts compute.
-            block_hooks: see ``Run``.
-        """
+        """Begin to record, and tell a person what was replaced. It ends with the host's engine,
+        which carries the run, or with the process. Collective."""
         settings, layout = blueprint.settings, layers[0].routed.site.layout
         rank, report, trace = layout.place, settings.report, settings.trace
         tracer, lanes = None, lanes_for(device, overlaps=True)
@@ -364,7 +123,10 @@ class Run:
                 OwnSteps(layout.rank),
                 layout.grid.along("ep"),
                 tell_all,
-                _device_of(device),
+                DeviceRecord(
+                    torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                    os.cpu_count() or 1,
+                ),
                 is_on=any(tell_all(report.enabled)),  # each rank may say otherwise
                 on_bad_scores=lambda bad: planning.tell(
                     bad_scores_line(bad, [layer.name for layer in layers])
@@ -377,47 +139,26 @@ class Run:
             files = ReportFiles(Path(report.path), report.write_every_s)
             with or_warn(f"the report of an earlier run in {report.path!r}"):
                 planning.tell(keep_earlier(files.folder))
-        run = cls(
-            blueprint,
-            tuple(layers),
-            planning,
-            mover,
-            recorder,
-            rank,
-            monitor,
-            files,
-            block_hooks,
-            SavedRouting(layers, is_first=rank == 0),
-        )
+        routing = SavedRouting(layers, is_first=rank == 0)
+        replaced = blueprint, tuple(layers)
+        run = cls(*replaced, planning, mover, recorder, rank, monitor, files, block_hooks, routing)
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
             lags, forecasts = [layer.routed.lag for layer in layers], planning.forecasts
             uses = [layer.routed.graph_use for layer in layers]
-            leave_report(
-                recorder,
-                report.path,
-                lives_with,
-                lambda: (str(forecasts), str(HostLag.of_all(lags)), str(GraphUse.of_all(uses))),
-            )
-        way = told_way(blueprint.strategy, layout)
-        for line in (
-            expected_line(blueprint),
-            way,
-            settings.hooks.rule,
-            *planning.remarks,
-            blueprint.why_grid,
-            blueprint.made,
-        ):
+
+            def remarks() -> Sequence[str]:
+                return str(forecasts), str(HostLag.of_all(lags)), str(GraphUse.of_all(uses))
+
+            leave_report(recorder, report.path, lives_with, remarks)
+        told = expected_line(blueprint), told_way(blueprint.strategy, layout), settings.hooks.rule
+        for line in (*told, *planning.remarks, blueprint.why_grid, blueprint.made):
             planning.tell(line)
         return run
 
     def settle(self, default: Default, refusals: Iterable[Refusal], given: Any) -> None:
-        """Leave out a default by what is known only now; see ``defaults.settle``. On all ranks
-        alike, before the first step.
-
-        Raises:
-            ValueError: a key asks for what cannot be done.
-        """
+        """Leave out a default by what is known only now; see ``notices.settle``. On all ranks
+        alike, before the first step."""
         planning, blueprint = self.planning, self.blueprint
         strategy = settle(default, blueprint.strategy, refusals, given, planning.tell)
         self.blueprint = replace(blueprint, strategy=strategy)
@@ -465,26 +206,20 @@ def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) ->
     end on the verdict."""
     record, console = recorder.record(), wide_console()
     if record.steps_I:
-        _tell(record, console, path, remarks)
-    console.print(f"ds_moe_ext: {verdict(record)}", soft_wrap=True, highlight=False)
-
-
-def _tell(record: RunRecord, console: Console, path: str | None, remarks: Sequence[str]) -> None:
-    """What the verdict rests on, and the files."""
-    console.print(end_table(record))
-    for told in (division_line, ranks_line, scores_line, saved_line, choice_line):
-        if line := told(record):
-            console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
-    if record.seconds_by_kind:
-        console.print(time_table(record))
-    if record.terms:
-        console.print(terms_table(record))
-    for remark in filter(None, remarks):
-        console.print(f"ds_moe_ext: {remark}", soft_wrap=True, highlight=False)
-    if path is not None:
-        with or_warn(f"the report in {path!r}"):
-            ReportFiles(Path(path)).write(record)
-            console.print(f"ds_moe_ext: {_wrote(path)}", soft_wrap=True, highlight=False)
+        console.print(end_table(record))
+        for told in (division_line, ranks_line, scores_line, saved_line, choice_line):
+            _print_line(console, told(record))
+        if record.seconds_by_kind:
+            console.print(time_table(record))
+        if record.terms:
+            console.print(terms_table(record))
+        for remark in remarks:
+            _print_line(console, remark)
+        if path is not None:
+            with or_warn(f"the report in {path!r}"):
+                ReportFiles(Path(path)).write(record)
+                _print_line(console, _wrote(path))
+    _print_line(console, verdict(record))
 
 
 def _wrote(folder: str) -> str:
@@ -499,9 +234,14 @@ def teller(settings: Settings, rank: int) -> Callable[[str], None]:
     def tell(line: str) -> None:
         if line and rank == 0 and settings.report.enabled and line not in told:
             told.add(line)
-            wide_console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
+            _print_line(wide_console(), line)
 
     return tell
+
+
+def _print_line(console: Console, line: str) -> None:
+    if line:
+        console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
 
 
 def start_table(run: Run) -> Table:
@@ -521,12 +261,6 @@ def start_table(run: Run) -> Table:
             bytes_text(layer.bytes_before),
         )
     return table
-
-
-def _device_of(device: torch.device) -> DeviceRecord:
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else device.type
-    return DeviceRecord(name, os.cpu_count() or 1)
 
 
 def _strategy(settings: Settings) -> str:
@@ -552,14 +286,9 @@ def _told(blueprint: Blueprint) -> str:
     gate = "" if settings.gate is None else f", gate {settings.gate}"
     cells = f"{counted(grid.num_cells, 'EP rank')}{split}" if roles is None else f"({roles})"
     groups = f"{copies} x" if roles is not None else f"{counted(copies, 'EP group')} x"
-    return f"strategy {_strategy(settings)}, {_ranks(grid)} = {groups} {cells}, {drops}{gate}"
-
-
-def _ranks(grid: Grid) -> str:
-    """Which these are, where they are not all."""
-    if not grid.members:
-        return f"{grid.world_size} ranks"
-    return f"{grid.world_size} ranks from {min(grid.members)}"
+    first = f" from {min(grid.members)}" if grid.members else ""  # where they are not all
+    ranks = f"{grid.world_size} ranks{first}"
+    return f"strategy {_strategy(settings)}, {ranks} = {groups} {cells}, {drops}{gate}"
 
 
 def end_table(record: RunRecord) -> Table:
@@ -576,11 +305,8 @@ def end_table(record: RunRecord) -> Table:
     for layer, outcome in zip(record.layers, outcomes_by_layer(record)):
         cells = [layer.name, f"{outcome.balance:.2f}"]
         if has_placements:
-            cells += [
-                f"{outcome.home_balance:.2f}",
-                f"{outcome.copies:.1f}",
-                str(outcome.num_moved),
-            ]
+            cells += [f"{outcome.home_balance:.2f}", f"{outcome.copies:.1f}"]
+            cells.append(str(outcome.num_moved))
         table.add_row(*cells)
     return table
 
@@ -623,3 +349,201 @@ def terms_table(record: RunRecord) -> Table:
         times = seconds_text(term.said_s), seconds_text(term.found_s)
         table.add_row(term.name, *times, f"{100 * term.error:.0f} %")
     return table
+
+
+class SavedRouting:
+    """How layers route, held against a checkpoint's; the first rank warns. Where no attribute of
+    the host says how many choices a token has, the first pass shows it: then it is compared behind
+    the first step."""
+
+    def __init__(self, layers: Sequence[AttachedLayer], *, is_first: bool) -> None:
+        self._layers, self._is_first = layers, is_first
+        self._awaited: Mapping[str, Facts] = {}
+        self._where = ""
+
+    def facts(self) -> dict[str, Facts]:
+        """Of each layer, by its name; what is not known yet is left out."""
+        found = {layer.name: layer.routing for layer in self._layers}
+        for layer in self._layers:
+            seen = layer.routed.rows.top_k  # 0 before the first pass
+            if seen and not any(name in layer.routing for name in TOP_KS):
+                found[layer.name] = {**layer.routing, TOP_K: seen}
+        return found
+
+    def compare(self, saved: Mapping[str, Facts] | None, where: str) -> None:
+        """Behind a load from there; None where the checkpoint does not say."""
+        own, self._where = self.facts(), where
+        known = {name: theirs for name, theirs in (saved or {}).items() if name in own}
+        self._awaited = {
+            name: {TOP_K: theirs[TOP_K]}
+            for name, theirs in known.items()
+            if TOP_K in theirs and TOP_K not in own[name]
+        }
+        self._warn(differences(known, own))
+
+    def after_step(self) -> None:
+        """Compare what is known by now and was not when the checkpoint was loaded."""
+        if self._awaited:
+            awaited, self._awaited = self._awaited, {}
+            self._warn(differences(awaited, self.facts()))
+
+    def _warn(self, told: str) -> None:
+        if told and self._is_first:
+            warnings.warn(
+                f"{self._where} was saved by a model that routes tokens otherwise: {told}; losses "
+                "go on as those of another model; build the model as it was, or go on if you mean "
+                "it",
+                stacklevel=2,
+            )
+
+
+Event = tuple[str, float, int]  # name, value, and where on the axis of steps or samples
+WriteEvents = Callable[[Sequence[Event]], object]  # a monitor, as DeepSpeed's ``write_events``
+MONITORED = 10  # steps between two writings where the host says nothing: one of them is timed
+
+
+@dataclass(eq=False)
+class Monitor:
+    """Gives scalars of a run to the monitor of whoever trains: DeepSpeed's, Megatron's, or a
+    user's."""
+
+    is_on: bool  # the settings want it
+    _shown: Point | None = field(default=None, init=False)
+    _has_failed: bool = field(default=False, init=False)
+
+    def show(self, recorder: Recorder, write: WriteEvents, at: int) -> None:
+        """Write the scalars of the latest step, at this place of the host's axis. No error of a
+        monitor ends a training: the first is a warning."""
+        point = None if recorder.ranks is None else recorder.ranks.latest
+        news, self._shown = None if point is self._shown else point, point
+        events = [(name, value, at) for name, value in scalars_of(recorder, news).items()]
+        try:
+            write(events)
+        except Exception as error:
+            if not self._has_failed:
+                warnings.warn(f"ds_moe_ext: the monitor has failed: {error!r}", stacklevel=2)
+            self._has_failed = True
+
+
+_MEETINGS = 9
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace. A
+    run that ends within these steps leaves what the first rank has: the others may be gone. Seconds
+    begin as the ranks meet before the first step. Ranks of one machine have one clock; that of
+    another is set by the median of several meetings, which all leave at nearly one moment."""
+
+    path: Path
+    steps: range
+    layers: Sequence[AttachedLayer]
+    lanes: Lanes
+    _gather: Gather | None = None  # of the ranks in it; None: of those that run the same layers
+    _origin: Mark | None = None
+    _later_s: float = 0.0  # than when seconds begin
+    _boxes: list[Box] = field(default_factory=list)
+    _counts: list[Count] = field(default_factory=list)
+
+    def meet_by(self, gather: Gather) -> None:
+        """Let other ranks be in the trace: those that this gathers from. Collective over them."""
+        self._gather, has_begun, self._origin = gather, self._origin is not None, None
+        if has_begun:
+            self.begin()
+
+    def begin(self) -> None:
+        """Let the ranks meet, and set this one's clock; once. A run that was loaded may come to the
+        steps behind the first of them. Collective."""
+        if self._origin is not None:
+            return
+        left_s = []
+        for _ in range(_MEETINGS):
+            self._told(None)
+            left_s.append(time.perf_counter())
+        # Nothing is under way on a device that has just told what it gathered.
+        self._origin, now_s = self.lanes.mark(), time.perf_counter()
+        here = socket.gethostname()
+        there, first_s = self._told((here, left_s))[0]
+        ahead_s = [own_s - other_s for own_s, other_s in zip(left_s, first_s)]
+        self._later_s = now_s - first_s[0] - (0.0 if there == here else median(ahead_s))
+
+    def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
+        """Keep a step, and write the file behind the last. Collective."""
+        if timed:
+            origin = replace(timed[0], start=self._origin)
+            self._keep(origin, timed)
+            self._count(origin, timed, rows)
+        if step == self.steps[-1]:
+            found = self._told((self._name, self._boxes, self._counts))
+            self._boxes, self._counts = [], []
+            if self._layout.rank == min(rank for (rank, _), *_ in found):
+                self._write(found)
+
+    def end(self) -> None:
+        """Write what the first rank has of steps behind which nothing was written."""
+        if self._boxes and self._layout.place == 0 and self._gather is None:
+            self._write([(self._name, self._boxes, self._counts)])
+
+    def _told(self, own: Any) -> list[Any]:
+        """What each rank gives, the first's first. Collective."""
+        if self._gather is not None:
+            return self._gather(own)
+        return gather_objects(own, self._layout.everyone)
+
+    @property
+    def _layout(self) -> ParallelLayout:
+        return self.layers[0].routed.site.layout
+
+    @property
+    def _name(self) -> tuple[int, str]:
+        rank, cell = self._layout.rank, self._layout.index("ep")
+        return rank, f"rank {rank} (EP rank {cell}, node {self._layout.node_C[cell]})"
+
+    def _keep(self, origin: TimedTask, timed: Sequence[TimedTask]) -> None:
+        names, before = [layer.name for layer in self.layers], len(self._boxes)
+        ordered = sorted(timed, key=lambda each: each.seconds_from(origin)[0])
+        for each, span in zip(ordered, spans_of(ordered, origin, names, has_waits=True)):
+            self._boxes.append(
+                Box(
+                    name=each.task.label,
+                    rank=self._layout.rank,
+                    lane=span.lane,
+                    start_s=self._later_s + span.start_s,
+                    end_s=self._later_s + span.end_s,
+                    category=span.name,
+                    bound_by=None if span.bound_by is None else before + span.bound_by,
+                    told={"layer": span.layer, "chunk": span.chunk, "phase": span.phase},
+                )
+            )
+
+    def _count(self, origin: TimedTask, timed: Sequence[TimedTask], rows: Sequence[Rows]) -> None:
+        """Rows and bytes, from when a layer knows them."""
+        ordered = [each for each in timed if each.task.op == ORDER]
+        for layer, seen in zip(self.layers, rows):
+            routed = layer.routed
+            own = [each for each in ordered if each.task.layer == routed.site.layer]
+            if len(own) != len(seen.passes):  # some were routed again, or by somebody else
+                continue
+            rank, cell = self._layout.rank, self._layout.index("ep")
+            for each, one in zip(own, seen.passes):
+                at_s = self._later_s + each.seconds_from(origin)[1]
+                of_rows = one.destination.share.of_rows(one.rows_CE)
+                between_CC = of_rows.rows_between(one.rows_CE[:, None])[0]
+                computed, stayed = int(between_CC[:, cell].sum()), int(between_CC[cell, cell])
+                moved = {
+                    "sent": int(between_CC[cell].sum()) - stayed,
+                    "arrived": computed - stayed,
+                }
+                told = {"computed here": computed, **moved}
+                num_bytes = {n: int(num * routed.row_bytes.between) for n, num in moved.items()}
+                self._counts.append(Count("rows", rank, at_s, told))
+                self._counts.append(Count("bytes", rank, at_s, num_bytes))
+
+    def _write(self, found: Sequence[tuple[tuple[int, str], list[Box], list[Count]]]) -> None:
+        with or_warn(f"the trace {str(self.path)!r}"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            boxes = (box for _, boxes, _ in found for box in boxes)
+            counts = (count for _, _, counts in found for count in counts)
+            names = dict(name for name, _, _ in found)
+            self.path.write_text(chrome_trace(boxes, names, counts), "utf-8")
