@@ -278,6 +278,12 @@ def at_least(key: str, value: int | None, least: int) -> None:
         raise ValueError(f"{key} is {reprlib.repr(value)}; it must be at most {MOST}")
 
 
+def all_at_least(where: str, record: object, **least: int) -> None:
+    """Refuse numbers of a record below their bounds, by key; ``where`` is its dotted name."""
+    for key, bound in least.items():
+        at_least(f"{where}.{key}", vars(record)[key], bound)
+
+
 def named(
     name: Any, where: str, known: Mapping[str, T], class_at: Callable[[str, str], T], own: str
 ) -> T:

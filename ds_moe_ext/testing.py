@@ -40,10 +40,10 @@ from ds_moe_ext.core.layout import Grid, ParallelLayout, world
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import Rule
 from ds_moe_ext.hosts.attachment.block_hooks import Launch
+from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
-from ds_moe_ext.moe.layer_copies import in_order
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.planning.prices import Prices
 from ds_moe_ext.planning.strategy import Job, Overlay, Past, Plan, Pool, Strategy, followers

@@ -24,11 +24,11 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.row_levels import RowLevels, WholePrices
 from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy
 from ds_moe_ext.core.transfer import SMALL, Cargo
-from ds_moe_ext.moe.copy_flights import Place, Trips
+from ds_moe_ext.moe.copies import Copies, in_order
+from ds_moe_ext.moe.copy_memory import Place, Transfers
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
-from ds_moe_ext.moe.layer_copies import Copies, in_order
 from ds_moe_ext.planning.priced_plans import Repair
 from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.planning.strategy import Carried, Destination, Job, Plan
@@ -370,7 +370,7 @@ def test_equals_dense(name: str, world_size: int) -> None:
 def _segments(rank: int, world_size: int, case: Case) -> set[int]:
     """In how many of them what this rank sends and receives travels."""
     ((layer, _),) = layers_of(case, world_size)
-    rounds = copies_of(layer).trips.whole.rounds
+    rounds = copies_of(layer).transfers.whole.rounds
     return {move.segment.of for each in rounds for move in (*each.sends, *each.receives)}
 
 
@@ -507,7 +507,7 @@ def test_pieces_are_those_of_their_experts_alone(
         plan = Plan(home, target, LocalElseHome(home, target), carried=Carried(*splits))
         for cell in range(num_cells):
             place = Place(0, cell, node_C, nobody, broadcasts=broadcasts)
-            trips = Trips.of(place, plan)
+            trips = Transfers.of(place, plan)
             assert trips.whole == place.part(home, target)
             for pieces, split in zip((trips.gathers, trips.reductions), splits):
                 assert [piece.number for piece in pieces] == [0, 1]

@@ -22,7 +22,7 @@ from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import Cargo, part_of, star_of
-from ds_moe_ext.moe.copy_flights import Place
+from ds_moe_ext.moe.copy_memory import Place
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
@@ -93,7 +93,7 @@ def _trained(
     layer, sums = _layer(rank, dtype, in_float32=in_float32), Sums()
     generator = torch.Generator().manual_seed(100 + rank)
     x, grad = torch.randn(2, 64, D, generator=generator).to(dtype)
-    with mock.patch("ds_moe_ext.moe.copy_flights.sparse_reduce_scatter", sums):
+    with mock.patch("ds_moe_ext.moe.copies.sparse_reduce_scatter", sums):
         torch.sum(layer(x.requires_grad_()).y * grad).backward()
     grads = [weight.grad for weight in layer.expert_weights if weight.grad is not None]
     return sums, grads, layer.routed.describe()
@@ -137,7 +137,7 @@ def _most_segments(rank: int, world_size: int, in_float32: bool) -> int:
     with mock.patch("ds_moe_ext.moe.layer.Place", partial(Place, cargo=Cargo(start_bytes=1))):
         copies = _layer(rank, torch.bfloat16, in_float32=in_float32).routed.copies
     assert copies is not None
-    rounds = copies.trips.whole.rounds
+    rounds = copies.transfers.whole.rounds
     return max(move.segment.of for each in rounds for move in (*each.sends, *each.receives))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_lanes
 
-from ds_moe_ext.moe.layer_copies import Copies
+from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes
 from ds_moe_ext.schedule.task import PARAM
 

@@ -99,12 +99,12 @@ def travelled(layer: Layer, routes: Sequence[LayerRoute], span: Span) -> list[Te
     for sender, layer_route in enumerate(routes):
         route = layer_route.on(span)
         names = [layer.name(sender, choice, span) for choice in route.choice_N.tolist()]
-        parcels.append(torch.tensor(names, dtype=torch.int64).split(route.sent_C))
+        parcels.append(torch.tensor(names, dtype=torch.int64).split(route.splits.sent_C))
     at_cells = []
     for cell, layer_route in enumerate(routes):
         route = layer_route.on(span)
-        arrived = parcels[cell] if route.stays else [parcel[cell] for parcel in parcels]
-        assert tuple(map(len, arrived)) == route.received_C
+        arrived = parcels[cell] if route.splits.stays else [parcel[cell] for parcel in parcels]
+        assert tuple(map(len, arrived)) == route.splits.received_C
         at_cells.append(route.to_slots(torch.cat(arrived)))
     return at_cells
 
@@ -139,7 +139,7 @@ def test_two_cells_by_hand() -> None:
     # To cell 0: expert 1 (choices 0, 3), expert 2 (5). To cell 1: expert 0 (2), expert 3 (1, 4).
     assert first.choice_N.tolist() == [0, 3, 5, 2, 1, 4]
     assert first.token_N.tolist() == [0, 1, 2, 1, 0, 2]
-    assert (first.sent_C, first.received_C) == ((3, 3), (3, 1))
+    assert (first.splits.sent_C, first.splits.received_C) == ((3, 3), (3, 1))
     # At cell 0 arrive, from rank 0: experts 1 1 2; from rank 1: expert 2.
     assert first.slots.on_host() == (2, 2)
     assert first.slots.end_S.tolist() == [2, 4]
@@ -148,7 +148,7 @@ def test_two_cells_by_hand() -> None:
     assert first.is_full
 
     second = routes[1].on(whole)
-    assert (second.sent_C, second.received_C) == ((1, 1), (3, 1))
+    assert (second.splits.sent_C, second.splits.received_C) == ((1, 1), (3, 1))
     # At cell 1 arrive, from rank 0: experts 0 3 3; from rank 1: expert 0, which goes before the 3s.
     assert second.sorting is not None
     assert second.sorting.together.indices(0)[0].tolist() == [0, 3, 1, 2]
@@ -165,9 +165,9 @@ def test_two_chunks_by_hand() -> None:
     assert routes[0].on(Span(0, 1)).choice_N.tolist() == [1, 0]
     assert routes[0].on(Span(1, 2)).choice_N.tolist() == [0, 1]  # tokens 2 and 3
     assert routes[0].on(Span(0, 2)).choice_N.tolist() == [1, 2, 3, 0]
-    assert routes[0].on(Span(1, 2)).sent_C == (2, 0)
-    assert routes[0].on(Span(1, 2)).received_C == (2, 1)
-    assert routes[1].on(Span(1, 2)).received_C == (0, 1)
+    assert routes[0].on(Span(1, 2)).splits.sent_C == (2, 0)
+    assert routes[0].on(Span(1, 2)).splits.received_C == (2, 1)
+    assert routes[1].on(Span(1, 2)).splits.received_C == (0, 1)
     names = [rows.tolist() for rows in travelled(layer, routes, Span(1, 2))]
     assert names == [[2, 3, BIG + 2], [BIG + 3]]
 
@@ -179,7 +179,11 @@ def test_copies_of_an_expert_share_its_rows_by_quota() -> None:
     layer = Layer(ids, target, NearestCopy(target, np.zeros(3, dtype=np.int64)))
     routes = layer.routes()
     # Cell 0 has no copy: the odd row goes to the first copy. The others keep theirs.
-    assert [route.on(Span(0, 1)).sent_C for route in routes] == [(1, 3, 2), (1, 2, 0), (0, 0, 2)]
+    assert [route.on(Span(0, 1)).splits.sent_C for route in routes] == [
+        (1, 3, 2),
+        (1, 2, 0),
+        (0, 0, 2),
+    ]
     names = [rows.tolist() for rows in travelled(layer, routes, Span(0, 1))]
     assert names == [[5, BIG + 1], [0, 1, 2, BIG, BIG + 2], [3, 4, 2 * BIG, 2 * BIG + 1]]
 
@@ -193,7 +197,7 @@ def test_dropped_choices_stay_at_home() -> None:
     rows_ND = torch.tensor([[5.0], [7.0]])
     assert route.spread(rows_ND)[..., 0].tolist() == [[0, 7], [5, 0]]
     empty = layer.routes()[1].on(Span(0, 1))
-    assert empty.sent_C == (0, 0)
+    assert empty.splits.sent_C == (0, 0)
     assert empty.spread(rows_ND[:0]).shape == (1, 2, 1)
 
 
@@ -282,7 +286,10 @@ def test_one_cell_needs_no_exchange(
     assert torch.equal(fast.slots.end_S, exchanged.slots.end_S)
     assert fast.slots.on_host() == exchanged.slots.on_host()
     assert fast.slots.num_rows == exchanged.slots.num_rows
-    assert (fast.sent_C, fast.received_C) == (exchanged.sent_C, exchanged.received_C)
+    assert (fast.splits.sent_C, fast.splits.received_C) == (
+        exchanged.splits.sent_C,
+        exchanged.splits.received_C,
+    )
     assert fast.is_full and exchanged.is_full
     rows_RD = torch.arange(num_tokens * top_k)[:, None]
     for route in (fast, exchanged):
@@ -327,9 +334,13 @@ def test_who_has_all_experts_sends_none_of_its_rows(rule: str, lacks: bool) -> N
     stay = not lacks and rule != "by time"
     for route in routes:
         chunks = Span(0, 1), Span(1, 2), Span(0, 2)
-        assert [route.on(span).stays for span in chunks] == [stay] * 3
+        assert [route.on(span).splits.stays for span in chunks] == [stay] * 3
     if stay:
-        assert routes[0].on(Span(0, 2)).sent_C == routes[0].on(Span(0, 2)).received_C == (6,)
+        assert (
+            routes[0].on(Span(0, 2)).splits.sent_C
+            == routes[0].on(Span(0, 2)).splits.received_C
+            == (6,)
+        )
 
 
 def _by_time(target: Placement) -> LevelShare:
@@ -429,7 +440,7 @@ def test_back_is_the_inverse(layer: Layer) -> None:
         for cell, layer_route in enumerate(routes):
             route = layer_route.on(span)
             assert layer_route.on(span) is route  # made once
-            rows = torch.arange(sum(route.received_C))[:, None]
+            rows = torch.arange(sum(route.splits.received_C))[:, None]
             assert torch.equal(route.to_arrival(route.to_slots(rows)), rows)
             assert torch.equal(route.to_slots(route.to_arrival(rows)), rows)
             # Rows back at their tokens: every choice has its own row, or zeros.

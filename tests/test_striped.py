@@ -318,12 +318,12 @@ class seeing:
     def __call__(self, order: Order, *given: Any) -> LayerRoute:
         made = self._routed(order, *given)
         route = made.on(STRIPE)
-        if route.stays:  # a cell's own rows alone
+        if route.splits.stays:  # a cell's own rows alone
             none = [0] * order.destination.target.num_cells
             none[order.seat.cell] = route.slots.num_rows
             self.splits.append((tuple(none), tuple(none)))
         else:
-            self.splits.append((route.sent_C, route.received_C))
+            self.splits.append((route.splits.sent_C, route.splits.received_C))
         return made
 
 

@@ -26,7 +26,8 @@ from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Hooked, read_hooks
-from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts, _check_transforms
+from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
+from ds_moe_ext.moe.refusals import check_transforms
 from ds_moe_ext.moe.transforms import Transform, applied
 from ds_moe_ext.planning.strategy import Job, Site, Strategy
 from ds_moe_ext.schedule.task import DISPATCH
@@ -433,7 +434,7 @@ def _refused(rank: int, world_size: int, strategy: Strategy) -> str:
 
 def test_roles_have_no_place_for_them() -> None:
     with pytest.raises(ValueError, match=r"Zebra gives the ranks roles.*choose another strategy"):
-        _check_transforms({}, Zebra(), mock.Mock(), Hooked(transforms=ALL))
+        check_transforms({}, Zebra(), mock.Mock(), Hooked(transforms=ALL))
 
 
 def test_they_are_read_by_name() -> None:

@@ -329,7 +329,7 @@ import sys
 import torch.distributed as dist
 
 from ds_moe_ext.core.comm import begin_watch
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.schedule.watch import WATCH
 
 rank, port = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -423,7 +423,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_moe_ext.core.comm import Board, begin_watch
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.schedule.watch import WATCH
 
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 begin_watch()

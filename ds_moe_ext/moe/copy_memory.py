@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for copies of experts: slots that are used again from step to step.
+"""Transfers of copies: who sends what by a plan, where it arrives, and what it travels as.
 
 Copies are no parameters. Autograd may save views of them, so that the memory can be freed and had
-again behind its back, as long as the same values are put in (see ``Slab.release``).
+again behind its back, as long as the same values are put in (see ``CopyMemory.release``). Shape
+letters: C cells, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.core.comm import Traffic, sparse_all_gather
-from ds_moe_ext.core.transfer import Part
+from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.transfer import SMALL, Cargo, Move, Part, part_of, star_of
 from ds_moe_ext.moe.codecs import Codec
+from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.schedule.executor import Event, OnDevice, Steps
 
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
@@ -30,11 +34,6 @@ def are_stacked(weights: Weights, like: Weights) -> bool:
     return bool(weights) and weights[0].dim() > like[0].dim()
 
 
-def by_slot(stacks: Weights) -> list[Weights]:
-    """What is stacked, slot by slot."""
-    return list(zip(*(stack.unbind() for stack in stacks)))
-
-
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     """Zeros for weights that an expert does not use: every copy sends all."""
     if all(grad is not None for grad in grads):
@@ -42,7 +41,142 @@ def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
-class Slab(OnDevice):
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where this rank stands among those that hold a layer's experts."""
+
+    layer: int  # number of the layer
+    cell: int  # this rank's cell
+    node_C: np.ndarray  # node of each cell
+    group: dist.ProcessGroup  # the cells, in a communicator that only the parameter lane uses
+    # sums of gradients on their way home are kept so; the same in all cells
+    in_float32: bool = False
+    broadcasts: bool = False  # what goes to all cells travels by broadcasts
+    cargo: Cargo = SMALL  # how large an expert is
+
+    @property
+    def has_stars(self) -> bool:
+        """Whether what goes to all cells needs no trees. A star brings home all gradients at once,
+        so that their sums could not be kept in 32 bits."""
+        return self.broadcasts and not self.in_float32
+
+    def part(self, held: Placement, wanted: Placement) -> Part:
+        """What this cell does for the others to get their copies."""
+        if self.has_stars:
+            star = star_of(held, wanted, self.node_C, self.cell)
+            if star is not None:
+                return star
+        return part_of(held, wanted, self.node_C, self.cell, self.cargo)
+
+    def experts(self, placement: Placement) -> Sequence[int]:
+        """Experts that a placement has in this cell, by slot."""
+        experts: list[int] = placement.experts_of(self.cell).tolist()
+        return experts
+
+
+class Piece(NamedTuple):
+    """Some of the transfers of a plan."""
+
+    part: Part  # what this cell does of them
+    experts: Collection[int]  # whose copies these are
+    number: int = 0  # of the piece, for traces
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """What this rank sends and receives by one plan; worked out from the plan alone, so that it can
+    be done beforehand."""
+
+    place: Place
+    plan: Plan
+    whole: Part  # of all copies at once
+    gathers: Sequence[Piece]  # the pieces in which they travel
+    reductions: Sequence[Piece]  # the pieces in which their gradients do
+    slots: Mapping[int, int]  # of the experts at home here
+    planned: Sequence[int]  # experts that compute here, by slot
+    copied: Sequence[int]  # those of them that are at home elsewhere
+    are_behind: bool  # the slots of copies come behind those of the experts at home
+
+    @classmethod
+    def of(cls, place: Place, plan: Plan, before: Transfers | None = None) -> Transfers:
+        """The costly part of taking a plan.
+
+        Args:
+            before: of an earlier plan, which may know the experts at home.
+        """
+        home, target = plan.home, plan.target
+        whole = place.part(home, target)
+        own = before.experts_here(home) if before is not None else place.experts(home)
+        slots = {expert: slot for slot, expert in enumerate(own)}
+        planned = place.experts(target)
+        copied = [expert for expert in planned if expert not in slots]
+        here = slots, planned, copied, [*planned] == [*own, *copied]
+        if plan.carried is None:
+            whole.prepare()
+            all_ = [Piece(whole, range(home.num_experts))]
+            return cls(place, plan, whole, all_, all_, *here)
+        moved = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
+        parts = {moved: whole}  # both splits have often the same pieces, or one with all
+
+        def piece(number: int, experts: frozenset[int]) -> Piece:
+            if experts not in parts and place.has_stars and whole.everywhere:
+                parts[experts] = _of_star(whole, experts)
+            elif experts not in parts:
+                some_EC = np.zeros_like(target.holds_EC)
+                some_EC[list(experts)] = target.holds_EC[list(experts)]
+                parts[experts] = place.part(home, home.with_copies(some_EC))
+            return Piece(parts[experts], experts, number)
+
+        gathers, reductions = (
+            [piece(number, frozenset(experts)) for number, experts in enumerate(split)]
+            for split in plan.carried
+        )
+        for part in parts.values():
+            part.prepare()
+        return cls(place, plan, whole, gathers, reductions, *here)
+
+    def experts_here(self, placement: Placement) -> Sequence[int]:
+        """Experts that a placement has here, by slot."""
+        if placement is self.plan.target:
+            return self.planned
+        return [*self.slots] if placement is self.plan.home else self.place.experts(placement)
+
+    def serve(self, plan: Plan) -> bool:
+        """Whether another plan asks for the same."""
+        mine = self.plan
+        return plan.carried == mine.carried and all(
+            one.is_like(other)
+            for one, other in ((plan.home, mine.home), (plan.target, mine.target))
+        )
+
+    def part_to(self, target: Placement) -> Part:
+        """For copies to come from the homes, also where a target has more than the plan's."""
+        if target is self.plan.target:
+            return self.whole
+        return self.place.part(self.plan.home, target)
+
+    def pieces_home(self, target: Placement) -> Sequence[Piece]:
+        """In which gradients of the copies go home."""
+        if target is self.plan.target:
+            return self.reductions
+        return [Piece(self.part_to(target), range(target.num_experts))]
+
+
+def _of_star(star: Part, experts: frozenset[int]) -> Part:
+    """What ``star_of`` says of some of its experts."""
+
+    def of_these(moves: Sequence[Move]) -> tuple[Move, ...]:
+        return tuple([move for move in moves if move.expert in experts])
+
+    rounds = (
+        replace(each, sends=of_these(each.sends), receives=of_these(each.receives))
+        for each in star.rounds
+    )
+    everywhere = of_these(star.everywhere)
+    return replace(star, rounds=tuple(rounds) if everywhere else (), everywhere=everywhere)
+
+
+class CopyMemory(OnDevice):
     """Memory for this rank's copies of one layer, which can be filled anew or freed.
 
     Args:
@@ -91,7 +225,6 @@ class Slab(OnDevice):
         return room
 
     def _make(self, num_slots: int, like: Weights) -> list[Weights]:
-        """A block; its slots."""
         block = tuple(tensor.detach().new_empty(num_slots, *tensor.shape) for tensor in like)
         self._blocks.append(block)
         return list(zip(*(tensor.unbind() for tensor in block)))
@@ -197,16 +330,6 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
 ASKED = 8  # rows that a codec is to encode as the same
 
 
-class Codecs(NamedTuple):
-    """What copies travel as."""
-
-    weights: Codec | None = None  # to their cells; None: as they are
-    gradients: Codec | None = None  # home; likewise
-
-
-AS_THEY_ARE = Codecs()
-
-
 @dataclass(frozen=True)
 class GradientPacking:
     """Sums of gradients by a codec."""
@@ -221,9 +344,16 @@ class GradientPacking:
             room.copy_(self.codec.decode_grad(each, _rows(room)).reshape(room.shape))
 
 
-def packing_of(codecs: Codecs) -> GradientPacking | None:
-    """Of gradients on their way home."""
-    return None if codecs.gradients is None else GradientPacking(codecs.gradients)
+class Codecs(NamedTuple):
+    weights: Codec | None = None  # of copies on their way to their cells; None: as they are
+    gradients: Codec | None = None  # of their gradients on their way home; likewise
+
+    @property
+    def packing(self) -> GradientPacking | None:
+        return None if self.gradients is None else GradientPacking(self.gradients)
+
+
+AS_THEY_ARE = Codecs()
 
 
 def copy_bytes(like: Weights, codecs: Codecs) -> float:
@@ -271,11 +401,9 @@ class KeptMeanwhile:
         self._number, self._begun = number, number()
 
     def begin(self) -> None:
-        """See ``Accumulation``."""
         self._begun = self._number()
 
     def is_kept(self) -> bool:
-        """See ``Accumulation``."""
         return self._number() == self._begun
 
 
@@ -297,7 +425,7 @@ class KeptInGrad:
         self._seen: tuple[Tensor, int] | None = None  # it, and the version of its gradient
 
     def begin(self) -> None:
-        """See ``Accumulation``. Experts may have moved since the last step."""
+        """Experts may have moved since the last step."""
         self._seen = None
         weights = [weight for weight in self._weights() if weight.requires_grad]
         if [*map(id, weights)] != [*map(id, self._watched)]:
@@ -311,7 +439,7 @@ class KeptInGrad:
         self._seen = weight, weight.grad._version
 
     def is_kept(self) -> bool:
-        """See ``Accumulation``. It waits for the device only where gradients were changed."""
+        """It waits for the device only where gradients were changed."""
         if self._seen is None:
             return True
         weight, version = self._seen

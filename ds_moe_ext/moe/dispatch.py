@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows between cells by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier.
+"""Dispatch and combine: rows to the cells of their experts and back, each the other's adjoint.
 
-Written against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of
-deepseek-ai/DeepEP at dd758ca) and never run with it. Each row is to DeepEP a token of one choice,
-and each rank has one expert. Shape letters: N rows sent, R rows received, P ranks that exchange
-rows, W numbers of a row.
+A ``Wire`` is one direction: its communicator, and the way that rows take on it, straight or by a
+carrier. Where each token's row is sent once to a cell, other stages take the place of the common
+ones. Last stands DeepEP as a carrier. Shape letters: T tokens, N rows sent, R rows received, U
+visits sent, P ranks that exchange rows, W numbers of a row.
 """
 
 from __future__ import annotations
@@ -37,8 +37,231 @@ from ds_moe_ext.core.rows import on_device
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.planning.exchange_costs import Way
-from ds_moe_ext.schedule.stages import SavesAlike, Stage
+from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike, Stage
 from ds_moe_ext.schedule.task import Lane, Span
+
+Travel = Callable[[Tensor], Tensor]  # rows as they leave, to rows as they arrive
+
+PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
+"""Of ``BY_NODES``."""
+
+
+def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) -> Carrier | None:
+    """This rank's part in a way between the cells; None where that is the direct one."""
+    if way is Way.DEEP_EP:
+        return DeepEp.of(direct.group)
+    if way not in PLANNERS or layout.why_flat:
+        return None
+    channels = {
+        Reach.WITHIN: Channel(layout.group(WITHIN_NODES, lane)),
+        Reach.BETWEEN: replace(direct, group=layout.group(BETWEEN_NODES, lane)),
+    }
+    return Relays(PLANNERS[way], layout.nodes, layout.index("ep"), channels)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The communicator and the algorithm of one direction."""
+
+    # the cells, in a communicator that only this lane uses; None where there is one cell
+    group: dist.ProcessGroup | None
+    all_to_all: AllToAll = all_to_all_rows  # how rows are exchanged
+    # what they travel as; None: as they are. Where nothing travels nothing is encoded.
+    coding: Coding | None = None
+    # how they go another way than straight from each cell to each; None: so
+    carrier: Carrier | None = None
+    # within and between the nodes, where a token's row goes once to a node
+    node_channels: Mapping[Reach, Channel] | None = None
+
+    @classmethod
+    def between(
+        cls, layout: ParallelLayout, lane: Lane, device: torch.device, way: Way = Way.DIRECT
+    ) -> Wire:
+        """The wire of a lane between the cells."""
+        if layout.grid.num_cells == 1:
+            return cls(None)
+        by_pairs = layout.num_hosts > 1 and device.type == "cpu"
+        all_to_all = all_to_all_by_pairs if by_pairs else all_to_all_rows
+        direct = Channel(layout.group("ep", lane), all_to_all)
+        return cls(direct.group, all_to_all, carrier=carrier_of(layout, lane, way, direct))
+
+    def by_nodes(self) -> Wire:
+        """The same wire, on which a row travels once to a node."""
+        assert isinstance(self.carrier, Relays)
+        return replace(self, carrier=None, node_channels=self.carrier.channels)
+
+    def through(self, coding: Coding | None) -> Wire:
+        """The same wire, on which rows travel encoded."""
+        return replace(self, coding=coding)
+
+    def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
+        """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
+        arrived_RD = rows_ND
+        if not (splits := layer_route.splits(span)).stays:
+            travel = self._straight(splits.sent_C, splits.received_C)
+            if travel is None:
+                travel = self._trip(span, layer_route).out
+            arrived_RD = self._coded(travel, rows_ND)
+        return layer_route.on(span).to_slots(arrived_RD)
+
+    def home(
+        self,
+        rows_RD: Tensor,
+        span: Span,
+        layer_route: LayerRoute,
+        weight_R: Tensor | None = None,
+    ) -> Tensor:
+        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens.
+
+        Args:
+            weight_R: of rows that are added up before they travel.
+        """
+        splits = layer_route.splits(span)
+        rows_RD = layer_route.on(span).to_arrival(rows_RD, weight_R)
+        if splits.stays:
+            return rows_RD
+        travel = self._straight(splits.received_C, splits.sent_C)
+        if travel is None:
+            travel = self._trip(span, layer_route).home
+        return self._coded(travel, rows_RD)
+
+    def _straight(self, sent_C: Sequence[int], received_C: Sequence[int]) -> Travel | None:
+        """From each cell to each; None where rows go another way."""
+        group = self.group
+        if self.carrier is not None or self.node_channels is not None:
+            return None
+        assert group is not None, "one cell exchanges nothing"
+        return lambda rows: self.all_to_all(rows, sent_C, received_C, group)
+
+    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:
+        if self.node_channels is not None:
+            return layer_route.node_trip(span, self.node_channels)
+        assert self.carrier is not None
+        return layer_route.trip(span, self.carrier)
+
+    def _coded(self, travel: Travel, rows: Tensor) -> Tensor:
+        return travel(rows) if self.coding is None else self.coding.around(travel, rows)
+
+
+@dataclass(frozen=True)
+class Dispatch(SavesAlike):
+    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
+
+    wire: Wire  # there
+    back_wire: Wire  # of the lane in which gradients return
+    sent: Callable[[], None] = lambda: None  # called when all rows of a pass are sent
+
+    def forward(self, span: Span, x_TD: Tensor, layer_route: LayerRoute) -> Done:
+        sent_ND = layer_route.sent_rows(span, x_TD.detach())
+        arrived_RD = self.wire.out(sent_ND, span, layer_route)
+        if span.stop == layer_route.cut.num_chunks:
+            self.sent()
+        return (arrived_RD,), (layer_route,)
+
+    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+        returned_ND = self.back_wire.home(grad_RD, span, saved[0])
+        return (saved[0].on(span).sum_by_token(returned_ND),)
+
+
+@dataclass(frozen=True)
+class Combine(SavesAlike):
+    """Reads expert outputs ``[R, D]`` in slot order and the route; writes ``[N, D]``."""
+
+    wire: Wire
+    back_wire: Wire
+
+    def forward(self, span: Span, computed_RD: Tensor, layer_route: LayerRoute) -> Done:
+        returned_ND = self.wire.home(computed_RD.detach(), span, layer_route)
+        return (returned_ND,), (layer_route,)
+
+    def backward(self, span: Span, saved: Saved, grad_ND: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.out(grad_ND, span, saved[0]),)
+
+
+# Each token's row is sent once to a cell: stages that take the place of the common ones.
+
+
+@dataclass(frozen=True)
+class OrderOnce(SavesAlike):
+    """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
+    cell's experts, ``[R]`` in slot order."""
+
+    order: Stage  # the common stage, told to count visits
+    wire: Wire  # straight from each cell to each, with rows as they are
+
+    def forward(self, span: Span, expert_TK: Tensor, score_TK: Tensor) -> Done:
+        (counted,), _ = self.order.forward(span, expert_TK)
+        parts = counted.visits.number_TK(), score_TK.detach()
+        told_XB = torch.cat([_bytes(part) for part in parts], dim=1)
+        told_NB = told_XB.index_select(0, counted.on(span).choice_N)
+        told_RB = self.wire.out(told_NB, span, counted)
+        sizes = [part.itemsize for part in parts]
+        visit_R, score_R = map(_of_bytes, told_RB.split(sizes, dim=1), parts)
+        return (counted.told(visit_R), score_R), (counted,)
+
+    def backward(self, span: Span, saved: Saved, grad_R: Tensor) -> tuple[Any, ...]:
+        (counted,) = saved
+        grad_N1 = self.wire.home(grad_R[:, None], span, counted)
+        return (counted.on(span).spread(grad_N1).squeeze(2),)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """uint8 ``[elements, bytes of each]``."""
+    return values.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def _of_bytes(bytes_RB: Tensor, like: Tensor) -> Tensor:
+    """What ``_bytes`` was made of, ``[R]``."""
+    # A copy: a view of a part need not begin where a wider type may.
+    own_RB = bytes_RB.clone(memory_format=torch.contiguous_format)
+    return own_RB.view(like.dtype).squeeze(1)
+
+
+@dataclass(frozen=True)
+class CombineOnce:
+    """Reads expert outputs ``[R, D]`` in slot order, the scores of the layer's rows, and the route;
+    writes the weighed sum of each visit, ``[U, D]`` in send order."""
+
+    wire: Wire
+    back_wire: Wire
+
+    def forward(
+        self, span: Span, computed_RD: Tensor, score_R: Tensor, layer_route: LayerRoute
+    ) -> Done:
+        computed_RD, score_R = computed_RD.detach(), score_R.detach()
+        own_R = layer_route.of_span(span, score_R)
+        returned_UD = self.wire.home(computed_RD, span, layer_route, own_R)
+        return (returned_UD,), (computed_RD, score_R, layer_route)
+
+    def backward(self, span: Span, saved: Saved, grad_UD: Tensor) -> tuple[Tensor, Tensor]:
+        computed_RD, score_R, layer_route = saved
+        grad_RD = self.back_wire.out(grad_UD, span, layer_route)
+        grad_score_R = torch.sum(computed_RD * grad_RD, dim=1, dtype=score_R.dtype)
+        # In place: the product is rounded once, and never there in the scores' precision.
+        grad_RD *= layer_route.of_span(span, score_R)[:, None]
+        return grad_RD, layer_route.among_all(span, grad_score_R)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        _, score_R, layer_route = pieces[0][1]
+        computed = [(other, saved[0]) for other, saved in pieces]
+        return layer_route.own_rows_of(span, computed), score_R, layer_route
+
+
+@dataclass(frozen=True)
+class RestoreOnce(SavesAlike):
+    """Add the visits' sums, which came weighed, to their tokens: ``[U, D]`` to ``[T, D]``."""
+
+    def forward(self, span: Span, returned_UD: Tensor, layer_route: LayerRoute) -> Done:
+        return (layer_route.on(span).sum_by_token(returned_UD.detach()),), (layer_route,)
+
+    def backward(self, span: Span, saved: Saved, grad_TD: Tensor) -> tuple[Any, ...]:
+        return (saved[0].on(span).of_tokens(grad_TD),)
+
+
+# Rows between cells by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier. Written
+# against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of deepseek-ai/DeepEP
+# at dd758ca) and never run with it. Each row is to DeepEP a token of one choice, and each rank has
+# one expert.
 
 PACKAGE = "deep_ep"
 NODE_SIZE = 8  # LEGACY_NUM_MAX_NVL_PEERS: where there are more ranks, each eight share a node
@@ -84,7 +307,6 @@ class DeepEp:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> DeepEp:
-        """Over a communicator."""
         return cls(partial(buffer_of, group), group.rank())
 
     def trip(self, counts_PP: np.ndarray, device: torch.device) -> DeepTrip:
@@ -197,233 +419,3 @@ def check_order(
         raise RuntimeError(
             "DeepEP brings rows in another order than they were sent in; choose another all_to_all"
         )
-
-
-# Dispatch and Combine: rows to the cells of their experts and back, each the other's adjoint.
-
-
-PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
-"""Of ``BY_NODES``."""
-
-
-def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) -> Carrier | None:
-    """This rank's part in a way between the cells; None where that is the direct one."""
-    if way is Way.DEEP_EP:
-        return DeepEp.of(direct.group)
-    if way not in PLANNERS or layout.why_flat:
-        return None
-    channels = {
-        Reach.WITHIN: Channel(layout.group(WITHIN_NODES, lane)),
-        Reach.BETWEEN: replace(direct, group=layout.group(BETWEEN_NODES, lane)),
-    }
-    return Relays(PLANNERS[way], layout.nodes, layout.index("ep"), channels)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """The communicator and the algorithm of one direction."""
-
-    # the cells, in a communicator that only this lane uses; None where there is one cell
-    group: dist.ProcessGroup | None
-    all_to_all: AllToAll = all_to_all_rows  # how rows are exchanged
-    # what they travel as; None: as they are. Where nothing travels nothing is encoded.
-    coding: Coding | None = None
-    # how they go another way than straight from each cell to each; None: so
-    carrier: Carrier | None = None
-    # within and between the nodes, where a token's row goes once to a node
-    node_channels: Mapping[Reach, Channel] | None = None
-
-    @classmethod
-    def between(
-        cls, layout: ParallelLayout, lane: Lane, device: torch.device, way: Way = Way.DIRECT
-    ) -> Wire:
-        """The wire of a lane between the cells."""
-        if layout.grid.num_cells == 1:
-            return cls(None)
-        by_pairs = layout.num_hosts > 1 and device.type == "cpu"
-        all_to_all = all_to_all_by_pairs if by_pairs else all_to_all_rows
-        direct = Channel(layout.group("ep", lane), all_to_all)
-        return cls(direct.group, all_to_all, carrier=carrier_of(layout, lane, way, direct))
-
-    def by_nodes(self) -> Wire:
-        """The same wire, on which a row travels once to a node."""
-        assert isinstance(self.carrier, Relays)
-        return replace(self, carrier=None, node_channels=self.carrier.channels)
-
-    def through(self, coding: Coding | None) -> Wire:
-        """The same wire, on which rows travel encoded."""
-        return replace(self, coding=coding)
-
-    def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
-        """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
-        splits = layer_route.splits(span)
-        if splits.stays:
-            arrived_RD = rows_ND
-        elif self.carrier is None and self.node_channels is None:
-            arrived_RD = self._directly(rows_ND, splits.sent_C, splits.received_C)
-        else:
-            arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
-        return layer_route.on(span).to_slots(arrived_RD)
-
-    def home(
-        self,
-        rows_RD: Tensor,
-        span: Span,
-        layer_route: LayerRoute,
-        weight_R: Tensor | None = None,
-    ) -> Tensor:
-        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens.
-
-        Args:
-            weight_R: of rows that are added up before they travel.
-        """
-        splits = layer_route.splits(span)
-        rows_RD = layer_route.on(span).to_arrival(rows_RD, weight_R)
-        if splits.stays:
-            return rows_RD
-        if self.carrier is None and self.node_channels is None:
-            return self._directly(rows_RD, splits.received_C, splits.sent_C)
-        return self._coded(self._trip(span, layer_route).home, rows_RD)
-
-    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:
-        if self.node_channels is not None:
-            return layer_route.node_trip(span, self.node_channels)
-        assert self.carrier is not None
-        return layer_route.trip(span, self.carrier)
-
-    def _directly(self, rows: Tensor, sent_C: Sequence[int], received_C: Sequence[int]) -> Tensor:
-        group = self.group
-        assert group is not None, "one cell exchanges nothing"
-        if self.coding is None:
-            return self.all_to_all(rows, sent_C, received_C, group)
-        return self.coding.around(
-            lambda sent: self.all_to_all(sent, sent_C, received_C, group), rows
-        )
-
-    def _coded(self, travel: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        return travel(rows) if self.coding is None else self.coding.around(travel, rows)
-
-
-@dataclass(frozen=True)
-class Dispatch(SavesAlike):
-    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
-
-    wire: Wire  # there
-    back_wire: Wire  # of the lane in which gradients return
-    sent: Callable[[], None] = lambda: None  # called when all rows of a pass are sent
-
-    def forward(
-        self, span: Span, x_TD: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        sent_ND = layer_route.sent_rows(span, x_TD.detach())
-        arrived_RD = self.wire.out(sent_ND, span, layer_route)
-        if span.stop == layer_route.cut.num_chunks:
-            self.sent()
-        return (arrived_RD,), (layer_route,)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        returned_ND = self.back_wire.home(grad_RD, span, saved[0])
-        return (saved[0].on(span).sum_by_token(returned_ND),)
-
-
-@dataclass(frozen=True)
-class Combine(SavesAlike):
-    """Reads expert outputs ``[R, D]`` in slot order and the route; writes ``[N, D]``."""
-
-    wire: Wire
-    back_wire: Wire
-
-    def forward(
-        self, span: Span, computed_RD: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        returned_ND = self.wire.home(computed_RD.detach(), span, layer_route)
-        return (returned_ND,), (layer_route,)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_ND: Tensor) -> tuple[Any, ...]:
-        return (self.back_wire.out(grad_ND, span, saved[0]),)
-
-
-# Each token's row is sent once to a cell: stages that take the place of the common ones.
-
-
-@dataclass(frozen=True)
-class OrderOnce(SavesAlike):
-    """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
-    cell's experts, ``[R]`` in slot order."""
-
-    order: Stage  # the common stage, told to count visits
-    wire: Wire  # straight from each cell to each, with rows as they are
-
-    def forward(
-        self, span: Span, expert_TK: Tensor, score_TK: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        (counted,), _ = self.order.forward(span, expert_TK)
-        parts = counted.visits.number_TK(), score_TK.detach()
-        told_XB = torch.cat([_bytes(part) for part in parts], dim=1)
-        told_NB = told_XB.index_select(0, counted.on(span).choice_N)
-        told_RB = self.wire.out(told_NB, span, counted)
-        sizes = [part.itemsize for part in parts]
-        visit_R, score_R = map(_of_bytes, told_RB.split(sizes, dim=1), parts)
-        return (counted.told(visit_R), score_R), (counted,)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_R: Tensor) -> tuple[Any, ...]:
-        (counted,) = saved
-        grad_N1 = self.wire.home(grad_R[:, None], span, counted)
-        return (counted.on(span).spread(grad_N1).squeeze(2),)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """uint8 ``[elements, bytes of each]``."""
-    return values.contiguous().view(-1, 1).view(torch.uint8)
-
-
-def _of_bytes(bytes_RB: Tensor, like: Tensor) -> Tensor:
-    """What ``_bytes`` was made of, ``[R]``."""
-    # A copy: a view of a part need not begin where a wider type may.
-    own_RB = bytes_RB.clone(memory_format=torch.contiguous_format)
-    return own_RB.view(like.dtype).squeeze(1)
-
-
-@dataclass(frozen=True)
-class CombineOnce:
-    """Reads expert outputs ``[R, D]`` in slot order, the scores of the layer's rows, and the route;
-    writes the weighed sum of each visit, ``[U, D]`` in send order."""
-
-    wire: Wire
-    back_wire: Wire
-
-    def forward(
-        self, span: Span, computed_RD: Tensor, score_R: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        computed_RD, score_R = computed_RD.detach(), score_R.detach()
-        own_R = layer_route.of_span(span, score_R)
-        returned_UD = self.wire.home(computed_RD, span, layer_route, own_R)
-        return (returned_UD,), (computed_RD, score_R, layer_route)
-
-    def backward(
-        self, span: Span, saved: tuple[Any, ...], grad_UD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        computed_RD, score_R, layer_route = saved
-        grad_RD = self.back_wire.out(grad_UD, span, layer_route)
-        grad_score_R = torch.sum(computed_RD * grad_RD, dim=1, dtype=score_R.dtype)
-        # In place: the product is rounded once, and never there in the scores' precision.
-        grad_RD *= layer_route.of_span(span, score_R)[:, None]
-        return grad_RD, layer_route.among_all(span, grad_score_R)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        _, score_R, layer_route = pieces[0][1]
-        computed = [(other, saved[0]) for other, saved in pieces]
-        return layer_route.own_rows_of(span, computed), score_R, layer_route
-
-
-@dataclass(frozen=True)
-class RestoreOnce(SavesAlike):
-    """Add the visits' sums, which came weighed, to their tokens: ``[U, D]`` to ``[T, D]``."""
-
-    def forward(
-        self, span: Span, returned_UD: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (layer_route.on(span).sum_by_token(returned_UD.detach()),), (layer_route,)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor) -> tuple[Any, ...]:
-        return (saved[0].on(span).of_tokens(grad_TD),)

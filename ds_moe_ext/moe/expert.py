@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages from functions: those that autograd differentiates, those with an effect alone; and one
-that stands for another.
+"""Expert: the rows of each slot through the weights of its expert.
+
+Behind it stand stages that are made of a function: one that autograd differentiates, apart from the
+graph around it (``Local``), one with an effect alone (``Aside``), and one in whose place another
+comes (``Present``). Shape letters: R rows, D model width.
 """
 
 from __future__ import annotations
@@ -21,165 +24,8 @@ from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.program import added
-from ds_moe_ext.schedule.stages import SavesAlike, Stage, Uncut
+from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike, Stage, Uncut
 from ds_moe_ext.schedule.task import Span
-
-Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Graph:
-    """The graph of a function, apart from the tensors that its backward needs.
-
-    Those are saved beside it, in the place where the whole program saves its tensors: hooks that
-    checkpoint or offload activations see them there, once for all stages.
-    """
-
-    # edges of what it wrote; None where nothing has a gradient
-    outputs: tuple[GradientEdge | None, ...]
-    # what it read that has a gradient, in a row; autograd holds them anyway
-    inputs: tuple[Tensor, ...]
-    # for each read that can be differentiated, how many gradients it gets: of a tensor None, of a
-    # tuple one a part; and for each of them whether it has an edge
-    reads: tuple[bool | tuple[bool, ...], ...]
-    kept: list[Tensor]  # the tensors, while backward runs
-
-
-def run_apart(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Run a function under autograd, cut off from the graph around it."""
-    leaves = tuple(map(_leaf, reads))
-    flat = [part for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
-    graded = [part for part in flat if isinstance(part, Tensor) and part.requires_grad]
-    if not graded:
-        return function(*leaves), ()
-    kept: list[Tensor] = []
-    versions: list[int] = []
-
-    def keep(tensor: Tensor) -> int:
-        kept.append(tensor.detach())
-        versions.append(tensor._version)
-        return len(kept) - 1
-
-    with torch.enable_grad(), saved_tensors_hooks(keep, kept.__getitem__):
-        written = function(*leaves)
-    if [tensor._version for tensor in kept] != versions:
-        raise RuntimeError(
-            "an expert or gate changed in place a tensor that its backward needs; compute the new "
-            "values into a tensor of their own"
-        )
-    graph = Graph(
-        outputs=tuple(_edge(x) if isinstance(x, Tensor) else None for x in written),
-        inputs=tuple(graded),
-        reads=tuple(wanted for leaf in leaves if (wanted := _wanted(leaf)) is not None),
-        kept=kept,
-    )
-    plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in written)
-    tensors = tuple(kept)
-    kept.clear()
-    return plain, (graph, *tensors)
-
-
-def gradients(
-    saved: Sequence[Any], grads: Sequence[Any], graded: Sequence[bool]
-) -> tuple[Any, ...]:
-    """Gradients of the differentiable reads of ``run_apart``, in order; frees the graph.
-
-    Args:
-        saved: what ``run_apart`` gave.
-        grads: of the writes that have a gradient.
-        graded: for each write, whether it has one.
-    """
-    if not saved:
-        return ()
-    graph, *tensors = saved
-    graph.kept.extend(tensors)
-    outputs = [edge for edge, has_gradient in zip(graph.outputs, graded) if has_gradient]
-    pairs = [(e, g) for e, g in zip(outputs, grads) if e is not None and g is not None]
-    found = iter(
-        torch.autograd.grad(
-            [e for e, _ in pairs], graph.inputs, [g for _, g in pairs], allow_unused=True
-        )
-    )
-    graph.kept.clear()
-    return tuple(
-        tuple(next(found) if part else None for part in wanted)
-        if isinstance(wanted, tuple)
-        else (next(found) if wanted else None)
-        for wanted in graph.reads
-    )
-
-
-@dataclass(frozen=True)
-class Local(Uncut):
-    """A stage from a function."""
-
-    function: Function  # called with what the task reads
-    graded: tuple[bool, ...] = (True,)  # for each write, whether it has a gradient
-
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return run_apart(self.function, reads)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        return gradients(saved, grads, self.graded)
-
-
-@dataclass(frozen=True, eq=False)
-class Aside(SavesAlike):
-    """A stage that only has an effect: what the task reads says when, not what."""
-
-    act: Callable[[Span], None]  # called with the task's span
-
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        self.act(span)
-        return (None,), ()
-
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        return ()
-
-
-@dataclass(eq=False)
-class Present:
-    """A stage in whose place another one comes between steps, in programs that stay."""
-
-    stage: Stage  # the present one
-
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return self.stage.forward(span, *reads)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        return self.stage.backward(span, saved, *grads)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return self.stage.recut(span, pieces)
-
-
-def _leaf(read: Any) -> Any:
-    if isinstance(read, tuple):
-        return tuple(map(_leaf, read))
-    if isinstance(read, Tensor) and read.is_floating_point():
-        leaf = read.detach()
-        return leaf.requires_grad_() if read.requires_grad else leaf
-    return read
-
-
-def _wanted(leaf: Any) -> bool | tuple[bool, ...] | None:
-    """Which gradients there are of a read; None where it cannot be differentiated."""
-    if isinstance(leaf, tuple):
-        is_float = all(isinstance(part, Tensor) and part.is_floating_point() for part in leaf)
-        return tuple(part.requires_grad for part in leaf) if is_float else None
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.requires_grad
-    return None
-
-
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    if tensor.grad_fn is not None:
-        return GradientEdge(tensor.grad_fn, tensor.output_nr)
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-# Expert: the rows of each slot through the weights of its expert.
-
 
 ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
 """``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``; weights are those of the
@@ -250,7 +96,7 @@ class Expert:
 
     def forward(
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> Done:
         own = [piece for piece in self.pieces if piece.overlaps(span)] or [span]
         parts = _parts(layer_route, rows_RD, span, own)
         arrangement = arrangement_for(self.function, weights)
@@ -263,7 +109,7 @@ class Expert:
         kept = _Kept(layer_route, arrangement.order, lengths)
         return (computed,), (kept, *chain.from_iterable(saved for _, saved in runs))
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
         (layer_route, order, pieces), *rest = saved
         things = iter(rest)
         own = [piece for piece, _ in pieces]
@@ -277,7 +123,7 @@ class Expert:
         whole = None if rows[0] is None else _whole(layer_route, span, own, rows)
         return whole, tuple(map(added, zip(*weights)))
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
         own: list[tuple[Span, int]] = []
         things: list[Any] = []
         for _, ((_, _, kept), *rest) in pieces:
@@ -296,7 +142,7 @@ class Expert:
         rows_RD: Tensor,
         weights: tuple[Tensor, ...],
         arrangement: Arrangement,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> Done:
         order, runs = arrangement
         if order is None:
             written, saved = _computed(self.function, slots, rows_RD, weights, runs)
@@ -329,7 +175,7 @@ def _computed(
 
 
 def _gradients(
-    slots: SlotRows, grad_RD: Tensor, saved: tuple[Any, ...], order: SlotOrder | None
+    slots: SlotRows, grad_RD: Tensor, saved: Saved, order: SlotOrder | None
 ) -> tuple[Any, ...]:
     """Of the rows and the weights that ``Expert._run`` read, in slot order."""
     if not saved:
@@ -363,3 +209,159 @@ def _whole(
 ) -> Tensor:
     """The rows of a span in slot order, from those of its pieces."""
     return parts[0] if len(parts) == 1 else layer_route.rows_of(span, list(zip(pieces, parts)))
+
+
+# Stages from functions.
+
+Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Graph:
+    """The graph of a function, apart from the tensors that its backward needs.
+
+    Those are saved beside it, in the place where the whole program saves its tensors: hooks that
+    checkpoint or offload activations see them there, once for all stages.
+    """
+
+    # edges of what it wrote; None where nothing has a gradient
+    outputs: tuple[GradientEdge | None, ...]
+    # what it read that has a gradient, in a row; autograd holds them anyway
+    inputs: tuple[Tensor, ...]
+    # for each read that can be differentiated, how many gradients it gets: of a tensor None, of a
+    # tuple one a part; and for each of them whether it has an edge
+    reads: tuple[bool | tuple[bool, ...], ...]
+    kept: list[Tensor]  # the tensors, while backward runs
+
+
+def run_apart(function: Function, reads: Sequence[Any]) -> Done:
+    """Run a function under autograd, cut off from the graph around it."""
+    leaves = tuple(map(_leaf, reads))
+    flat = [part for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
+    graded = [part for part in flat if isinstance(part, Tensor) and part.requires_grad]
+    if not graded:
+        return function(*leaves), ()
+    kept: list[Tensor] = []
+    versions: list[int] = []
+
+    def keep(tensor: Tensor) -> int:
+        kept.append(tensor.detach())
+        versions.append(tensor._version)
+        return len(kept) - 1
+
+    with torch.enable_grad(), saved_tensors_hooks(keep, kept.__getitem__):
+        written = function(*leaves)
+    if [tensor._version for tensor in kept] != versions:
+        raise RuntimeError(
+            "an expert or gate changed in place a tensor that its backward needs; compute the new "
+            "values into a tensor of their own"
+        )
+    graph = Graph(
+        outputs=tuple(_edge(x) if isinstance(x, Tensor) else None for x in written),
+        inputs=tuple(graded),
+        reads=tuple(wanted for leaf in leaves if (wanted := _wanted(leaf)) is not None),
+        kept=kept,
+    )
+    plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in written)
+    tensors = tuple(kept)
+    kept.clear()
+    return plain, (graph, *tensors)
+
+
+def gradients(
+    saved: Sequence[Any], grads: Sequence[Any], graded: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Gradients of the differentiable reads of ``run_apart``, in order; frees the graph.
+
+    Args:
+        saved: what ``run_apart`` gave.
+        grads: of the writes that have a gradient.
+        graded: for each write, whether it has one.
+    """
+    if not saved:
+        return ()
+    graph, *tensors = saved
+    graph.kept.extend(tensors)
+    outputs = [edge for edge, has_gradient in zip(graph.outputs, graded) if has_gradient]
+    pairs = [(e, g) for e, g in zip(outputs, grads) if e is not None and g is not None]
+    found = iter(
+        torch.autograd.grad(
+            [e for e, _ in pairs], graph.inputs, [g for _, g in pairs], allow_unused=True
+        )
+    )
+    graph.kept.clear()
+    return tuple(
+        tuple(next(found) if part else None for part in wanted)
+        if isinstance(wanted, tuple)
+        else (next(found) if wanted else None)
+        for wanted in graph.reads
+    )
+
+
+@dataclass(frozen=True)
+class Local(Uncut):
+    """A stage from a function."""
+
+    function: Function  # called with what the task reads
+    graded: tuple[bool, ...] = (True,)  # for each write, whether it has a gradient
+
+    def forward(self, span: Span, *reads: Any) -> Done:
+        return run_apart(self.function, reads)
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        return gradients(saved, grads, self.graded)
+
+
+@dataclass(frozen=True, eq=False)
+class Aside(SavesAlike):
+    """A stage that only has an effect: what the task reads says when, not what."""
+
+    act: Callable[[Span], None]  # called with the task's span
+
+    def forward(self, span: Span, *reads: Any) -> Done:
+        self.act(span)
+        return (None,), ()
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        return ()
+
+
+@dataclass(eq=False)
+class Present:
+    """A stage in whose place another one comes between steps, in programs that stay."""
+
+    stage: Stage  # the present one
+
+    def forward(self, span: Span, *reads: Any) -> Done:
+        return self.stage.forward(span, *reads)
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        return self.stage.backward(span, saved, *grads)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        return self.stage.recut(span, pieces)
+
+
+def _leaf(read: Any) -> Any:
+    if isinstance(read, tuple):
+        return tuple(map(_leaf, read))
+    if isinstance(read, Tensor) and read.is_floating_point():
+        leaf = read.detach()
+        return leaf.requires_grad_() if read.requires_grad else leaf
+    return read
+
+
+def _wanted(leaf: Any) -> bool | tuple[bool, ...] | None:
+    """Which gradients there are of a read; None where it cannot be differentiated."""
+    if isinstance(leaf, tuple):
+        is_float = all(isinstance(part, Tensor) and part.is_floating_point() for part in leaf)
+        return tuple(part.requires_grad for part in leaf) if is_float else None
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.requires_grad
+    return None
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    if tensor.grad_fn is not None:
+        return GradientEdge(tensor.grad_fn, tensor.output_nr)
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

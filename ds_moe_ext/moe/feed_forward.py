@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of slots lie: the order of slots that has fewest runs, of which a grouped GEMM
-takes one each.
+"""Feed-forward experts: gate, up and down matrices, of all slots at once where they can be.
 
-A grouped GEMM wants matrices at equal distances, each behind the one before. A host may lay them
-down from the last slot to the first, and weights of another name between two of them (Megatron-core
-does both); experts that have moved lie in whatever slots became free. Shape letters: R rows, S
-slots, D model width.
+``FeedForwardExperts``, the last class here, computes by what stands before it: an order of slots in
+which their weights lie in few runs, a grouped GEMM for each, and SwiGLU with its adjoint written
+out. Shape letters: R rows, S slots, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -26,6 +24,11 @@ from ds_moe_ext.core.rows import Place, as_one, places_of, restacked, runs_at, r
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 
+# Where the weights of slots lie. A grouped GEMM wants matrices at equal distances, each behind the
+# one before. A host may lay them down from the last slot to the first, and weights of another name
+# between two of them (Megatron-core does both); experts that have moved lie in whatever slots
+# became free.
+
 
 class SlotOrder(NamedTuple):
     """Another order of slots, for rows and weights while experts compute."""
@@ -33,7 +36,6 @@ class SlotOrder(NamedTuple):
     slots: tuple[int, ...]  # in that order
 
     def inverse(self) -> SlotOrder:
-        """That which brings slots back."""
         return SlotOrder(tuple(np.argsort(self.slots).tolist()))
 
     def lengths(self, slots: SlotRows) -> list[int]:
@@ -419,7 +421,6 @@ _Run_S = Tensor | Sequence[Tensor]
 def _by_run(
     weights: Sequence[Tensor], runs: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[_Run_S, _Run_S]]:
-    """Up and down of each run."""
     if weights[0].dim() == 3:
         return zip(weights[::2], weights[1::2])
     up_S, down_S = weights[::2], weights[1::2]
@@ -427,12 +428,10 @@ def _by_run(
 
 
 def _each(run_S: _Run_S) -> Sequence[Tensor]:
-    """One by one."""
     return run_S.unbind() if isinstance(run_S, Tensor) else run_S
 
 
 def _at_once(run_S: _Run_S) -> Tensor:
-    """Stacked."""
     return run_S.detach() if isinstance(run_S, Tensor) else as_one(run_S)
 
 
@@ -545,7 +544,6 @@ class FeedForwardExperts:
         return Arrangement(None, ((0, num_slots),))
 
     def is_stacked(self, weights: tuple[Tensor, ...]) -> bool:
-        """Whether each is of several slots."""
         return bool(weights) and weights[0].dim() == 3
 
     @property
@@ -559,7 +557,6 @@ class FeedForwardExperts:
         return by_name
 
     def _stacks(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """The weights of each stack."""
         size = self._num_names
         return [weights[first : first + size] for first in range(0, len(weights), size)]
 

@@ -70,7 +70,6 @@ class Gate(ABC):
     def __call__(
         self, x_TD: Tensor, weights: tuple[Tensor, ...], *, is_training: bool = False
     ) -> Choice:
-        """Choose. Scores are at least float32."""
         return self.choose(self.logits_of(x_TD, weights, is_training=is_training))
 
     def weights(self, num_experts: int, width: int) -> tuple[GateWeight, ...]:
@@ -229,7 +228,6 @@ class CosineTopK(Gate):
         )
 
     def logits_of(self, x_TD: Tensor, weights: tuple[Tensor, ...], *, is_training: bool) -> Tensor:
-        """Cosines over the temperature."""
         projection_PD, expert_EP, sharpness = weights
         cosine_TE = cosines(logits(x_TD, projection_PD), expert_EP)
         return cosine_TE * sharpness.to(cosine_TE.dtype).clamp(max=math.log(self.most)).exp()

@@ -37,9 +37,7 @@ from ds_moe_ext.moe.transforms import (
     AFTER_DISPATCH,
     BEFORE_COMBINE,
     BEFORE_DISPATCH,
-    END,
     PLACES,
-    START,
     Transform,
     Transforms,
     applied,
@@ -47,14 +45,12 @@ from ds_moe_ext.moe.transforms import (
 )
 from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay
 from ds_moe_ext.planning.prices import RowBytes
-from ds_moe_ext.schedule.stages import Stage
+from ds_moe_ext.schedule.stages import Done, Saved, Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
 from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 
 class Moe(NamedTuple):
-    """Which layer."""
-
     number: int  # from 0, in the order of the model
     name: str = ""  # dotted module name; empty where no host has given one
 
@@ -141,81 +137,56 @@ class Hooked:
                     f"{transform} is at {transform.at!r}, which is no place; choose "
                     f"{', '.join(map(repr, PLACES))}"
                 )
-        for name, found in (("dispatch", self._of_dispatch), ("combine", self._of_combine)):
+        rows = {
+            "dispatch": [codec for codec in self.codecs if codec.dispatch],
+            "combine": [codec for codec in self.codecs if codec.combine],
+        }
+        for name, found in rows.items():
             if len(found) > 1:
                 raise ValueError(
                     f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
                     f"{name!r} to false in all but one of them"
                 )
-        for key, coding in (("copies", self._of_copies), ("copy_gradients", self._of_returning)):
-            if len(coding) > 1:
+        experts = {
+            "copies": [codec for codec in self.codecs if codec.copies],
+            "copy_gradients": [codec for codec in self.codecs if codec.copy_gradients],
+        }
+        for key, found in experts.items():
+            if len(found) > 1:
                 raise ValueError(
-                    f"{' and '.join(map(str, coding))} have both {key}; set {key!r} to false in "
+                    f"{' and '.join(map(str, found))} have both {key}; set {key!r} to false in "
                     "all but one of them"
                 )
 
     @property
-    def at_start(self) -> Transforms:
-        """Of the layer's input."""
-        return placed(self.transforms, START)
-
-    @property
-    def at_end(self) -> Transforms:
-        """Of its output."""
-        return placed(self.transforms, END)
-
-    @property
-    def of_computed(self) -> Transforms:
-        """Of rows on their way back."""
-        return tuple(each for each in self.transforms if each.at in (BEFORE_COMBINE, AFTER_COMBINE))
-
-    @property
     def of_dispatch(self) -> Codec | None:
         """What rows travel as to the experts."""
-        return next(iter(self._of_dispatch), None)
+        return next((codec for codec in self.codecs if codec.dispatch), None)
 
     @property
     def of_combine(self) -> Codec | None:
         """And back."""
-        return next(iter(self._of_combine), None)
+        return next((codec for codec in self.codecs if codec.combine), None)
 
     @property
     def of_gather(self) -> Codec | None:
         """What rows travel as in a cell that gathers them."""
-        codec = self.of_dispatch
-        return codec if codec is not None and codec.cell else None
+        return next((codec for codec in self.codecs if codec.dispatch and codec.cell), None)
 
     @property
     def of_scatter(self) -> Codec | None:
         """And what its ranks computed of them."""
-        codec = self.of_combine
-        return codec if codec is not None and codec.cell else None
+        return next((codec for codec in self.codecs if codec.combine and codec.cell), None)
 
     @property
     def of_copies(self) -> Codec | None:
         """And copies of experts."""
-        return next(iter(self._of_copies), None)
+        return next((codec for codec in self.codecs if codec.copies), None)
 
     @property
     def of_copy_gradients(self) -> Codec | None:
         """And their gradients on their way home."""
-        return next(iter(self._of_returning), None)
-
-    @property
-    def _of_copies(self) -> list[Codec]:
-        return [codec for codec in self.codecs if codec.copies]
-
-    @property
-    def _of_returning(self) -> list[Codec]:
-        return [codec for codec in self.codecs if codec.copy_gradients]
-
-    @property
-    def _of_dispatch(self) -> list[Codec]:
-        return [codec for codec in self.codecs if codec.dispatch]
-
-    @property
-    def _of_combine(self) -> list[Codec]:
-        return [codec for codec in self.codecs if codec.combine]
+        return next((codec for codec in self.codecs if codec.copy_gradients), None)
 
     @property
     def rule(self) -> str:
@@ -268,19 +239,19 @@ class HookedStage:
     before_adjoint: Hook | None = None  # of the gradient that ``backward`` gets
     after_adjoint: Hook | None = None  # of what that gives
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(self, span: Span, *reads: Any) -> Done:
         self._tell(self.before, reads[0], span)
         written, saved = self.stage.forward(span, *reads)
         self._tell(self.after, written[0], span)
         return written, saved
 
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         self._tell(self.before_adjoint, grads[0], span, is_backward=True)
         given = self.stage.backward(span, saved, *grads)
         self._tell(self.after_adjoint, given[0], span, is_backward=True)
         return given
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
         return self.stage.recut(span, pieces)
 
     def _tell(
@@ -360,7 +331,10 @@ def _read(value: Any, where: str) -> Kind:
         check_object(where, value)
         keys, where_name = dict(value), f"{where}.type"
         if "type" not in keys:
-            raise ValueError(f"{where} needs the key 'type'; add it: {_known()}")
+            raise ValueError(
+                f"{where} needs the key 'type'; add it: {', '.join(map(repr, CODECS))}, or "
+                f"{EXAMPLE}"
+            )
         name = keys.pop("type")
     own = f"; hooks of your own are {EXAMPLE}"
     cls = named(name, where_name, CODECS, _class_at, own)
@@ -378,10 +352,6 @@ def _read(value: Any, where: str) -> Kind:
             f"{where} is {name!r}, which cannot be made ({error}); make it a dataclass: its fields "
             "are its JSON keys"
         ) from error
-
-
-def _known() -> str:
-    return f"{', '.join(map(repr, CODECS))}, or {EXAMPLE}"
 
 
 def _class_at(path: str, where: str) -> type[Kind]:
@@ -433,7 +403,6 @@ def _on_its_way(hooks: Hooked, row_1D: Tensor, before: str, after: str) -> Tenso
 
 
 def _mean(codec: Codec | None, row_1B: Tensor) -> float:
-    """Of a row and its gradient."""
     if codec is None:
         return float(row_1B.nbytes)
     own = codec.encode(row_1B).nbytes

@@ -1,8 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE layer that all strategies share: Gate, Order, Dispatch, Expert, Combine, Restore.
 
-``RoutedExperts`` starts after a gate of the host's; ``MoELayer`` has its own. Shape letters: T
-tokens, K choices, E experts, D model width.
+``RoutedExperts`` starts after a gate of the host's; ``MoELayer`` has its own. How the parts of a
+pass work together:
+
+- The strategy's plan says where experts compute, and its schedules in which order the tasks run
+  (``planning/strategy.py``, ``schedule/orders.py``). ``RoutedExperts.program`` gives each task a
+  stage, and makes one autograd node of them (``schedule/program.py``), once for all plans that need
+  the same stages.
+- Order counts rows and makes their route (``order.py``, ``route.py``); dispatch and combine move
+  them by it (``dispatch.py``), within cells that split experts too (``sharding.py``); experts
+  compute (``expert.py``, ``feed_forward.py``); restore adds up (``route.py``).
+- Copies are launched as the host's block begins and joined before the experts (``copies.py``).
+- Hooks look at rows, change and encode them (``hooks.py``, ``transforms.py``, ``codecs.py``).
+- What was routed and how long it took goes to ``observation.py``, which planners read.
+
+Between steps ``take`` is given the next plan. Shape letters: T tokens, K choices, E experts, D
+model width.
 """
 
 from __future__ import annotations
@@ -20,28 +34,34 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import all_gather_counts, can_broadcast
 from ds_moe_ext.core.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copy_flights import Place
-from ds_moe_ext.moe.copy_memory import Codecs, Weights
+from ds_moe_ext.moe.copies import Copies, HaveAgain, Join, started
+from ds_moe_ext.moe.copy_memory import Codecs, Place, Weights
 from ds_moe_ext.moe.dispatch import Combine, CombineOnce, Dispatch, OrderOnce, RestoreOnce, Wire
 from ds_moe_ext.moe.expert import Aside, Expert, ExpertFunction, Local, Present
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, row_bytes, watched
-from ds_moe_ext.moe.layer_copies import Copies, HaveAgain, Join, started
 from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, Windows, tell
 from ds_moe_ext.moe.order import Order, Padding, Seat, kind_of
+from ds_moe_ext.moe.refusals import MOVES_ROWS, check_layer, check_plan, check_schedules
 from ds_moe_ext.moe.route import Restore
 from ds_moe_ext.moe.sharding import CellGather, CellScatter, CellWire
-from ds_moe_ext.moe.transforms import BEFORE_DISPATCH, differentiably, placed, transformed
+from ds_moe_ext.moe.transforms import (
+    BEFORE_DISPATCH,
+    END,
+    START,
+    differentiably,
+    placed,
+    transformed,
+)
 from ds_moe_ext.moe.turns import HostLag, Likeness, Turns
-from ds_moe_ext.moe.visits import Tour
+from ds_moe_ext.moe.visits import ByNodes
 from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
-from ds_moe_ext.planning.layer_pipelines import Placed
 from ds_moe_ext.planning.prices import RowBytes
 from ds_moe_ext.planning.strategy import Destination, Plan, Site, Strategy, layer_tasks
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.graphs import Graphs, GraphUse, Replayed, recorder_for
-from ds_moe_ext.schedule.orders import QUEUED, ROW_SCORES, LayerTasks, block, reductions
+from ds_moe_ext.schedule.orders import QUEUED, LayerTasks, block, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
 from ds_moe_ext.schedule.stages import Crew, Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
@@ -66,7 +86,6 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     SEND_HOME,
     Op,
-    Schedule,
     Span,
     Task,
 )
@@ -98,20 +117,6 @@ class GradientSlices(Protocol):
     def begin(self, elements: int, saw: SawSlice) -> None:
         """So many, beside what the host computes next; ``saw`` is told when."""
         ...
-
-
-class _Shape(NamedTuple):
-    """What of a plan a program is made by, beside where rows go: plans of one shape share
-    programs."""
-
-    tasks: LayerTasks  # what runs
-    way: Way  # of rows between the cells
-    degrees: tuple[int, int]  # spans that the tokens are cut into, forward and backward
-    reductions: Placed  # of dense gradients
-    copies: tuple[bool, bool, bool]  # whether the plan has some, joins them, frees them
-    # what experts compute with, and what moves their copies and dense gradients
-    workers: tuple[ExpertFunction, Copies | None, GradientSlices | None]
-    is_common: bool  # no stage is the strategy's own, which may look at all of a plan
 
 
 class RoutedExperts:
@@ -166,34 +171,34 @@ class RoutedExperts:
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
+        self._hooks = self._options.hooks
         if strategy.static_capacity is not None:
-            _check_static_capacity(strategy, self._options)
             self.rows.gather = partial(_by_cell, site.layout)
         own = strategy.stages(site)
-        if strategy.cuda_graphs:
-            _check_graphs(own, strategy, site, self._options)
-        _check_stages(own, strategy, site, self._options.hooks)
-        _check_send_once(own, strategy, site)
-        _check_transforms(own, strategy, site, self._options.hooks)
-        if strategy.roles is not None:
-            _check_roles(own, strategy, site)
-        self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
+        check_layer(
+            own,
+            strategy,
+            site,
+            self._hooks,
+            capacity_factor=self._options.capacity_factor,
+            gate_may_drop=self._options.gate_may_drop,
+        )
+        self._moves_rows_itself = not own.keys().isdisjoint(MOVES_ROWS)
         self._computes_itself = EXPERT in own
         self._gate = gate
-        self._started: Weights | None = None
+        self._started: Weights | None = None  # of the pass that has begun
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
         self._graphs: dict[torch.device, Graphs] = {}  # of these programs
-        self._made_by: _Shape | None = None  # the programs
+        self._made_by: tuple[Any, ...] = ()  # the programs; see ``_shape``
         self._present: dict[torch.device, Present] = {}  # what orders rows in each of them
         self._schedules: LayerTasks | None = None
 
     def rows_are_like(self, x_TD: Tensor) -> None:
-        """Those of the pass that comes."""
         like = x_TD.shape[-1], x_TD.dtype
         if like != (self.row_width, self.row_dtype):
             self.row_width, self.row_dtype = like
-            self.row_bytes = row_bytes(self._options.hooks, x_TD.new_zeros(1, like[0]))
+            self.row_bytes = row_bytes(self._hooks, x_TD.new_zeros(1, like[0]))
 
     @property
     def name(self) -> str:
@@ -221,8 +226,7 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         in_float32 = self._strategy.sums_copies_in_float32
-        hooks = self._options.hooks
-        codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
+        codecs = Codecs(self._hooks.of_copies, self._hooks.of_copy_gradients)
         # A reduction adds up where it likes, so that nothing can be encoded on the way.
         device = device or like[0].device
         broadcasts = can_broadcast(device) and codecs.gradients is None
@@ -232,6 +236,8 @@ class RoutedExperts:
         self.site = replace(self.site, has_host_lane=has_host_lane)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
         self.copies.learns = learns
+
+    # Between steps.
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.
@@ -244,41 +250,32 @@ class RoutedExperts:
         if plan is self.site.plan and following is self.site.following:
             return
         self.site = replace(self.site, plan=plan, following=following)
-        if self._strategy.roles is not None:
-            _check_roles({}, self._strategy, self.site)
-        _check_send_once({}, self._strategy, self.site)
-        _check_transforms({}, self._strategy, self.site, self._options.hooks)
+        check_plan({}, self._strategy, self.site, self._hooks)
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
         self._schedules = None
-        if self._program:
-            self._keep_programs()
-
-    def _keep_programs(self) -> None:
-        """Let the programs that are there run by the present plan; or none, where it needs
-        others."""
-        shape = self._shape()
         self._graphs.clear()
-        if shape != self._made_by or not shape.is_common:
+        if not self._program:
+            return
+        if self._shape() != self._made_by or self._strategy.stages(self.site):
+            # Stages of the strategy's own may look at all of a plan.
             self._program.clear()
             self._present.clear()
-            return
-        order = self._ordering()
         for present in self._present.values():
-            present.stage = order
+            present.stage = self._ordering()
 
-    def _shape(self) -> _Shape:
-        """Of the present plan."""
+    def _shape(self) -> tuple[Any, ...]:
+        """What of the present plan a program is made by, beside where rows go: plans of one shape
+        share programs."""
         plan = self.site.plan
-        return _Shape(
+        return (
             self.schedules,
             plan.way,
             (plan.forward_degree, plan.backward_degree),
             plan.reductions,
             (plan.has_copies, plan.is_joined, self.site.frees_copies),
             (self.function, self.copies, self.slices),
-            is_common=not self._strategy.stages(self.site),
         )
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
@@ -289,6 +286,25 @@ class RoutedExperts:
             return self._planned
         return plan if plan.successor is None else plan.successor(routed_CE)
 
+    def prepare(self, plan: Plan) -> None:
+        """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
+        in any one thread."""
+        if self.copies is not None:
+            self.copies.prepare(plan)
+        plan.share.prepare(self.site.layout.index("ep"))
+
+    def _plan_ahead(self, copies: Copies) -> None:
+        """Make the plan of the next step while the rows of this one travel, where the host has a
+        lane of its own. Else that would take Python's lock from the thread that issues all lanes,
+        just as the device waits for it; ``hosts/steps/planning.py`` has it made behind the last
+        rows."""
+        if not self.plans_in_lane or not copies.is_last_pass() or not self.rows.counts:
+            return
+        self._planned = None  # it was of fewer rows
+        planned = self.successor(self.rows.so_far_CE)
+        self.prepare(planned)
+        self._planned = planned
+
     def start_anew(self) -> None:
         """Other weights have been put in, as from a checkpoint."""
         self._started = None
@@ -296,10 +312,11 @@ class RoutedExperts:
             self.copies.discard()
 
     def after_step(self) -> None:
-        """The weights have changed."""
         self._started = None
         if self.copies is not None:
             self.copies.forget()
+
+    # A pass.
 
     def begin(self, weights: Weights, *, is_training: bool) -> None:
         """Make ready for a pass through copies, so that pieces of them can be launched.
@@ -311,11 +328,9 @@ class RoutedExperts:
         is_training = is_training and self._turns is None
         self.rows.begin(is_training=is_training)  # before anybody looks at what is launched
         if self.copies is not None and self.site.plan.is_joined:
-            flight = self.copies.begin(weights, is_training=is_training)
-            self._started, self._was_graded = (
-                started(self.copies, flight, weights),
-                torch.is_grad_enabled(),
-            )
+            prefetch = self.copies.begin(weights, is_training=is_training)
+            self._started = started(prefetch, weights)
+            self._was_graded = torch.is_grad_enabled()
 
     @property
     def is_begun(self) -> bool:
@@ -359,16 +374,7 @@ class RoutedExperts:
         return tasks.block
 
     @property
-    def schedules(self) -> LayerTasks:
-        """All that runs of the layer by the present plan; made once a plan."""
-        if self._schedules is None:
-            is_gated = self._gate is not None
-            self._schedules = layer_tasks(self._strategy, self.site, gated=is_gated)
-        return self._schedules
-
-    @property
     def _turns(self) -> Turns | None:
-        """Where this rank is in a block of it."""
         return self.turns if self.turns is not None and self.turns.is_open else None
 
     def __call__(
@@ -405,19 +411,18 @@ class RoutedExperts:
     ) -> tuple[Tensor, ...]:
         """What ``run(x_TD, *given)`` makes of hidden states; hooks are told before and behind, and
         change what they are between."""
-        hooks = self._options.hooks
-        if not hooks.observers:
+        if not self._hooks.observers:
             return self._transformed(run, x_TD, *given)
-        hooks.tell(Hook.BEFORE_MOE_START, self._moe, Batch(x_TD.detach()))
+        self._hooks.tell(Hook.BEFORE_MOE_START, self._moe, Batch(x_TD.detach()))
         outputs = self._transformed(run, x_TD, *given)
-        hooks.tell(Hook.BEFORE_MOE_END, self._moe, Batch(outputs[0].detach()))
+        self._hooks.tell(Hook.BEFORE_MOE_END, self._moe, Batch(outputs[0].detach()))
         return outputs
 
     def _transformed(
         self, run: Callable[..., tuple[Tensor, ...]], x_TD: Tensor, *given: Any
     ) -> tuple[Tensor, ...]:
         """The same, with transforms at the start and the end."""
-        at_start, at_end = self._options.hooks.at_start, self._options.hooks.at_end
+        at_start, at_end = (placed(self._hooks.transforms, place) for place in (START, END))
         if not at_start and not at_end:
             return run(x_TD, *given)
         inner = differentiably(at_start, x_TD) if at_start else x_TD
@@ -445,19 +450,18 @@ class RoutedExperts:
         self.rows_are_like(x_TD)
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
-            return self._runner(x_TD.device)(x_TD, *given, weights)
+            return self._program_or_graphs(x_TD.device)(x_TD, *given, weights)
         if not self.is_begun:
             self.begin(weights, is_training=self.rows.is_training)
-        joined, self._started, flight = self._started, None, self.copies.coming
-        assert joined is not None and flight is not None
+        joined, self._started, prefetch = self._started, None, self.copies.coming
+        assert joined is not None and prefetch is not None
         outputs = self.program(x_TD.device)(x_TD, *given, joined)
         # Computed again: its backward is next.
         if self.schedules.beside.freed and outputs[0].requires_grad and not in_backward():
-            self.copies.release(flight)
+            prefetch.release()
         return outputs
 
-    def _runner(self, device: torch.device) -> Program | Graphs:
-        """What a pass runs: the program, or what replays it."""
+    def _program_or_graphs(self, device: torch.device) -> Program | Graphs:
         program = self.program(device)
         recorder = recorder_for(device) if self._strategy.cuda_graphs else None
         if recorder is None or not self.rows.is_training:
@@ -468,13 +472,38 @@ class RoutedExperts:
             self._graphs[device] = Graphs(replayed, self.graph_use)
         return self._graphs[device]
 
+    # The program, and what it is made of.
+
+    @property
+    def schedules(self) -> LayerTasks:
+        """All that runs of the layer by the present plan; made once a plan."""
+        if self._schedules is None:
+            is_gated = self._gate is not None
+            self._schedules = layer_tasks(self._strategy, self.site, gated=is_gated)
+        return self._schedules
+
+    def describe(self) -> str:
+        """The plan and the issue orders as text: equal on all ranks, or they would wait for each
+        other in vain."""
+        plan = self.site.plan
+        _, *orders = self.schedules
+        placements = plan.home.expert_CS, plan.target.expert_CS
+        tables = (str(table.tolist()) for table in placements)
+        about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
+        about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
+        about += f"sends once {plan.sends_once}, codecs {self._hooks.codecs}, "
+        about += f"transforms {self._hooks.transforms}, "
+        about += f"copies summed in float32 {self._strategy.sums_copies_in_float32}"
+        return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
+
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once for all plans of its shape."""
         if device not in self._program:
             site = self.site
             self._made_by = self._shape()
             _, forward, backward = self.schedules
-            self._check(forward, backward)
+            may_copy = self.copies is not None
+            check_schedules(self._strategy, site, forward, backward, may_copy=may_copy)
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.size == 1
             chain = forward.is_chain and backward.is_chain
@@ -488,96 +517,6 @@ class RoutedExperts:
                 site.plan.num_chunks,
             )
         return self._program[device]
-
-    def _check(self, forward: Schedule, backward: Schedule) -> None:
-        """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
-        plan, ops = self.site.plan, forward.once(_ops)
-        who = type(self._strategy).__qualname__
-        is_plain = plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
-        if self._strategy.static_capacity is not None and not is_plain:
-            raise ValueError(
-                f"{who} has a static capacity ({self._strategy.keys.static_capacity} is "
-                f"{self._strategy.static_capacity}), but plans copies of experts or cuts tokens, "
-                "so that nobody knows beforehand which rows go where; leave that out"
-            )
-        if self._strategy.cuda_graphs and not is_plain:
-            raise ValueError(
-                f"{self._strategy.keys.cuda_graphs} is true, but {who} plans copies of experts or "
-                "cuts tokens, so that passes differ; leave that out"
-            )
-        if plan.has_copies and self.copies is None:
-            raise ValueError(_without_copies(who))
-        if self.copies is not None and plan.is_joined and JOIN not in ops:
-            raise ValueError(
-                f"{who} plans copies of experts, or ranks without any, but its schedules do not "
-                "join these; let beside() say copied, or leave beside and schedules to the base "
-                "class"
-            )
-        if (
-            self.copies is not None
-            and self.site.frees_copies
-            and HAVE_AGAIN not in backward.once(_ops)
-        ):
-            raise ValueError(
-                f"{who} plans to free copies of experts after forward, but its schedules do not "
-                "have them again in backward; let beside() say freed, or leave beside and "
-                "schedules to the base class"
-            )
-        if self.site.sends_once and not forward.once(_weighs_rows):
-            raise ValueError(
-                f"{who} sends each token's row once to a cell ({self._strategy.keys.sends_once} is "
-                "true), but its schedules take no scores there; leave schedules to the base class, "
-                "or say once in wires.routed_tasks"
-            )
-        if self.site.layout.grid.cell_size > 1 and not _OF_CELLS & ops:
-            raise ValueError(
-                f"the ranks of a cell split every expert, but the schedules of {who} exchange no "
-                "rows within cells; set expert_sharding_size to 1, or leave schedules to the base "
-                "class"
-            )
-
-    def describe(self) -> str:
-        """The plan and the issue orders as text: equal on all ranks, or they would wait for each
-        other in vain."""
-        plan = self.site.plan
-        _, *orders = self.schedules
-        placements = plan.home.expert_CS, plan.target.expert_CS
-        tables = (str(table.tolist()) for table in placements)
-        about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
-        about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
-        about += f"sends once {plan.sends_once}, codecs {self._options.hooks.codecs}, "
-        about += f"transforms {self._options.hooks.transforms}, "
-        about += f"copies summed in float32 {self._strategy.sums_copies_in_float32}"
-        return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
-
-    def _sees(self, number: Span) -> SawSlice:
-        """Tells the observers of a slice that is reduced beside what the host computes."""
-        (task,) = reductions(self.site.layer, number)
-        return partial(tell, (self.tasks, self.meter), task)
-
-    def _kind(self) -> int:
-        """Of the coming pass; see ``kind_of``."""
-        seen = self.rows
-        return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
-
-    def _plan_ahead(self, copies: Copies) -> None:
-        """Make the plan of the next step while the rows of this one travel, where the host has a
-        lane of its own. Else that would take Python's lock from the thread that issues all lanes,
-        just as the device waits for it; ``hosts/steps/planning.py`` has it made behind the last
-        rows."""
-        if not self.plans_in_lane or not copies.is_last_pass() or not self.rows.counts:
-            return
-        self._planned = None  # it was of fewer rows
-        planned = self.successor(self.rows.so_far_CE)
-        self.prepare(planned)
-        self._planned = planned
-
-    def prepare(self, plan: Plan) -> None:
-        """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
-        in any one thread."""
-        if self.copies is not None:
-            self.copies.prepare(plan)
-        plan.share.prepare(self.site.layout.index("ep"))
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
         """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own
@@ -595,13 +534,13 @@ class RoutedExperts:
             self._order(layout.group("ep", A2E)),
             capacity_factor=None,
             gate_may_drop=True,
-            on_rows=self.rows.add if counts else _uncounted,
+            on_rows=self.rows.add if counts else lambda *rows: None,
             revise=self.site.plan.revise,
             kind=lambda: kind,
             has_sides=True,
         )
         there, back = (Wire.between(layout, lane, device) for lane in (A2E, E2A))
-        exchanges = self._exchanges(there, back, self.rows.are_sent if counts else _uncounted)
+        exchanges = self._exchanges(there, back, self.rows.are_sent if counts else lambda: None)
         common = {ORDER: order, **exchanges, EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
 
@@ -612,23 +551,29 @@ class RoutedExperts:
 
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
         stages = {**common, **self._strategy.stages(self.site)}
-        stages |= transformed(stages, self._options.hooks.transforms)
-        return {**stages, **watched(stages, self._options.hooks, self._moe)}
+        stages |= transformed(stages, self._hooks.transforms)
+        return {**stages, **watched(stages, self._hooks, self._moe)}
 
     def _order(self, group: dist.ProcessGroup | None) -> Order:
-        plan = self.site.plan
+        plan, strategy, layout, padding = self.site.plan, self._strategy, self.site.layout, None
+        seat = Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size)
+        if strategy.static_capacity is not None:
+            by_masks = strategy.orders_by_masks
+            padding = Padding(strategy.static_capacity, plan.target, seat, by_masks)
         return Order(
             destination=plan.destination,
-            seat=self._seat,
+            seat=seat,
             group=group,
             capacity_factor=self._options.capacity_factor,
             gate_may_drop=self._options.gate_may_drop,
             on_rows=self._came_to_order if self._moves_rows_itself else self.rows,
             revise=None if plan.revise is None else self._revised,
-            kind=self._kind,
-            padding=self._padding(),
+            kind=lambda: kind_of(
+                self.site.layer, is_training=self.rows.is_training, is_graded=self.rows.is_graded
+            ),
+            padding=padding,
             counts_visits=self.site.sends_once,
-            tour=self._tour(),
+            by_nodes=self._way_by_nodes(),
             lag=self.lag,
             packs=self._packs_ahead,
         )
@@ -648,29 +593,18 @@ class RoutedExperts:
     @property
     def _packs_ahead(self) -> bool:
         """Whether dispatch sends a layer's tokens as they come to it, chunk by chunk."""
-        plan, transforms = self.site.plan, self._options.hooks.transforms
+        plan, transforms = self.site.plan, self._hooks.transforms
         is_changed = bool(placed(transforms, BEFORE_DISPATCH))
         is_cut_otherwise = plan.forward_degree != plan.num_chunks
         return not (is_changed or is_cut_otherwise or self._moves_rows_itself)
 
-    def _tour(self) -> Tour | None:
+    def _way_by_nodes(self) -> ByNodes | None:
         """Where a token's row goes once to a node. Codecs encode rows, not sums made on the way."""
-        site, codecs = self.site, self._options.hooks.codecs
+        site, codecs = self.site, self._hooks.codecs
         is_flat = site.plan.way is not Way.BY_PLACES or site.layout.why_flat
         if is_flat or codecs or not site.sends_once:
             return None
-        return Tour(site.layout.nodes, site.layout.index("ep"))
-
-    def _padding(self) -> Padding | None:
-        strategy, seat, target = self._strategy, self._seat, self.site.plan.target
-        if strategy.static_capacity is None:
-            return None
-        return Padding(strategy.static_capacity, target, *seat, strategy.orders_by_masks)
-
-    @property
-    def _seat(self) -> Seat:
-        layout = self.site.layout
-        return Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size)
+        return ByNodes(site.layout.nodes, site.layout.index("ep"))
 
     def _ordering(self) -> Order:
         """What orders the rows of a pass by the present plan."""
@@ -680,26 +614,18 @@ class RoutedExperts:
     def _exchanges(self, there: Wire, back: Wire, sent: Callable[[], None]) -> dict[Op, Stage]:
         """Rows to the experts and back. Gradients go against the direction of their rows; ``sent``
         is called when all rows are there."""
-        of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
+        of_dispatch, of_combine = self._hooks.of_dispatch, self._hooks.of_combine
         combine = CombineOnce if self.site.sends_once else Combine
         return {
             DISPATCH: Dispatch(*_coded(there, back, of_dispatch), sent),
             COMBINE: combine(*_coded(back, there, of_combine)),
         }
 
-    def _cell_stages(self, cell: CellWire) -> dict[Op, Stage]:
-        """Within a cell: what is dispatched it gathers, what is combined it scatters."""
-        hooks = self._options.hooks
-        return {
-            CELL_GATHER: CellGather(*_coded(cell, cell, hooks.of_gather)),
-            CELL_SCATTER: CellScatter(*_coded(cell, cell, hooks.of_scatter)),
-        }
-
     def _common_stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
-        if self._tour() is not None:
+        if self._way_by_nodes() is not None:
             wire = wire.by_nodes()
         present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
@@ -713,11 +639,13 @@ class RoutedExperts:
             stages |= {ORDER: OrderOnce(present, straight), RESTORE: RestoreOnce()}
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
-            stages |= self._cell_stages(cell)
+            of_gather, of_scatter = self._hooks.of_gather, self._hooks.of_scatter
+            stages[CELL_GATHER] = CellGather(*_coded(cell, cell, of_gather))
+            stages[CELL_SCATTER] = CellScatter(*_coded(cell, cell, of_scatter))
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)
-            stages[HAVE_AGAIN] = HaveAgain(copies)
+            stages[HAVE_AGAIN] = HaveAgain()
             stages[LAUNCH] = Aside(lambda span: copies.launch_following())
             stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
             stages[RECALL] = Aside(lambda span: copies.recall_before())
@@ -726,162 +654,16 @@ class RoutedExperts:
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))
-            stages[BEGIN_GRADIENTS] = Aside(
-                lambda span: slices.begin(dense[span.start - len(within_moe)], self._sees(span))
-            )
+
+            def begin_slice(span: Span) -> None:
+                (task,) = reductions(self.site.layer, span)
+                saw = partial(tell, (self.tasks, self.meter), task)
+                slices.begin(dense[span.start - len(within_moe)], saw)
+
+            stages[BEGIN_GRADIENTS] = Aside(begin_slice)
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
-
-
-def _ops(schedule: Schedule) -> frozenset[Op]:
-    return frozenset(task.op for task in schedule.tasks)
-
-
-def _weighs_rows(schedule: Schedule) -> bool:
-    """Whether scores weigh rows before these come home."""
-    return any(value.kind == ROW_SCORES for value in schedule.written)
-
-
-_MOVES_ROWS = frozenset((DISPATCH, COMBINE))
-_OF_CELLS = frozenset((CELL_GATHER, QUEUED[CELL_GATHER]))
-
-
-def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked) -> None:
-    """Raises ValueError where a strategy's own stages cannot be right."""
-    for op, stage in own.items():
-        name = f"{type(stage).__qualname__}, the strategy's own stage of {op.name!r},"
-        if not isinstance(stage, Stage):
-            raise ValueError(
-                f"{name} lacks forward, backward or recut; give it all three "
-                "(ds_moe_ext.schedule.stages.Stage)"
-            )
-        if op == EXPERT and site.layout.grid.cell_size > 1:
-            raise ValueError(
-                f"{name} needs whole experts, but expert_sharding_size is "
-                f"{site.layout.grid.cell_size}; set it to 1"
-            )
-        if op in _MOVES_ROWS and site.plan.way is not Way.DIRECT:
-            raise ValueError(
-                f"{name} moves rows itself, but {strategy.keys.ways} is {site.plan.way.value!r}; "
-                "leave that out"
-            )
-        if op in _MOVES_ROWS and hooks.codecs:
-            raise ValueError(
-                f"{name} moves rows itself, so that {', '.join(map(str, hooks.codecs))} of hooks "
-                "would have no effect; leave that out"
-            )
-
-
-def _check_static_capacity(strategy: Strategy, options: LayerOptions) -> None:
-    """Raises ValueError for what says otherwise which rows travel."""
-    key, capacity = strategy.keys.static_capacity, strategy.static_capacity
-    if options.capacity_factor is not None:
-        raise ValueError(
-            f"{key} is {capacity} and capacity_factor is {options.capacity_factor}; both say how "
-            "many rows an expert takes from one rank: leave one of them out"
-        )
-    if strategy.has_roles:
-        raise ValueError(
-            f"{key} is {capacity}, but {type(strategy).__qualname__} gives the ranks roles, whose "
-            "stripes are of any length; leave it out"
-        )
-
-
-def _check_graphs(
-    own: Mapping[Op, Stage], strategy: Strategy, site: Site, options: LayerOptions
-) -> None:
-    """Raises ValueError where a pass is not like the one before, or ranks meet in it."""
-    key = strategy.keys.cuda_graphs
-    if site.layout.grid.size > 1:
-        raise ValueError(
-            f"{key} is true, but {site.layout.grid.size} ranks exchange rows, which graphs of ours "
-            "do not record; set ds_moe_ext.expert_parallel_size to 1, where every rank can have "
-            f"all experts, or leave {key} out"
-        )
-    may_drop = options.gate_may_drop or options.capacity_factor is not None
-    if strategy.static_capacity is None and may_drop:
-        raise ValueError(
-            f"{key} is true, but rows may be dropped, and how many is known only in each pass; set "
-            f"{strategy.keys.static_capacity}, or leave {key} out"
-        )
-    if strategy.has_roles or own:
-        raise ValueError(
-            f"{key} is true, but {type(strategy).__qualname__} gives ranks roles, or has stages of "
-            "its own, of which nobody knows whether they do the same in each pass; leave it out"
-        )
-    if options.hooks != NO_HOOKS:
-        raise ValueError(
-            f"{key} is true, but hooks are called in each pass, and replayed passes call nobody; "
-            "leave one of them out"
-        )
-
-
-def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
-    """Raises ValueError for what says otherwise which rows travel, or when they are weighed."""
-    plan = site.plan
-    if not plan.sends_once:
-        return
-    names = ", ".join(sorted(op.name for op in own.keys() & _OF_ROUTES))
-    asked = (
-        (
-            strategy.static_capacity is not None,
-            f"{strategy.keys.static_capacity} is {strategy.static_capacity}, which sends as many "
-            "rows to each expert, shared or not",
-            "leave one of them out",
-        ),
-        (
-            not plan.target.is_single or plan.revise is not None,
-            "experts have copies, which share the rows of an expert one by one",
-            "leave it out, or the copies",
-        ),
-        (
-            strategy.has_roles,
-            "its ranks have roles, and rows are weighed where attention is",
-            "leave it out",
-        ),
-        (
-            bool(names),
-            f"the strategy has stages of its own for {names}, which know one row a choice",
-            "leave it out, or those stages",
-        ),
-    )
-    for is_asked, why, remedy in asked:
-        if is_asked:
-            raise ValueError(
-                f"{strategy.keys.sends_once} is true, so that {type(strategy).__qualname__} sends "
-                f"each token's row once to a cell, but {why}; {remedy}"
-            )
-
-
-def _check_transforms(
-    own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked
-) -> None:
-    """Raises ValueError where transforms cannot stand."""
-    if not hooks.transforms:
-        return
-    name, names = type(strategy).__qualname__, ", ".join(map(str, hooks.transforms))
-    if strategy.has_roles:
-        raise ValueError(
-            f"hooks: {names}: {name} gives the ranks roles, whose stripes have no place for "
-            "transforms; leave them out, or choose another strategy"
-        )
-    moving = ", ".join(sorted(op.name for op in own.keys() & _MOVES_ROWS))
-    if moving:
-        raise ValueError(
-            f"hooks: {names}: {name} has stages of its own for {moving}, which know no "
-            "transforms; leave these out, or those stages"
-        )
-    of_sums = ", ".join(map(str, hooks.of_computed))
-    if site.plan.sends_once and of_sums:
-        raise ValueError(
-            f"hooks: {of_sums}: {strategy.keys.sends_once} is true, so that rows are added up "
-            "before they come back, and these would change sums; leave it out, or transform rows "
-            "at before_dispatch and after_dispatch only"
-        )
-
-
-_OF_ROUTES = frozenset((ORDER, DISPATCH, COMBINE, RESTORE))
 
 
 def _by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:
@@ -891,48 +673,6 @@ def _by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:
         return rows_X[None]
     rows_WX = all_gather_counts(rows_X, layout.group(GRID, INTER))
     return rows_WX.view(grid.num_cells, grid.cell_size, -1).sum(dim=1)
-
-
-_BETWEEN_SIDES = frozenset((ORDER, DISPATCH, EXPERT, COMBINE))
-
-
-def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
-    """Raises ValueError for what stripes between ranks with roles cannot do."""
-    name, plan = type(strategy).__qualname__, site.plan
-    asked = (
-        (
-            plan.carried is not None,
-            "has the block before carry its copies (carried)",
-            "the blocks of several stripes run at once; leave carried out: a gather goes beside "
-            "what precedes its layer in any case",
-        ),
-        (
-            plan.rematerialize and plan.has_copies,
-            "frees its copies between forward and backward (rematerialize)",
-            "no task of a striped step gathers them a second time; leave rematerialize out",
-        ),
-    )
-    for is_asked, what, why in asked:
-        if is_asked:
-            raise ValueError(
-                f"{name} gives the ranks roles, and its plan for layer {site.layer} {what}, but "
-                f"{why}"
-            )
-    if plan.has_copies and ("ep", PARAM) not in strategy.uses():
-        raise ValueError(_without_copies(name))
-    others = sorted(op.name for op in own.keys() - _BETWEEN_SIDES)
-    if others:
-        raise ValueError(
-            f"{name} has stages of its own for {', '.join(others)}, which ranks with roles do not "
-            "run as tasks; give it none but of order, dispatch, expert and combine"
-        )
-
-
-def _without_copies(name: str) -> str:
-    return (
-        f"{name} plans copies of experts, but its uses() leaves out the communicator that "
-        "they travel by; add ('ep', PARAM), or leave uses to the base class"
-    )
 
 
 W = TypeVar("W", Wire, CellWire)
@@ -945,13 +685,7 @@ def _coded(wire: W, back: W, codec: Codec | None) -> tuple[W, W]:
     return wire.through(codec.of_rows), back.through(codec.of_gradients)
 
 
-def _uncounted(*rows: Any) -> None:
-    return None
-
-
 class MoEOutput(NamedTuple):
-    """What ``MoELayer`` returns."""
-
     y: Tensor  # output, of x's shape
     balance_loss: Tensor  # scalar, unscaled; 1 when routing is uniform
     z_loss: Tensor  # scalar, unscaled

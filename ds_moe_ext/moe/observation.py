@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks: who is told what a layer does. Observers see; they change nothing."""
+"""What a layer did: the rows that it routed, and when its tasks ran. Nothing is changed here.
+
+``RowsSeen`` counts rows for planners and reports, ``TasksSeen`` and ``Meter`` take times, and
+``Windows`` times what the host computes between two layers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,6 @@ class Rows:
 
     @cached_property
     def total_E(self) -> np.ndarray:
-        """Rows for each expert, int64."""
         total_E: np.ndarray = self.routed_CE.sum(axis=0)
         return total_E
 
@@ -115,7 +118,6 @@ class RowsSeen:
             self.are_sent()
 
     def are_sent(self) -> None:
-        """The same, whatever the pass is."""
         self.on_sent()
 
     def saw_scores(self, score_TK: Tensor) -> None:
@@ -150,13 +152,8 @@ class RowsSeen:
         return take_rows((self,))[0]
 
     def clear(self) -> None:
-        """Forget all rows so far."""
         self._on_host.clear()
         self._on_device = None
-
-    def _ended(self, computed_C: np.ndarray) -> Rows:
-        """Rows since the last ``take``, and what cells computed of them."""
-        return Rows(self.so_far_CE, computed_C, tuple(self._on_host))
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
@@ -176,7 +173,10 @@ def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, destinations = zip(*(layers[at]._on_host[number] for at in seen))
         computed_LC[seen] += computed_by([each.share for each in destinations], rows)
-    return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
+    return [
+        Rows(layer.so_far_CE, computed_C, tuple(layer._on_host))
+        for layer, computed_C in zip(layers, computed_LC)
+    ]
 
 
 def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
@@ -282,36 +282,34 @@ class Windows:
         Args:
             block_input: what it computes from: its gradient ends the block's backward.
         """
-        if block_input is None or not self._is_watched:
+        # Whether the pass is of training the layer alone is told, later.
+        if block_input is None or not any(observer.is_wanted for observer in self._observers):
             return
-        lanes = _lanes_of(block_input.device)
+        lanes = lanes_for(block_input.device, overlaps=True)
         self._ahead = lanes.mark()
+
+        def ends_behind(grad: Tensor) -> None:
+            if self._behind is not None:
+                self._saw(self._behind, lanes, adjoint_of=(0,))
+                self._behind = None
+
         if block_input.requires_grad and torch.is_grad_enabled():
-            block_input.register_hook(lambda grad: self._end_behind(lanes))
+            block_input.register_hook(ends_behind)
 
     def layer_begins(self, x: Tensor) -> None:
         """Call it with the layer's input."""
         if self._ahead is None:
             return
-        lanes = _lanes_of(x.device)
+        lanes = lanes_for(x.device, overlaps=True)
         self._saw(self._ahead, lanes)
         self._ahead = None
         self._behind = None  # of an earlier pass, whose block ended with the layer
+
+        def begins_behind(grad: Tensor) -> None:
+            self._behind = lanes.mark()
+
         if x.requires_grad and torch.is_grad_enabled():
-            x.register_hook(lambda grad: self._begin_behind(lanes))
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether it may be: what the pass is the layer alone is told."""
-        return any(observer.is_wanted for observer in self._observers)
-
-    def _begin_behind(self, lanes: Lanes) -> None:
-        self._behind = lanes.mark()
-
-    def _end_behind(self, lanes: Lanes) -> None:
-        if self._behind is not None:
-            self._saw(self._behind, lanes, adjoint_of=(0,))
-            self._behind = None
+            x.register_hook(begins_behind)
 
     def _saw(self, start: Mark, lanes: Lanes, adjoint_of: tuple[int, ...] = ()) -> None:
         whole = Span(0, 1)
@@ -321,7 +319,3 @@ class Windows:
             reads, writes = writes, reads
         task = Task(ATTENTION, self._layer, whole, reads, writes, adjoint_of)
         tell(self._observers, task, start, lanes)
-
-
-def _lanes_of(device: torch.device) -> Lanes:
-    return lanes_for(device, overlaps=True)

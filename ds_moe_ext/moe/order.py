@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GShard's order: tokens are brought to their experts' buffers, and back, by products with a mask.
+"""Order: which row goes where. One exchange of counts, from which every rank makes the same routes.
 
-The same rows in the same places as by an index (Tutel's way, ``Route``), for as many products as
-the mask has elements times the width. Lepikhin et al. 2021, Algorithm 2; FSMoE section 3.1. Shape
-letters: T tokens, K choices a token, N rows of all buffers, D model width.
+With a static capacity every rank sends as many rows to each expert, padded with zeros, and nothing
+is exchanged; see ``Padding``. Shape letters: T tokens, K choices a token, F finest chunks, C cells,
+P places of a cell, E experts, N rows sent, D model width.
 """
 
 from __future__ import annotations
@@ -28,144 +28,12 @@ from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.route import Ahead, LayerRoute, Route, Splits, one_cell_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.moe.turns import HostLag, Likeness
-from ds_moe_ext.moe.visits import Goals, Tour, Visits
+from ds_moe_ext.moe.visits import ByNodes, Goals, Visits
 from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.schedule.graphs import remembered
-from ds_moe_ext.schedule.stages import SavesAlike
+from ds_moe_ext.schedule.stages import Done, SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.watch import WATCH
-
-
-@dataclass(frozen=True, eq=False)
-class OneHotRoute(Route):
-    """A route of padded buffers. A row that is not finite makes all of a product so."""
-
-    @cached_property
-    def mask_NT(self) -> Tensor:
-        """Which token each row is of, bool ``[N, T]``; padding is of none."""
-        return one_hot(self.token_N, self.num_tokens + 1)[:, :-1].bool()
-
-    @property
-    def is_indexed(self) -> bool:
-        return False
-
-    def of_tokens(self, x_TD: Tensor) -> Tensor:
-        return self.mask_NT.to(x_TD.dtype) @ x_TD
-
-    def sum_by_token(self, rows_ND: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        if weight_TK is None:
-            return self.mask_NT.to(rows_ND.dtype).T @ rows_ND
-        dtype = torch.promote_types(rows_ND.dtype, weight_TK.dtype)
-        weight_NT = self.mask_NT * self.of_choices(weight_TK.to(dtype))[:, None]
-        return (weight_NT.T @ rows_ND.to(dtype)).to(rows_ND.dtype)
-
-
-# Static capacity: every rank sends as many rows to each expert in every pass, padded with
-# zeros.
-
-
-WHOLE = Span(0, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Padding:
-    """Of one layer on one rank."""
-
-    capacity: int  # rows that each rank sends to each expert
-    target: Placement  # where experts compute; one holder each
-    cell: int  # this rank's
-    place: int = 0  # and its place there
-    cell_size: int = 1  # places ``P`` of a cell
-    by_masks: bool = False  # rows are put in place by products with a mask, and not by an index
-    _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
-    _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
-
-    def route(self, expert_TK: Tensor) -> tuple[LayerRoute, SlotRows]:
-        """The route of a pass, and this rank's rows that travel, by expert. The host does not wait.
-
-        Args:
-            expert_TK: chosen experts, -1 where none is; of an expert's rows over the capacity the
-                last in GShard's order are dropped.
-        """
-        (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
-        num_rows, num_choices = self.capacity * self.target.num_experts, expert_TK.numel()
-        # Choice-major, GShard's priority: first choices of all tokens before second ones.
-        expert_N, by_expert_N = expert_TK.T.flatten().sort(stable=True)
-        expert_E1 = numbers(self.target.num_experts + 1, device)
-        first_E1 = torch.searchsorted(expert_N, expert_E1)
-        first_row_E = self._first_row_E(device)
-        nth_N = numbers(num_choices, device) - first_E1.index_select(0, expert_N.clamp(min=0))
-        row_N = first_row_E[expert_N] + nth_N
-        # Those without an expert come before the first one.
-        row_N = row_N.where((nth_N < self.capacity) & (nth_N >= 0), num_rows)
-        choice_of_N = _choices(num_tokens, top_k, device).index_select(0, by_expert_N)
-        choice_N = row_N.new_full((num_rows + 1,), num_choices)
-        choice_N.scatter_(0, row_N, choice_of_N)
-        choice_N = choice_N[:-1]
-        padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
-        end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
-        sorting, rows = self._sorting(device), self._rows
-        kind = OneHotRoute if self.by_masks else Route
-        route = kind(
-            choice_N=choice_N,
-            token_N=choice_N // top_k,
-            splits=Splits.of(rows.sent_FC[0].tolist(), rows.received_FC[0].tolist()),
-            sorting=sorting,
-            slots=sorting.slots,
-            num_tokens=num_tokens,
-            top_k=top_k,
-            padded_row_N=padded_row_N,
-        )
-        layer_route = LayerRoute(
-            cut=Cut.equal(num_tokens, 1),
-            target=self.target,
-            top_k=top_k,
-            by_key_N=choice_N,
-            rows=rows,
-            place=self.place,
-            count_between=lambda: np.repeat(rows.sent_FC[:, None], self.target.num_cells, axis=1),
-            _routes={WHOLE: route},
-        )
-        return layer_route, SlotRows.ending(end_E, num_rows)
-
-    @property
-    def _rows(self) -> RowSplits:
-        sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
-        received_1C = np.full_like(sent_1C, self.capacity * self._num_slots)
-        shape_PC1S = self.cell_size, self.target.num_cells, 1, self._num_slots
-        return RowSplits(sent_1C, received_1C, np.full(shape_PC1S, self.capacity))
-
-    @property
-    def _num_slots(self) -> int:
-        return len(self.target.experts_of(self.cell))
-
-    def _first_row_E(self, device: torch.device) -> Tensor:
-        """Where each expert's rows begin in send order, int64 ``[E]``; made once."""
-        if device not in self._first_row:
-            by_cell = map(self.target.experts_of, range(self.target.num_cells))
-            first_E = np.empty(self.target.num_experts, dtype=np.int64)
-            first_E[np.concatenate([*by_cell])] = np.arange(len(first_E)) * self.capacity
-            with torch.inference_mode(False):
-                self._first_row[device] = on_device(first_E, device)
-        return self._first_row[device]
-
-    def _sorting(self, device: torch.device) -> SlotSorting:
-        """Rows that arrived, to their slots and back: the same in every pass, made once."""
-        if device not in self._sortings:
-            received_CS = self._rows.received_PCFS[self.place, :, 0]
-            with torch.inference_mode(False):
-                self._sortings[device] = SlotSorting.of(received_CS, device).made()
-        return self._sortings[device]
-
-
-@remembered(4)  # batches are often alike
-def _choices(num_tokens: int, top_k: int, device: torch.device) -> Tensor:
-    """Of choices in choice-major order their places in ``[T, K]``, int64 ``[T * K]``."""
-    return torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k).T.flatten()
-
-
-# Order: which row goes where. One exchange of counts, from which every rank makes the same
-# routes.
 
 
 class PassKind(IntEnum):
@@ -305,7 +173,7 @@ class Order(SavesAlike):
     padding: Padding | None = None
     # each token's row goes once to a cell: how many do, goes with the counts, too
     counts_visits: bool = False
-    tour: Tour | None = None  # and once to a node
+    by_nodes: ByNodes | None = None  # and once to a node
     lag: HostLag = field(default_factory=HostLag)  # of the host behind a device
     # rows are brought into send order while counts are on their way, where that order is known by
     # then; each finest chunk is then dispatched for itself, as it is read here
@@ -314,9 +182,7 @@ class Order(SavesAlike):
         default_factory=dict, init=False, repr=False
     )
 
-    def forward(
-        self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None) -> Done:
         """Hidden states are None where there are two sides and this one has none."""
         if self.padding is not None:
             route, kept = self.padding.route(expert_TK)
@@ -347,7 +213,7 @@ class Order(SavesAlike):
         rows_FW = counted(key_N, cut, num_experts, told, may_drop=self._may_drop)
         goals = None
         if self.counts_visits:
-            goals = Goals.of(expert_TK, self.destination.target, self.tour)
+            goals = Goals.of(expert_TK, self.destination.target, self.by_nodes)
             rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
@@ -370,7 +236,7 @@ class Order(SavesAlike):
             check_kinds(known[:, 0, num_experts])
         if goals is not None:
             num_CFX = known[self.seat.place :: self.seat.cell_size, :, num_experts + len(told) :]
-            visits = Visits(goals, cut, num_CFX, self.seat.cell, self.tour)
+            visits = Visits(goals, cut, num_CFX, self.seat.cell, self.by_nodes)
             return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), visits=visits)
         if not self.has_sides:
             return self.routed(by_key_N, rows_CPFE, cut, top_k, ahead)
@@ -390,7 +256,6 @@ class Order(SavesAlike):
         return Ahead(token_N, {Span(0, cut.num_chunks): x_TD.detach().index_select(0, token_N)})
 
     def _told(self, x_TD: Tensor | None, top_k: int) -> tuple[int, ...]:
-        """What goes with the counts."""
         if not self.has_sides:
             return (self.kind(),)
         return self.kind(), *(Likeness() if x_TD is None else Likeness.of(x_TD, top_k))
@@ -490,3 +355,131 @@ def _rows_between(share: Share, rows_CPFE: np.ndarray, place: int) -> np.ndarray
     num_cells, _, num_chunks, num_experts = rows_CPFE.shape
     own = slice(place * num_chunks, (place + 1) * num_chunks)
     return share.rows_between(rows_CPFE.reshape(num_cells, -1, num_experts))[own]
+
+
+# Static capacity: every rank sends as many rows to each expert in every pass, padded with zeros.
+
+WHOLE = Span(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Of one layer on one rank."""
+
+    capacity: int  # rows that each rank sends to each expert
+    target: Placement  # where experts compute; one holder each
+    seat: Seat  # this rank's
+    by_masks: bool = False  # rows are put in place by products with a mask, and not by an index
+    _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
+    _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
+
+    def route(self, expert_TK: Tensor) -> tuple[LayerRoute, SlotRows]:
+        """The route of a pass, and this rank's rows that travel, by expert. The host does not wait.
+
+        Args:
+            expert_TK: chosen experts, -1 where none is; of an expert's rows over the capacity the
+                last in GShard's order are dropped.
+        """
+        (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
+        num_rows, num_choices = self.capacity * self.target.num_experts, expert_TK.numel()
+        # Choice-major, GShard's priority: first choices of all tokens before second ones.
+        expert_N, by_expert_N = expert_TK.T.flatten().sort(stable=True)
+        expert_E1 = numbers(self.target.num_experts + 1, device)
+        first_E1 = torch.searchsorted(expert_N, expert_E1)
+        first_row_E = self._first_row_E(device)
+        nth_N = numbers(num_choices, device) - first_E1.index_select(0, expert_N.clamp(min=0))
+        row_N = first_row_E[expert_N] + nth_N
+        # Those without an expert come before the first one.
+        row_N = row_N.where((nth_N < self.capacity) & (nth_N >= 0), num_rows)
+        choice_of_N = _choices(num_tokens, top_k, device).index_select(0, by_expert_N)
+        choice_N = row_N.new_full((num_rows + 1,), num_choices)
+        choice_N.scatter_(0, row_N, choice_of_N)
+        choice_N = choice_N[:-1]
+        padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
+        end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
+        sorting, rows = self._sorting(device), self._rows
+        kind = OneHotRoute if self.by_masks else Route
+        route = kind(
+            choice_N=choice_N,
+            token_N=choice_N // top_k,
+            splits=Splits.of(rows.sent_FC[0].tolist(), rows.received_FC[0].tolist()),
+            sorting=sorting,
+            slots=sorting.slots,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            padded_row_N=padded_row_N,
+        )
+        layer_route = LayerRoute(
+            cut=Cut.equal(num_tokens, 1),
+            target=self.target,
+            top_k=top_k,
+            by_key_N=choice_N,
+            rows=rows,
+            place=self.seat.place,
+            count_between=lambda: np.repeat(rows.sent_FC[:, None], self.target.num_cells, axis=1),
+            _routes={WHOLE: route},
+        )
+        return layer_route, SlotRows.ending(end_E, num_rows)
+
+    @property
+    def _rows(self) -> RowSplits:
+        sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
+        received_1C = np.full_like(sent_1C, self.capacity * self._num_slots)
+        shape_PC1S = self.seat.cell_size, self.target.num_cells, 1, self._num_slots
+        return RowSplits(sent_1C, received_1C, np.full(shape_PC1S, self.capacity))
+
+    @property
+    def _num_slots(self) -> int:
+        return len(self.target.experts_of(self.seat.cell))
+
+    def _first_row_E(self, device: torch.device) -> Tensor:
+        """Where each expert's rows begin in send order, int64 ``[E]``; made once."""
+        if device not in self._first_row:
+            by_cell = map(self.target.experts_of, range(self.target.num_cells))
+            first_E = np.empty(self.target.num_experts, dtype=np.int64)
+            first_E[np.concatenate([*by_cell])] = np.arange(len(first_E)) * self.capacity
+            with torch.inference_mode(False):
+                self._first_row[device] = on_device(first_E, device)
+        return self._first_row[device]
+
+    def _sorting(self, device: torch.device) -> SlotSorting:
+        """Rows that arrived, to their slots and back: the same in every pass, made once."""
+        if device not in self._sortings:
+            received_CS = self._rows.received_PCFS[self.seat.place, :, 0]
+            with torch.inference_mode(False):
+                sorting = self._sortings[device] = SlotSorting.of(received_CS, device)
+                _ = sorting.slots.end_S  # made now, not in the mode of the first pass
+        return self._sortings[device]
+
+
+@remembered(4)  # batches are often alike
+def _choices(num_tokens: int, top_k: int, device: torch.device) -> Tensor:
+    """Of choices in choice-major order their places in ``[T, K]``, int64 ``[T * K]``."""
+    return torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k).T.flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class OneHotRoute(Route):
+    """GShard's order: tokens are brought to their experts' buffers, and back, by products with a
+    mask. The same rows in the same places as by an index (Tutel's way, ``Route``), for as many
+    products as the mask has elements times the width (Lepikhin et al. 2021, Algorithm 2; FSMoE
+    section 3.1). A row that is not finite makes all of a product so."""
+
+    @cached_property
+    def mask_NT(self) -> Tensor:
+        """Which token each row is of, bool ``[N, T]``; padding is of none."""
+        return one_hot(self.token_N, self.num_tokens + 1)[:, :-1].bool()
+
+    @property
+    def is_indexed(self) -> bool:
+        return False
+
+    def of_tokens(self, x_TD: Tensor) -> Tensor:
+        return self.mask_NT.to(x_TD.dtype) @ x_TD
+
+    def sum_by_token(self, rows_ND: Tensor, weight_TK: Tensor | None = None) -> Tensor:
+        if weight_TK is None:
+            return self.mask_NT.to(rows_ND.dtype).T @ rows_ND
+        dtype = torch.promote_types(rows_ND.dtype, weight_TK.dtype)
+        weight_NT = self.mask_NT * self.of_choices(weight_TK.to(dtype))[:, None]
+        return (weight_NT.T @ rows_ND.to(dtype)).to(rows_ND.dtype)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that go once to a node: over to it, on to its cells; and sums of what these made back.
+"""Route: how a layer's rows travel. Order makes it, other stages read it, it dies with the pass.
 
-Of ``visits.Visits`` by way of the nodes: each row is taken to all cells of a node where its token
-has experts, and what comes back is added up before it leaves the node. Shape letters: V nodes, G
-cells of a node, U visits of nodes that leave this cell, H visits of its node that come to it, to be
-handed on; W visits of this cell that arrive.
+``LayerRoute`` is of all tokens of a layer. It gives the ``Route`` of a span of them, made when it
+is first asked for, and how its rows meet in a cell. Restore adds the rows that came back to their
+tokens. Shape letters: T tokens, K choices a token, N rows sent, R rows received, G rows of a cell,
+F finest chunks, C cells, P places of a cell, S expert slots, X blocks, D model width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,50 +32,11 @@ from ds_moe_ext.core.rows import (
     sums_of_groups,
 )
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
-from ds_moe_ext.moe.visits import Leaving, Legs, SpanVisits, Visits
+from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.schedule.executor import OnDevice
+from ds_moe_ext.schedule.stages import Done, Saved
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.task import spans as equal_spans
-
-
-@dataclass(frozen=True, eq=False)
-class NodeTrip:
-    """A ``Trip`` of visits: to the cells, and their sums back."""
-
-    legs: Legs  # how many rows go where
-    channels: Mapping[Reach, Channel]  # within the nodes and between them
-    _on: list[Leaving] = field(default_factory=list)  # what is handed on, once it is known
-
-    def out(self, rows_U: Tensor) -> Tensor:
-        """Rows in the order of nodes to rows in that of arrival. Collective."""
-        _, over_V, came_V, on_G, arrived_G = self.legs
-        if not self._on:
-            goes_HG = self._move(Reach.BETWEEN, self.legs.goes_UG.byte(), over_V, came_V)
-            self._on.append(Leaving(goes_HG.bool(), sum(on_G)))
-        rows_H = self._move(Reach.BETWEEN, rows_U, over_V, came_V)
-        handed = rows_H.index_select(0, self._on[0].token_U)
-        return self._move(Reach.WITHIN, handed, on_G, arrived_G)
-
-    def home(self, rows_W: Tensor) -> Tensor:
-        """And back: of each row the sum of what comes from the node. Collective; not before the
-        first rows went out."""
-        _, over_V, came_V, on_G, arrived_G = self.legs
-        handed = self._move(Reach.WITHIN, rows_W, arrived_G, on_G)
-        sums_H = self._on[0].by_token.sums(handed)
-        return self._move(Reach.BETWEEN, sums_H, came_V, over_V)
-
-    def _move(
-        self, reach: Reach, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]
-    ) -> Tensor:
-        channel = self.channels[reach]
-        return channel.all_to_all(rows, sent, received, channel.group)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds on the device."""
-        return (self.legs.goes_UG, *(tensor for on in self._on for tensor in on.tensors()))
-
-
-# Route: how a chunk's rows travel. Order makes it, other stages read it, it dies with the pass.
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +49,11 @@ class SpanChoices:
 
     @cached_property
     def row_GN(self) -> Sequence[Tensor]:
-        """``Route.row_N`` of each span."""
         row_N = torch.empty_like(self.choice_N).scatter_(0, self.choice_N, self.place_N)
         return row_N.split_with_sizes(self.sizes)
 
 
 class Splits(NamedTuple):
-    """Rows of one span that travel."""
-
     sent_C: tuple[int, ...]  # to each cell; to this one alone where no row leaves its cell
     received_C: tuple[int, ...]  # from each cell; likewise
 
@@ -135,21 +93,6 @@ class Route(OnDevice):
     together: tuple[SpanChoices, int] | None = None
 
     @property
-    def sent_C(self) -> tuple[int, ...]:
-        """See ``Splits``."""
-        return self.splits.sent_C
-
-    @property
-    def received_C(self) -> tuple[int, ...]:
-        """Likewise."""
-        return self.splits.received_C
-
-    @property
-    def stays(self) -> bool:
-        """Whether no row of any cell leaves it."""
-        return self.splits.stays
-
-    @property
     def is_indexed(self) -> bool:
         """Whether ``row_of_choices`` brings rows home."""
         return self.padded_row_N is not None or self.is_full
@@ -182,7 +125,6 @@ class Route(OnDevice):
         return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
-        """Arrival order to slot order."""
         if self.visits is not None:
             return rows_RD.index_select(0, self.visits.visit_R)
         return rows_RD if self.sorting is None else self.sorting.to_slots(rows_RD)
@@ -259,21 +201,6 @@ class CellRoute:
     # takes gathered rows, place by place and there slot by slot, to slot order
     sorting: SlotSorting
 
-    @classmethod
-    def of(cls, rows_PS: np.ndarray, device: torch.device, num_firsts: int = 0) -> CellRoute:
-        """From the rows that each place has for each slot, on the host. Slots: see
-        ``SlotSortings``."""
-        sorting = SlotSorting.of(rows_PS, device, num_firsts)
-        return cls(tuple(rows_PS.sum(axis=1).tolist()), sorting)
-
-    def to_slots(self, rows_GD: Tensor) -> Tensor:
-        """Gathered order to slot order."""
-        return self.sorting.to_slots(rows_GD)
-
-    def to_places(self, rows_GD: Tensor) -> Tensor:
-        """Slot order to gathered order."""
-        return self.sorting.back(rows_GD)
-
 
 class Ahead(NamedTuple):
     """What of a pass is worked out while its counts are on their way to the host."""
@@ -322,11 +249,9 @@ class LayerRoute(OnDevice):
 
     @property
     def whole(self) -> Span:
-        """All chunks."""
         return Span(0, self.cut.num_chunks)
 
     def on(self, span: Span) -> Route:
-        """The route of a span of finest chunks."""
         # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
         route = self._routes.get(span)
         if route is None:
@@ -385,8 +310,8 @@ class LayerRoute(OnDevice):
         """How the rows of a span meet in the cell."""
         if span not in self._tables.cells:
             rows_PS = self.rows.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
-            found = CellRoute.of(rows_PS, self.by_key_N.device, self.num_firsts)
-            self._tables.cells[span] = found
+            sorting = SlotSorting.of(rows_PS, self.by_key_N.device, self.num_firsts)
+            self._tables.cells[span] = CellRoute(tuple(rows_PS.sum(axis=1).tolist()), sorting)
         return self._tables.cells[span]
 
     @cached_property
@@ -406,8 +331,7 @@ class LayerRoute(OnDevice):
         if span not in self._tables.trips:
             visits = self.on(span).visits
             assert self.visits is not None and visits is not None
-            legs = self.visits.legs(span, visits.leaving)
-            self._tables.trips[span] = NodeTrip(legs, channels)
+            self._tables.trips[span] = self.visits.trip(span, visits.leaving, channels)
         return self._tables.trips[span]
 
     def computed(self, span: Span) -> SlotRows:
@@ -568,7 +492,6 @@ def _alike(span: Span, num_chunks: int) -> Sequence[Span]:
 
 
 def tokens_of(choice_N: Tensor, top_k: int) -> Tensor:
-    """The token of each choice."""
     # Of its names this one does not go by way of Python.
     return torch.floor_divide(choice_N, top_k) if top_k > 1 else choice_N
 
@@ -628,18 +551,16 @@ class Restore:
 
     def forward(
         self, span: Span, returned_ND: Tensor, score_TK: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> Done:
         returned_ND, score_TK = returned_ND.detach(), score_TK.detach()
         y_TD = layer_route.on(span).sum_by_token(returned_ND, score_TK)
         return (y_TD,), (returned_ND, score_TK, layer_route)
 
-    def backward(
-        self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, span: Span, saved: Saved, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         returned_ND, score_TK, layer_route = saved
         return weighing_grads(layer_route.on(span), returned_ND, score_TK, grad_TD)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
         layer_route: LayerRoute = pieces[0][1][2]
         cut, route = layer_route.cut, layer_route.on(span)
         start = cut.first(span) - cut.first(pieces[0][0])

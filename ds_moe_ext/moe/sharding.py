@@ -25,7 +25,7 @@ from ds_moe_ext.core.comm import (
 )
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.route import CellRoute, LayerRoute
-from ds_moe_ext.schedule.stages import SavesAlike
+from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike
 from ds_moe_ext.schedule.task import Span
 
 
@@ -123,8 +123,6 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class CellWire:
-    """The communicator of a cell."""
-
     group: dist.ProcessGroup  # the ranks of the cell, in a communicator that only one lane uses
     all_to_all: AllToAll = all_to_all_rows  # how partial sums are exchanged
     # what rows travel as; None: as they are. All ranks decode the same, their own too.
@@ -142,22 +140,21 @@ class CellWire:
 
         coding = self.coding
         gathered_GD = travel(rows_RD) if coding is None else coding.around(travel, rows_RD)
-        return route.to_slots(gathered_GD)
+        return route.sorting.to_slots(gathered_GD)
 
     def scatter(self, partial_GD: Tensor, route: CellRoute) -> Tensor:
         """Partial sums ``[G, D]`` to the sums of the rows that are here, ``[R, D]``. Summands
         are encoded one by one, and added up decoded."""
-        by_place_GD = route.to_places(partial_GD)
         coding, plainly = self.coding, self.all_to_all
 
-        def encoded(
-            rows_GD: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-        ) -> Tensor:
+        def encoded(rows_GD: Tensor, *how: Any) -> Tensor:
             assert coding is not None
-            return coding.around(lambda rows: plainly(rows, sent, received, group), rows_GD)
+            return coding.around(lambda rows: plainly(rows, *how), rows_GD)
 
         all_to_all = plainly if coding is None else encoded
-        return reduce_scatter_rows(by_place_GD, route.rows_P, self.group, all_to_all)
+        return reduce_scatter_rows(
+            route.sorting.back(partial_GD), route.rows_P, self.group, all_to_all
+        )
 
 
 @dataclass(frozen=True)
@@ -167,12 +164,10 @@ class CellGather(SavesAlike):
     wire: CellWire
     back_wire: CellWire  # of gradients
 
-    def forward(
-        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(self, span: Span, rows_RD: Tensor, layer_route: LayerRoute) -> Done:
         return (self.wire.gather(rows_RD.detach(), layer_route.in_cell(span)),), (layer_route,)
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_GD: Tensor) -> tuple[Any, ...]:
+    def backward(self, span: Span, saved: Saved, grad_GD: Tensor) -> tuple[Any, ...]:
         return (self.back_wire.scatter(grad_GD, saved[0].in_cell(span)),)
 
 
@@ -184,12 +179,10 @@ class CellScatter(SavesAlike):
     wire: CellWire
     back_wire: CellWire
 
-    def forward(
-        self, span: Span, partial_GD: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(self, span: Span, partial_GD: Tensor, layer_route: LayerRoute) -> Done:
         return (self.wire.scatter(partial_GD.detach(), layer_route.in_cell(span)),), (layer_route,)
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
         return (self.back_wire.gather(grad_RD, saved[0].in_cell(span)),)
 
 
@@ -254,7 +247,6 @@ class LowRank:
         return Along(1, along.num_blocks), Along(1)
 
     def _splits_up(self, along: Along) -> bool:
-        """Whether the weight is split along O."""
         return along.dim == (1 if self.is_transposed else 0)
 
     def along_width(self, along: Along) -> int:

@@ -100,7 +100,6 @@ class SlotSortings:
     made: list[Tensor] = field(default_factory=list)  # what is on the device so far
 
     def each(self) -> list[SlotSorting]:
-        """Of one span each."""
         # No bound methods, which would be kept for backward, too: see ``ctx.like`` of a program.
         return [
             SlotSorting(
@@ -183,7 +182,6 @@ class SlotSortings:
 
     @property
     def index_beside(self) -> Tensor:
-        """Of the order beside, int32."""
         return self._made[0][-1]
 
     def end_S(self, number: int, start: int, stop: int | None) -> Tensor:
@@ -209,15 +207,8 @@ class SlotSorting:
 
     @classmethod
     def of(cls, rows_XS: np.ndarray, device: torch.device, num_firsts: int = 0) -> SlotSorting:
-        """Of a span for itself."""
         (alone,) = SlotSortings(rows_XS[None], device, num_firsts=num_firsts).each()
         return alone
-
-    def made(self) -> SlotSorting:
-        """The same, with all that is on the device made now; not in the mode of the pass that is
-        the first to need it."""
-        _ = self.slots.end_S
-        return self
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """From the order in which they came to that of slots."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.stages import Stage
+from ds_moe_ext.schedule.stages import Done, Saved, Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, COMBINE, DISPATCH, Op, Span
 
 START, END = "before_moe_start", "before_moe_end"
@@ -95,7 +95,6 @@ Transforms = tuple[Transform, ...]
 
 
 def applied(transforms: Transforms, rows_ND: Tensor) -> Tensor:
-    """One after the other."""
     for transform in transforms:
         rows_ND = transform.applied(rows_ND)
     return rows_ND
@@ -117,7 +116,6 @@ def adjoint(transforms: Transforms, rows_ND: Tensor, grad_NB: Tensor) -> Tensor:
 
 
 def differentiably(transforms: Transforms, rows_ND: Tensor) -> Tensor:
-    """``applied`` as an autograd node."""
     made_NB: Tensor = _Node.apply(transforms, rows_ND)
     return made_NB
 
@@ -151,7 +149,6 @@ def _ends(tensor: Tensor) -> set[Any]:
 
 
 def placed(transforms: Sequence[Transform], place: str) -> Transforms:
-    """Those at one place, in order."""
     return tuple(each for each in transforms if each.at == place)
 
 
@@ -178,29 +175,17 @@ def _sent(layer_route: LayerRoute, span: Span, pieces: Pieces) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ends:
-    """How the rows at the two ends of a stage are cut anew."""
-
-    read: Recut  # those that it reads
-    written: Recut  # those that it writes
-
-
-_DISPATCHED = Ends(_tokens, LayerRoute.own_rows_of)
-_GATHERED = Ends(LayerRoute.own_rows_of, LayerRoute.rows_of)
-_COMBINED = Ends(LayerRoute.own_rows_of, _sent)
-
-
-@dataclass(frozen=True)
 class TransformedStage:
     """A stage of which the first read and the first write are rows, and the last read is the
     route."""
 
     stage: Stage  # what is done
-    ends: Ends  # how rows are cut anew
+    recut_read: Recut  # how the rows that it reads are cut anew
+    recut_written: Recut  # and those that it writes
     before: Transforms  # transforms of the rows that it reads
     after: Transforms  # of those that it writes
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(self, span: Span, *reads: Any) -> Done:
         given, *others = reads
         moved = applied(self.before, given) if self.before else given
         (came, *rest), saved = self.stage.forward(span, moved, *others)
@@ -209,7 +194,7 @@ class TransformedStage:
         kept_written = came.detach() if self.after else None
         return (written, *rest), (reads[-1], kept_read, kept_written, *saved)
 
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         _, read, written, *own = saved
         grad, *others = grads
         if self.after and grad is not None:
@@ -219,7 +204,7 @@ class TransformedStage:
             found = adjoint(self.before, read, found)
         return found, *rest
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
         layer_route: LayerRoute = pieces[0][1][0]
 
         def kept(number: int, recut: Recut) -> Tensor | None:
@@ -227,7 +212,7 @@ class TransformedStage:
                 return None
             return recut(layer_route, span, [(own, saved[number]) for own, saved in pieces])
 
-        read, written = kept(1, self.ends.read), kept(2, self.ends.written)
+        read, written = kept(1, self.recut_read), kept(2, self.recut_written)
         inner = self.stage.recut(span, [(own, saved[3:]) for own, saved in pieces])
         return (layer_route, read, written, *inner)
 
@@ -248,14 +233,15 @@ def transformed(
 
     has_cells = CELL_GATHER in stages
     arrived = at(AFTER_DISPATCH)
-    ends = {
-        DISPATCH: (_DISPATCHED, at(BEFORE_DISPATCH), () if has_cells else arrived),
-        COMBINE: (_COMBINED, at(BEFORE_COMBINE), at(AFTER_COMBINE)),
+    own, of_cell = LayerRoute.own_rows_of, LayerRoute.rows_of
+    around: dict[Op, tuple[Recut, Recut, Transforms, Transforms]] = {
+        DISPATCH: (_tokens, own, at(BEFORE_DISPATCH), () if has_cells else arrived),
+        COMBINE: (own, _sent, at(BEFORE_COMBINE), at(AFTER_COMBINE)),
     }
     if has_cells:
-        ends[CELL_GATHER] = _GATHERED, (), arrived
+        around[CELL_GATHER] = own, of_cell, (), arrived
     return {
-        op: TransformedStage(stages[op], own, before, after)
-        for op, (own, before, after) in ends.items()
+        op: TransformedStage(stages[op], read, written, before, after)
+        for op, (read, written, before, after) in around.items()
         if before or after
     }

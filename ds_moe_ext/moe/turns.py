@@ -41,13 +41,11 @@ class Likeness(NamedTuple):
         return cls(x_TD.shape[-1], DTYPES.index(x_TD.dtype), top_k, int(casts), cast)
 
     def nothing(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """No tokens, no choices and no scores."""
         x_TD = torch.empty(0, self.width, dtype=DTYPES[self.dtype], device=device)
         expert_TK = torch.empty(0, self.top_k, dtype=torch.int64, device=device)
         return x_TD, expert_TK, x_TD.new_empty(0, self.top_k)
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """As it was where there are rows."""
         dtype = DTYPES[self.cast_dtype] if self.casts else None
         return torch.autocast(device.type, dtype, bool(self.casts))
 
@@ -68,7 +66,6 @@ class Turns:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank is in a block."""
         return self.depth > 0
 
     def comes_to(self, layer: int) -> None:
@@ -95,7 +92,6 @@ class Turns:
         return self._likeness[0]
 
     def ends(self) -> None:
-        """The layer has been run."""
         self._agreed = NONE
         self._likeness.clear()
 
@@ -135,13 +131,11 @@ class HostLag:
     num_idle: int = 0  # of these, those in which it had
 
     def add(self, is_idle: bool) -> None:
-        """Of one pass more."""
         self.num_passes += 1
         self.num_idle += is_idle
 
     @classmethod
     def of_all(cls, lags: Iterable[HostLag]) -> HostLag:
-        """Of all layers."""
         passes, idle = zip(*((lag.num_passes, lag.num_idle) for lag in lags))
         return cls(sum(passes), sum(idle))
 

@@ -6,11 +6,13 @@ visit each row at the experts is of is told to that cell; the rest is index work
 way of the nodes one row goes to each node, to the cell of the sender's own place there, which hands
 it on. Shape letters: T tokens, K choices a token, F finest chunks, C cells, V nodes, G cells of a
 node, X cells and then nodes, U visits that leave this rank, R rows at the experts, J groups, D
-model width.
+model width; of a node's trip, H visits of its node that come to this cell, to be handed on, and W
+visits of this cell that arrive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -19,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.core.all_to_all import Nodes
+from ds_moe_ext.core.all_to_all import Channel, Nodes, Reach
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import block_index, on_device, starts_of, sums_of_groups
 from ds_moe_ext.schedule.task import Cut, Span
 
 
 @dataclass(frozen=True, eq=False)
-class Tour:
+class ByNodes:
     """The way by the nodes, of one cell: its rows go over to the cells of its own place, and from
     there on within the node."""
 
@@ -46,7 +48,7 @@ class Tour:
         return ranks_VG[np.argsort(ranks_VG[:, place])]
 
     def on(self, device: torch.device) -> Tensor:
-        """The same, flat, int64; made once."""
+        """``cell_VG``, flat, int64; made once."""
         if device not in self._on:
             self._on[device] = on_device(self.cell_VG.ravel(), device)
         return self._on[device]
@@ -57,8 +59,8 @@ class Tour:
         return np.sort(self.nodes.ranks_VG, axis=0).ravel(order="F")
 
     def numbers(self, num_CX: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Visits as in ``Legs``, of those from each cell to each, and then to each node as its own
-        place has these in order."""
+        """Visits as in ``NodeTrip``, of those from each cell to each, and then to each node as its
+        own place has these in order."""
         _, place = self._seat
         num_cells, relay_V = len(num_CX), self.cell_VG[:, place]
         here = int(np.flatnonzero(relay_V == self.cell)[0])
@@ -81,16 +83,16 @@ class Goals(NamedTuple):
     goes_TVG: Tensor | None
 
     @classmethod
-    def of(cls, expert_TK: Tensor, target: Placement, tour: Tour | None = None) -> Goals:
+    def of(cls, expert_TK: Tensor, target: Placement, by_nodes: ByNodes | None = None) -> Goals:
         """Of chosen experts, -1 where there is none, with one holder each."""
         device = expert_TK.device
         cell_TK = _cell_E1(target, device)[expert_TK]
         shape = len(expert_TK), target.num_cells + 1
         goes_TC1 = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, cell_TK, 1)
-        if tour is None:
+        if by_nodes is None:
             return cls(cell_TK, goes_TC1, None)
-        goes_TVG = goes_TC1.index_select(1, tour.on(device))
-        return cls(cell_TK, goes_TC1, goes_TVG.view(-1, *tour.cell_VG.shape))
+        goes_TVG = goes_TC1.index_select(1, by_nodes.on(device))
+        return cls(cell_TK, goes_TC1, goes_TVG.view(-1, *by_nodes.cell_VG.shape))
 
     def by_chunk(self, cut: Cut) -> Tensor:
         """Visits of each chunk to each cell, and node if rows go there, int64 ``[F, X]``."""
@@ -118,7 +120,6 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, group_N: Tensor, num_groups: int) -> Groups:
-        """Of rows whose groups are known, int32."""
         group_N, row_N = group_N.sort(stable=True)
         number_J = torch.arange(num_groups, dtype=group_N.dtype, device=group_N.device)
         return cls(row_N, torch.searchsorted(group_N, number_J))
@@ -158,7 +159,6 @@ class Leaving:
 
     @cached_property
     def token_U(self) -> Tensor:
-        """The token of each visit, int32."""
         return self.place_U % max(1, len(self.goes_TC))
 
     @cached_property
@@ -167,7 +167,6 @@ class Leaving:
         return Groups.of(self.token_U, len(self.goes_TC))
 
     def tensors(self) -> list[Tensor]:
-        """All that were made so far."""
         return _tensors(self)
 
 
@@ -187,7 +186,6 @@ class SpanVisits:
         return Groups.of(self.visit_R, sum(self.received_C))
 
     def tensors(self) -> list[Tensor]:
-        """All that were made so far."""
         return [*self.leaving.tensors(), *_tensors(self)]
 
 
@@ -196,15 +194,44 @@ def _tensors(record: Leaving | SpanVisits) -> list[Tensor]:
     return [x for own in made for x in own if isinstance(x, Tensor)]
 
 
-class Legs(NamedTuple):
-    """How visits of a span travel by way of the nodes: over to a node, then to its cells."""
+@dataclass(frozen=True, eq=False)
+class NodeTrip:
+    """A ``Trip`` of visits by way of the nodes: over to a node, on to its cells, and their sums
+    back."""
 
+    channels: Mapping[Reach, Channel]  # within the nodes and between them
     goes_UG: Tensor  # to which places of its node each visit goes on, as it leaves
     # visits to each node, to the cell of one's own place there; in the order of cells
     over_V: tuple[int, ...]
     came_V: tuple[int, ...]  # and from each
     on_G: tuple[int, ...]  # visits that this cell hands on to each of its node
     arrived_G: tuple[int, ...]  # and those that arrive from each
+    _on: list[Leaving] = field(default_factory=list)  # what is handed on, once it is known
+
+    def out(self, rows_U: Tensor) -> Tensor:
+        """Rows in the order of nodes to rows in that of arrival. Collective."""
+        if not self._on:
+            goes_HG = self._move(Reach.BETWEEN, self.goes_UG.byte(), self.over_V, self.came_V)
+            self._on.append(Leaving(goes_HG.bool(), sum(self.on_G)))
+        rows_H = self._move(Reach.BETWEEN, rows_U, self.over_V, self.came_V)
+        handed = rows_H.index_select(0, self._on[0].token_U)
+        return self._move(Reach.WITHIN, handed, self.on_G, self.arrived_G)
+
+    def home(self, rows_W: Tensor) -> Tensor:
+        """And back: of each row the sum of what comes from the node. Collective; not before the
+        first rows went out."""
+        handed = self._move(Reach.WITHIN, rows_W, self.arrived_G, self.on_G)
+        sums_H = self._on[0].by_token.sums(handed)
+        return self._move(Reach.BETWEEN, sums_H, self.came_V, self.over_V)
+
+    def _move(
+        self, reach: Reach, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]
+    ) -> Tensor:
+        channel = self.channels[reach]
+        return channel.all_to_all(rows, sent, received, channel.group)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.goes_UG, *(tensor for on in self._on for tensor in on.tensors()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +244,7 @@ class Visits:
     # rank's place, on the host
     num_CFX: np.ndarray
     cell: int  # this rank's
-    tour: Tour | None = None  # by the nodes, if rows go so
+    by_nodes: ByNodes | None = None  # their way, if rows go so
     # as in ``SpanVisits``, of all tokens; None until the cells have told each other
     visit_R: Tensor | None = None
 
@@ -245,30 +272,28 @@ class Visits:
             nth_V = torch.arange(len(own_V), dtype=place.dtype, device=place.device)
             place.scatter_(0, own_V.long(), nth_V)
             visit_R = place.index_select(0, visit_R)
-        sent_C = self.num_CFX[self.cell, chunks, : len(self.num_CFX)].sum(axis=0)
+        sent_X = self.num_CFX[self.cell, chunks].sum(axis=0)
+        sent_C, sent_V = np.split(sent_X, [len(self.num_CFX)])
+        if self.by_nodes is None:
+            leaving = Leaving(self._of_span(span, self.goals.goes_TC1)[:, :-1], int(sent_C.sum()))
+        else:
+            goes_TV = self._of_span(span, self.goals.goes_TVG).any(dim=2)
+            leaving = Leaving(goes_TV, int(sent_V.sum()))
         return SpanVisits(
-            self._leaving(span),
+            leaving,
             sent_C=tuple(sent_C.tolist()),
             received_C=tuple(received_CF[:, chunks].sum(axis=1).tolist()),
             visit_R=visit_R,
         )
 
-    def legs(self, span: Span, leaving: Leaving) -> Legs:
+    def trip(self, span: Span, leaving: Leaving, channels: Mapping[Reach, Channel]) -> NodeTrip:
         """How those of a span that leave travel by the nodes."""
-        assert self.tour is not None
+        assert self.by_nodes is not None
         goes_VTG = self._of_span(span, self.goals.goes_TVG).swapaxes(0, 1)
         goes_UG = goes_VTG.flatten(0, 1).index_select(0, leaving.place_U)
-        numbers = self.tour.numbers(self.num_CFX[:, span.start : span.stop].sum(axis=1))
-        return Legs(goes_UG, *(tuple(num.tolist()) for num in numbers))
-
-    def _leaving(self, span: Span) -> Leaving:
-        sent_X = self.num_CFX[self.cell, span.start : span.stop].sum(axis=0)
-        sent_C, sent_V = np.split(sent_X, [len(self.num_CFX)])
-        if self.tour is None:
-            goes_TC = self._of_span(span, self.goals.goes_TC1)[:, :-1]
-            return Leaving(goes_TC, int(sent_C.sum()))
-        goes_TV = self._of_span(span, self.goals.goes_TVG).any(dim=2)
-        return Leaving(goes_TV, int(sent_V.sum()))
+        numbers = self.by_nodes.numbers(self.num_CFX[:, span.start : span.stop].sum(axis=1))
+        over_V, came_V, on_G, arrived_G = (tuple(num.tolist()) for num in numbers)
+        return NodeTrip(channels, goes_UG, over_V, came_V, on_G, arrived_G)
 
     def _of_span(self, span: Span, of_tokens: Tensor | None) -> Tensor:
         assert of_tokens is not None
@@ -277,9 +302,8 @@ class Visits:
     @property
     def _sender_C(self) -> np.ndarray:
         """The cells, in the order in which their visits arrive."""
-        return np.arange(len(self.num_CFX)) if self.tour is None else self.tour.sender_C
+        return np.arange(len(self.num_CFX)) if self.by_nodes is None else self.by_nodes.sender_C
 
     def tensors(self) -> list[Tensor]:
-        """What it holds on the device."""
         held = *self.goals, self.visit_R
         return [tensor for tensor in held if tensor is not None]

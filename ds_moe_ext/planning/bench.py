@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A straight line through measured times. Pure.
+"""Times operations on all ranks together, and lays straight lines through the times.
 
-Shape letter: N samples, by growing size.
+A ``Sweep`` is one operation at growing sizes, a ``Bench`` says where and how often it is run, and
+``Bench.fit`` gives the ``LinearFit`` through its times, the same on every rank. Shape letter: N
+samples, by growing size.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,13 +48,22 @@ def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     line from zero to the largest; its ``r_squared`` tells.
     """
     units_N, seconds_N = _samples(units_N, seconds_N)
+
+    def squared_error(fit: LinearFit) -> float:
+        if fit.unit_s <= 0:
+            return np.inf
+        predicted_N = np.maximum(fit.floor_s, fit.fixed_s + fit.unit_s * units_N)
+        return float(np.sum((predicted_N / seconds_N - 1) ** 2))
+
     lengths = range(LEAST_FLAT, units_N.size - LEAST_RISING + 1)
     fits = [_fit(units_N, seconds_N, num_flat) for num_flat in (0, *lengths)]
-    errors = [_squared_error(fit, units_N, seconds_N) for fit in fits]
+    errors = list(map(squared_error, fits))
     best = int(np.argmin(errors))
     fit = fits[best] if errors[best] <= errors[0] / 2 else fits[0]
-    grows = fit.unit_s * units_N[-1] > LEAST_GROWTH * seconds_N[-1]
-    return fit if grows else _to_largest(units_N, seconds_N)
+    if fit.unit_s * units_N[-1] > LEAST_GROWTH * seconds_N[-1]:
+        return fit
+    unit_s = seconds_N[-1] / units_N[-1]
+    return LinearFit(0.0, float(unit_s), _r_squared(unit_s * units_N, seconds_N))
 
 
 def fit_straight(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
@@ -91,25 +101,10 @@ def _fit(units_N: np.ndarray, seconds_N: np.ndarray, num_flat: int) -> LinearFit
     return LinearFit(float(fixed_s), float(slope_s / units_N[-1]), r_squared, floor_s)
 
 
-def _to_largest(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
-    unit_s = seconds_N[-1] / units_N[-1]
-    return LinearFit(0.0, float(unit_s), _r_squared(unit_s * units_N, seconds_N))
-
-
 def _r_squared(predicted_N: np.ndarray, seconds_N: np.ndarray) -> float:
     rest = np.sum((seconds_N - predicted_N) ** 2)
     spread = np.sum((seconds_N - seconds_N.mean()) ** 2)
     return float(1 - rest / spread) if spread > 0 else 0.0
-
-
-def _squared_error(fit: LinearFit, units_N: np.ndarray, seconds_N: np.ndarray) -> float:
-    if fit.unit_s <= 0:
-        return np.inf
-    predicted_N = np.maximum(fit.floor_s, fit.fixed_s + fit.unit_s * units_N)
-    return float(np.sum((predicted_N / seconds_N - 1) ** 2))
-
-
-# Time operations on all ranks together.
 
 
 LineThrough = Callable[[np.ndarray, np.ndarray], LinearFit]
@@ -119,19 +114,12 @@ LEAST_REPEATS = 3
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the host issues work while the device spins
 
 
-class Clock(Protocol):
-    """Times work."""
-
-    def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
-        """Seconds from the end of ``ready`` to the end of ``work``."""
-        ...
-
-
 @dataclass(frozen=True)
 class HostClock:
     """For work that the host waits for."""
 
     def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
+        """From the end of ``ready`` to the end of ``work``."""
         ready()
         start_s = time.perf_counter()
         work()
@@ -140,10 +128,8 @@ class HostClock:
 
 @dataclass(frozen=True)
 class DeviceClock:
-    """For work on the current CUDA stream.
-
-    The device spins first, so that the host is ahead of it and the time to issue does not count.
-    """
+    """For work on the current CUDA stream. The device spins first, so that the host is ahead of it
+    and the time to issue does not count."""
 
     def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -154,6 +140,9 @@ class DeviceClock:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+Clock = HostClock | DeviceClock
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -193,10 +182,8 @@ class Bench:
         return line_through(np.array(sweep.units_N), self.seconds(sweep.works_N))
 
     def seconds(self, works_N: Sequence[Callable[[], object]]) -> np.ndarray:
-        """Seconds of each work on the slowest rank, float64 ``[N]``. Collective.
-
-        Works take turns, so that a load from outside that comes and goes is shared by all sizes.
-        """
+        """Of each work on the slowest rank, float64 ``[N]``. Works take turns, so that a load from
+        outside that comes and goes is shared by all sizes. Collective."""
         ready = partial(sum_in_place, torch.zeros(1, device=self.device), self.group)
         for work in list(works_N) * self.num_warm_ups:
             work()

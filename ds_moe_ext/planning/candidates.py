@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cluster reaches of its datasheet, where nobody has measured it. Pure.
+"""Which ways to run a job are priced, and what each comes to. Pure.
 
-Peaks of matrix products and links are never reached. Where a hardware file has measured lines these
-stand as they are.
+``grids_for`` says on which grids a strategy can run, ``price_way`` what a step takes there: stage
+by stage it asks the strategy for plans by the steps before, and prices these on those that came.
+``Reached`` says what a cluster reaches of its datasheet, where nobody has measured it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Products
 from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.described_run import DescribedRun, MemoryUse, copied_bytes_C, stage_memory
 from ds_moe_ext.planning.loads import LoadWindow
 from ds_moe_ext.planning.step_price import (
-    ChunkPrice,
     Passes,
     StepPrice,
     order_of,
@@ -32,11 +32,8 @@ from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """Assumptions, to be told with every price that rests on them.
-
-    Raises:
-        ValueError: a part that is none.
-    """
+    """Assumptions, to be told with every price that rests on them: peaks of matrix products and
+    links are never reached. Measured lines of a file stand as they are."""
 
     products: float = 0.6  # part of a device's peak that matrix products reach
     memory: float = 0.8  # part of the rate of its memory
@@ -69,14 +66,13 @@ class Reached:
 
     def _products(self, device: Device) -> Products:
         lines = {}
-        for each in fields(Products):
-            line = device.product(each.name)
-            measured = vars(device.products)[each.name] is not None
-            lines[each.name] = line if line is None or measured else self._slower(line)
+        for name, measured in vars(device.products).items():
+            line = device.product(name)
+            if line is not None and measured is None:
+                rate = self.products * line.multiply_adds_per_s
+                line = replace(line, multiply_adds_per_s=rate)
+            lines[name] = line
         return Products(**lines)
-
-    def _slower(self, line: Product) -> Product:
-        return replace(line, multiply_adds_per_s=self.products * line.multiply_adds_per_s)
 
     def _link(self, link: Link | None) -> Link | None:
         if link is None or link.r_squared is not None:
@@ -84,9 +80,6 @@ class Reached:
         return Link(
             bytes_per_s=self.links * link.bytes_per_s, latency_s=link.latency_s or self.start_s
         )
-
-
-# Which ways to run a job are priced, and what each comes to. Pure.
 
 
 PRICED = 2  # steps of the loads whose price is taken; those before them are what plans go by
@@ -156,6 +149,7 @@ def price_way(
         ValueError: what the strategy, or the hardware file, refuses.
     """
     strategy, grid, training = way.strategy, way.grid, run.training
+    parallel, micro_batches = training.parallel, training.micro_batches
     if grid.world_size > grid.size:
         strategy = strategy.with_homes_that_stay()
         if strategy.rhythm().shard_every:
@@ -171,21 +165,27 @@ def price_way(
         ]
         for chunks in run.stages
     ]
-    used = [_used(chunks, number) for number, chunks in enumerate(stages)]
-    priced = [
-        [chunk.price(strategy, of_stage) for chunk in chunks]
-        for chunks, of_stage in zip(stages, used)
-    ]
-    memory = [
-        replace(of_stage, copies=sum(chunk.copies for chunk in chunks))
-        for chunks, of_stage in zip(priced, used)
-    ]
+    memory, priced = [], []
+    for stage, chunks in enumerate(stages):
+        used = stage_memory(
+            [chunk.run.memory(chunk.most_rows) for chunk in chunks],
+            [chunk.run.activations(chunk.most_rows) for chunk in chunks],
+            order_of(stage, parallel, micro_batches),
+        )
+        priced.append([chunk.price(strategy, used) for chunk in chunks])
+        memory.append(replace(used, copies=sum(chunk.copies for chunk in priced[-1])))
+    steps = []
+    for step in range(num_priced):
+        of_stages = [[chunk.steps[step] for chunk in chunks] for chunks in priced]
+        if parallel.pipeline == 1:
+            steps.append(of_stages[0][0].step)
+        else:
+            steps.append(pipeline_step(of_stages, parallel, micro_batches, run.send_s))
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    steps = tuple(_step(run, priced, step) for step in range(num_priced))
     told = [chunk.told for chunks in priced[steps[-1].stage :] + priced for chunk in chunks]
     return Priced(
         way,
-        steps,
+        tuple(steps),
         tuple(plan for chunks in zip(*priced) for chunk in chunks for plan in chunk.plans),
         memory[fullest],
         next(filter(None, told), ""),
@@ -194,31 +194,11 @@ def price_way(
     )
 
 
-def _step(run: DescribedRun, stages: Sequence[Sequence[_PricedChunk]], step: int) -> StepPrice:
-    """One of the steps, of all stages."""
-    parallel = run.training.parallel
-    if parallel.pipeline == 1:
-        passes, end_s = stages[0][0].steps[step]
-        return passes.then(end_s)
-    prices = [[chunk.steps[step] for chunk in chunks] for chunks in stages]
-    return pipeline_step(prices, parallel, run.training.micro_batches, run.send_s)
-
-
-def _used(chunks: Sequence[_Chunk], stage: int) -> MemoryUse:
-    """Of a stage, without copies."""
-    training = chunks[0].run.training
-    return stage_memory(
-        [chunk.run.memory(chunk.most_rows) for chunk in chunks],
-        [chunk.run.activations(chunk.most_rows) for chunk in chunks],
-        order_of(stage, training.parallel, training.micro_batches),
-    )
-
-
 class _PricedChunk(NamedTuple):
     """What a stage runs in one piece: each step that was priced, the plans of the last, bytes of
     their copies, and what the strategy tells."""
 
-    steps: Sequence[ChunkPrice]
+    steps: Sequence[Passes]
     plans: Sequence[Plan] = ()
     copies: float = 0.0
     told: str = ""
@@ -249,15 +229,19 @@ class _Chunk:
     @property
     def most_rows(self) -> float:
         """Rows of the busiest cell where nothing is copied, mean of the layers."""
-        return _most_rows(self.homes, self.before[-1]) if self.homes else 0.0
+        if not self.homes:
+            return 0.0
+        return fmean(
+            float(np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells).max())
+            for home, rows_CE in zip(self.homes, self.before[-1])
+        )
 
     def price(self, strategy: Strategy, used: MemoryUse) -> _PricedChunk:
         """Under one strategy, in a stage whose ranks use so much memory."""
         run = self.run
         if not self.homes:
-            plain = run.conditions()
-            end = ChunkPrice(Passes.without_experts(plain), plain.end_s)
-            return _PricedChunk([end] * len(self.after))
+            plain = Passes.without_experts(run.conditions())
+            return _PricedChunk([plain] * len(self.after))
         passes = run.training.micro_batches  # plans go by the rows of a step, all passes together
         rhythm = strategy.rhythm()
         window = LoadWindow(rhythm.window)
@@ -266,24 +250,18 @@ class _Chunk:
         job = replace(run.job(self.homes, used), pipelines=run.pipelines(self.before[-1]))
         if rhythm.shard_every:
             job = replace(job, homes=strategy.homes(_seen(job, window)))
-        steps, plans = list[ChunkPrice](), tuple[Plan, ...]()
+        steps, plans = list[Passes](), tuple[Plan, ...]()
         for rows in self.after:
             job = _seen(job, window)
             plans = strategy.plan(job)
-            conditions = run.conditions(sliced(plans))
-            price = price_passes(strategy, plans, job, rows, conditions)
-            steps.append(ChunkPrice(price, conditions.end_s))
+            sliced = sum(sum(map(sum, plan.reductions)) for plan in plans)
+            steps.append(price_passes(strategy, plans, job, rows, run.conditions(sliced)))
             window.push([passes * rows_CE for rows_CE in rows])
         return _PricedChunk(steps, plans, copied_bytes(plans, run), strategy.describe(job))
 
 
 def _seen(job: Job, window: LoadWindow) -> Job:
     return replace(job, rows=window.predicted(), drift=window.drift)
-
-
-def sliced(plans: Sequence[Plan]) -> int:
-    """Elements of dense gradients that are reduced beside layers."""
-    return sum(sum(map(sum, plan.reductions)) for plan in plans)
 
 
 def most_copies(plan: Plan) -> int:
@@ -315,25 +293,11 @@ def cells_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:
     return busiest
 
 
-def _most_rows(homes: Sequence[Placement], rows: Sequence[np.ndarray]) -> float:
-    """Rows of the busiest cell where nothing is copied, mean of the layers."""
-    return fmean(
-        float(np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells).max())
-        for home, rows_CE in zip(homes, rows)
-    )
-
-
-# Grids.
-
-
 def grids_for(
     strategy: Strategy, hardware: Hardware, num_ranks: int, num_experts: int
 ) -> Iterator[Grid]:
     """All that a strategy can run on, small ones first; experts within a node are always among
-    them, where there are as many.
-
-    Cells that split experts are parts of a node.
-    """
+    them, where there are as many. Cells that split experts are parts of a node."""
     on_node = min(hardware.ranks_per_node, num_ranks)
     sizes = divisors(on_node) if strategy.splits_experts else [1]
     for cell_size in sizes:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank needs memory for. Pure. Shape letters: L layers, C cells."""
+"""A run as strategies and prices see it, from what describes its cluster and model. Pure.
+
+``DescribedRun`` has a model on a cluster: what ranks compute and send between experts (windows),
+what rows and copies cost (``pool``, ``pipelines``), what a rank needs memory for, and under which
+``conditions`` a step runs. A pipeline stage's part of a model is a run of its own (``stages``).
+Shape letters: L layers, C cells.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +38,8 @@ from ds_moe_ext.planning.strategy import Job, Plan, Pool
 RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
 KEPT_DENSE = 16  # hidden states that a layer's dense part keeps for backward, with fused attention
 LOGIT_BYTES = 6  # of one logit: as computed, and in 32 bits for the loss
+STEP_BYTES = 2 * MASTER_AND_STATES + 6  # read and written of a weight when it is stepped
+SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,61 +59,12 @@ class MemoryUse:
         return sum(vars(self).values())
 
 
-def memory_use(
-    shape: ModelShape, training: Training, grid: Grid, *, slots: int, most_rows: float
-) -> MemoryUse:
-    """Of the rank with most experts and rows, without copies."""
-    element, num_replicas = training.element_bytes, grid.world_size // grid.size
-    experts = len(shape.moe_layers) * slots * shape.expert_weights / grid.cell_size
-    dense = shape.held_dense_weights(training.parallel.tensor)
-    dense_replicas = training.dense_replicas
-    stage = training.zero_stage
-    held = dense / (dense_replicas if stage >= 3 else 1) + experts
-    if stage >= 3 and training.recomputes and experts:  # else layers keep theirs whole for backward
-        a_layer = experts / len(shape.moe_layers)
-        held += (experts - a_layer) * (1 / num_replicas - 1)
-    reduced = dense / (dense_replicas if stage >= 2 else 1)
-    reduced += experts / (num_replicas if stage >= 2 else 1)
-    stepped = dense / (dense_replicas if stage >= 1 else 1)
-    stepped += experts / (num_replicas if stage >= 1 else 1)
-    stepped *= 1 - training.offloaded_states
-    return MemoryUse(
-        weights=held * element,
-        gradients=reduced * training.gradient_bytes,
-        optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
-        activations=sum(activations(shape, training, grid, most_rows)),
-    )
-
-
 class Activations(NamedTuple):
     """Bytes of one pass: hidden states of dense parts, rows there and back, hidden ones of
     experts."""
 
     kept: float  # from its forward to its backward
     passing: float  # more, of a layer that runs again
-
-
-def activations(shape: ModelShape, training: Training, grid: Grid, most_rows: float) -> Activations:
-    """Of one pass. Arguments as of ``memory_use``."""
-    state = shape.width * training.element_bytes
-    dense = KEPT_DENSE * training.tokens * state
-    of_row = 2 * shape.width + shape.products * shape.expert_width / grid.cell_size
-    rows = most_rows * of_row * training.element_bytes
-    rows += training.tokens * shape.top_k * state  # as they came back
-    hidden = shape.products * training.tokens * training.element_bytes
-    rows += hidden * shape.shared_width
-    num_moe = len(shape.moe_layers)
-    num_dense = shape.num_layers - num_moe
-    of_mlp = hidden * shape.dense_width if num_dense else 0
-    logits = (
-        training.tokens * shape.vocabulary.size * LOGIT_BYTES if shape.vocabulary.has_head else 0
-    )
-    if training.recomputes:
-        rows = rows if num_moe else 0
-        states = shape.num_layers * training.tokens * state
-        return Activations(states + logits, dense + max(rows, of_mlp))
-    whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
-    return Activations(whole + logits, 0.0)
 
 
 def stage_memory(
@@ -129,11 +88,6 @@ def copied_bytes_C(
     All layers' copies, or one layer's where they are freed after forward, or two layers' where the
     block before carries them besides; of gradients those of as few layers, but where they wait for
     the last micro-batch those of as many as have copies.
-
-    Args:
-        plans: of each layer.
-        expert_bytes_L: of one expert's weights.
-        accumulates: several micro-batches make a step.
     """
     copies_LC = np.array([(p.target.holds_EC & ~p.home.holds_EC).sum(axis=0) for p in plans])
     most_first_LC = -np.sort(-copies_LC * np.array(expert_bytes_L)[:, None], axis=0)
@@ -141,71 +95,6 @@ def copied_bytes_C(
     frees = all(plan.rematerialize for plan in plans if plan.has_copies)
     held_C: np.ndarray = most_first_LC[: at_once if frees else None].sum(axis=0)
     return held_C + (held_C if accumulates else most_first_LC[:at_once].sum(axis=0))
-
-
-# What the dense parts of layers send, under tensor and context parallelism. Pure.
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseTraffic:
-    """Of one rank in one pass."""
-
-    hardware: Hardware  # as it is reckoned with
-    shape: ModelShape  # of the model
-    training: Training  # how
-    multiply_adds_per_s: float  # of attention
-
-    def forward_s(self, layers: Sequence[int]) -> float:
-        """Of some layers."""
-        return sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(FORWARD)
-
-    def backward_s(self, layers: Sequence[int]) -> float:
-        """Of the same, forward once more where they run again."""
-        back_s = sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(BACKWARD)
-        return back_s + self.forward_s(layers) if self.training.recomputes else back_s
-
-    @property
-    def embedding_s(self) -> float:
-        """Each way: sums of its parts are scattered."""
-        return self._collective_s("reduce_scatter", self.shape.width)
-
-    @property
-    def head_s(self) -> float:
-        """Each way: tokens are gathered for the parts of the head."""
-        return self._collective_s("all_gather", self.shape.width)
-
-    def _tensor_s(self, layer: int) -> float:
-        shape = self.shape
-        has_mlp = shape.shared_width if layer in shape.moe_layers else shape.dense_width
-        gathered = [
-            *(shape.divided.gathered_widths or (shape.width,)),
-            *[shape.width] * bool(has_mlp),
-        ]
-        scattered = [shape.width] * (2 if has_mlp else 1)
-        return sum(self._collective_s("all_gather", width) for width in gathered) + sum(
-            self._collective_s("reduce_scatter", width) for width in scattered
-        )
-
-    def _collective_s(self, what: str, width: int) -> float:
-        """Of so many numbers of each token of the group."""
-        size = self.training.parallel.tensor
-        line = described_line(self.hardware, what, size, num_members=size)
-        num_bytes = size * self.training.tokens * width * self.training.element_bytes
-        return line.alpha_s + line.beta_s * num_bytes
-
-    def _ring_s(self, rounds: int) -> float:
-        """What attention does not hide: backward computes twice as much, and passes gradients of
-        keys and values on with these."""
-        parallel, training, shape = self.training.parallel, self.training, self.shape
-        if parallel.context == 1:
-            return 0.0
-        line = passing_line(self.hardware, parallel.sharers, parallel.tensor)
-        width = shape.divided.key_value_width or sum(shape.head_width)
-        turn_s = line.beta_s * training.tokens * width * training.element_bytes
-        work = training.tokens * shape.attention_work(training.length) / parallel.context
-        hidden_s = work / self.multiply_adds_per_s
-        turns = parallel.context - 1
-        return turns * max(line.alpha_s + rounds * (turn_s - hidden_s), 0.0)
 
 
 def passing_line(hardware: Hardware, num_ranks: int, at_once: int) -> Line:
@@ -218,20 +107,10 @@ def passing_line(hardware: Hardware, num_ranks: int, at_once: int) -> Line:
     return Line(alpha_s=link.latency_s, beta_s=sharers / link.bytes_per_s)
 
 
-# A run as strategies and prices see it, from what describes its cluster and model. Pure.
-
-
-STEP_BYTES = 2 * MASTER_AND_STATES + 6  # read and written of a weight when it is stepped
-SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
-
-
 @dataclass(frozen=True, kw_only=True)
 class DescribedRun:
-    """A model trained on a cluster by a grid of ranks; or a pipeline stage's part of one.
-
-    Raises:
-        ValueError: what the hardware file does not say.
-    """
+    """A model trained on a cluster by a grid of ranks; or a pipeline stage's part of one. What the
+    hardware file does not say is a ``ValueError``."""
 
     hardware: Hardware  # as it is reckoned with (``reached``)
     shape: ModelShape  # of the model, or of the part
@@ -277,47 +156,11 @@ class DescribedRun:
             )
         return rate
 
-    # What ranks compute between the experts.
-
-    def dense_s(self, layers: Sequence[int]) -> float:
-        """Forward of the dense parts of some layers, one pass of one rank."""
-        work = sum(self.shape.dense_work(layer, self.training.length) for layer in layers)
-        touched = len(layers) * self.passes * self.shape.width * self.training.element_bytes
-        tokens = self.training.tokens
-        return tokens * (work / self.product.multiply_adds_per_s + touched / self.memory_rate)
-
-    @cached_property
-    def _computed_s(self) -> tuple[float, ...]:
-        """Forward of what is dense before each MoE layer, float ``[L]``."""
-        numbers = range(len(self.shape.moe_layers))
-        return tuple(self.dense_s(self.shape.layers_before(number)) for number in numbers)
-
-    @cached_property
-    def _traffic(self) -> DenseTraffic:
-        return DenseTraffic(
-            hardware=self.hardware,
-            shape=self.shape,
-            training=self.training,
-            multiply_adds_per_s=self.product.multiply_adds_per_s,
-        )
-
-    @cached_property
-    def _sent_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What the same sends, forward and backward."""
-        before = [self.shape.layers_before(n) for n in range(len(self.shape.moe_layers))]
-        embedding_s = [self._embedding_s, *[0.0] * len(before)]
-        return (
-            tuple(self._traffic.forward_s(each) + s for each, s in zip(before, embedding_s)),
-            tuple(self._traffic.backward_s(each) + s for each, s in zip(before, embedding_s)),
-        )
-
-    @property
-    def _embedding_s(self) -> float:
-        return self._traffic.embedding_s if self.shape.vocabulary.has_embedding else 0.0
+    # What ranks compute and send between the experts.
 
     @cached_property
     def window_s(self) -> tuple[float, ...]:
-        """Before each MoE layer, float ``[L]``."""
+        """Forward before each MoE layer, float ``[L]``."""
         return tuple(map(sum, zip(self._computed_s, self._sent_s[0])))
 
     @cached_property
@@ -331,6 +174,82 @@ class DescribedRun:
         """Times of forward that backward takes: one more where forward is computed again."""
         return BACKWARD + self.training.recomputes
 
+    def dense_s(self, layers: Sequence[int]) -> float:
+        """Forward of the dense parts of some layers, one pass of one rank."""
+        work = sum(self.shape.dense_work(layer, self.training.length) for layer in layers)
+        touched = len(layers) * self.passes * self.row_bytes
+        tokens = self.training.tokens
+        return tokens * (work / self.product.multiply_adds_per_s + touched / self.memory_rate)
+
+    @cached_property
+    def _before(self) -> list[range]:
+        """Layers whose dense parts run before the experts of each MoE layer."""
+        return [self.shape.layers_before(number) for number in range(len(self.shape.moe_layers))]
+
+    @cached_property
+    def _computed_s(self) -> tuple[float, ...]:
+        """Forward of what is dense before each MoE layer, float ``[L]``."""
+        return tuple(map(self.dense_s, self._before))
+
+    @cached_property
+    def _sent_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What the same sends, forward and backward."""
+        embedding_s = [self._embedding_s, *[0.0] * len(self._before)]
+        forward_s, backward_s = (
+            tuple(sent_s(each) + s for each, s in zip(self._before, embedding_s))
+            for sent_s in (self._forward_sent_s, self._backward_sent_s)
+        )
+        return forward_s, backward_s
+
+    def _forward_sent_s(self, layers: Sequence[int]) -> float:
+        """By tensor and context parallelism, the dense parts of some layers."""
+        return sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(FORWARD)
+
+    def _backward_sent_s(self, layers: Sequence[int]) -> float:
+        """The same, forward once more where they run again."""
+        back_s = sum(map(self._tensor_s, layers)) + len(layers) * self._ring_s(BACKWARD)
+        return back_s + self._forward_sent_s(layers) if self.training.recomputes else back_s
+
+    def _tensor_s(self, layer: int) -> float:
+        shape = self.shape
+        has_mlp = shape.shared_width if layer in shape.moe_layers else shape.dense_width
+        gathered = [
+            *(shape.divided.gathered_widths or (shape.width,)),
+            *[shape.width] * bool(has_mlp),
+        ]
+        scattered = [shape.width] * (2 if has_mlp else 1)
+        return sum(self._collective_s("all_gather", width) for width in gathered) + sum(
+            self._collective_s("reduce_scatter", width) for width in scattered
+        )
+
+    def _collective_s(self, what: str, width: int) -> float:
+        """Of so many numbers of each token of the tensor parallel group."""
+        size = self.training.parallel.tensor
+        line = described_line(self.hardware, what, size, num_members=size)
+        num_bytes = size * self.training.tokens * width * self.training.element_bytes
+        return line.alpha_s + line.beta_s * num_bytes
+
+    def _ring_s(self, rounds: int) -> float:
+        """What attention does not hide: backward computes twice as much, and passes gradients of
+        keys and values on with these."""
+        parallel, training, shape = self.training.parallel, self.training, self.shape
+        if parallel.context == 1:
+            return 0.0
+        line = passing_line(self.hardware, parallel.sharers, parallel.tensor)
+        width = shape.divided.key_value_width or sum(shape.head_width)
+        turn_s = line.beta_s * training.tokens * width * training.element_bytes
+        work = training.tokens * shape.attention_work(training.length) / parallel.context
+        hidden_s = work / self.product.multiply_adds_per_s
+        turns = parallel.context - 1
+        return turns * max(line.alpha_s + rounds * (turn_s - hidden_s), 0.0)
+
+    @property
+    def _embedding_s(self) -> float:
+        """Each way: sums of its parts are scattered."""
+        if not self.shape.vocabulary.has_embedding:
+            return 0.0
+        return self._collective_s("reduce_scatter", self.shape.width)
+
     @property
     def head_s(self) -> float:
         """Forward of what follows the last experts: layers without, head and loss."""
@@ -343,12 +262,13 @@ class DescribedRun:
 
     @property
     def head_sent_s(self) -> tuple[float, float]:
-        """What that sends, forward and backward."""
-        traffic, layers = self._traffic, self.shape.layers_after
-        ends_s = traffic.head_s if self.shape.vocabulary.has_head else 0.0
-        if not self.shape.moe_layers:
+        """What that sends, forward and backward; tokens are gathered for the parts of the head."""
+        shape, layers, ends_s = self.shape, self.shape.layers_after, 0.0
+        if shape.vocabulary.has_head:
+            ends_s = self._collective_s("all_gather", shape.width)
+        if not shape.moe_layers:
             ends_s += self._embedding_s
-        return traffic.forward_s(layers) + ends_s, traffic.backward_s(layers) + ends_s
+        return self._forward_sent_s(layers) + ends_s, self._backward_sent_s(layers) + ends_s
 
     # What rows and copies cost.
 
@@ -357,29 +277,33 @@ class DescribedRun:
         return self.shape.width * self.training.element_bytes
 
     @property
-    def _travelling(self) -> OnItsWay:
-        in_memory = OnItsWay(RowBytes(self.row_bytes, self.row_bytes), self.expert_bytes)
-        return self.on_its_way or in_memory
-
-    @property
     def expert_bytes(self) -> int:
         """Weights of one expert that one rank has."""
         whole = self.shape.expert_weights * self.training.element_bytes
         return whole // self.grid.cell_size
 
+    @property
+    def slots(self) -> int:
+        """Experts of a layer that a cell is home to, at most."""
+        return -(-self.shape.num_experts // self.grid.num_cells)
+
+    @property
+    def _travelling(self) -> OnItsWay:
+        in_memory = OnItsWay(RowBytes(self.row_bytes, self.row_bytes), self.expert_bytes)
+        return self.on_its_way or in_memory
+
     @cached_property
     def pool(self) -> Pool:
         """All MoE layers."""
-        hardware, grid = self.hardware, self.grid
-        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
-        row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
-        row_s_C = self._row_s_C(row_work)
+        grid, sent = self.grid, self._travelling
+        copy, inter, intra = self.hardware.cell_links(grid.size, grid.cell_size)
+        row_s_C = self._row_s_C()
         return Pool(
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
                 row_s=float(row_s_C.mean()),
-                row_bytes=self._travelling.row.between,
-                copy_s=self._travelling.copy / copy.bytes_per_s,
+                row_bytes=sent.row.between,
+                copy_s=sent.copy / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
                 intra_bytes_per_s=intra.bytes_per_s,
             ),
@@ -387,16 +311,17 @@ class DescribedRun:
             expert_bytes=self.expert_bytes,
             state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
             copy_latency_s=copy.latency_s,
-            copy_bytes=self._travelling.copy,
-            cell_row_bytes=self._travelling.row.within,
+            copy_bytes=sent.copy,
+            cell_row_bytes=sent.row.within,
         )
 
-    def _row_s_C(self, row_work: float) -> np.ndarray:
+    def _row_s_C(self) -> np.ndarray:
         """Seconds of a row in each cell: of the slowest grid, where there are several, and of a
         cell's slowest rank."""
+        work = (1 + self.backward_rounds) * self.shape.expert_weights / self.grid.cell_size
         row_s_R = np.concatenate(
             [
-                np.full(each.num_ranks, row_work / self._product(each).multiply_adds_per_s)
+                np.full(each.num_ranks, work / self._product(each).multiply_adds_per_s)
                 for each in self.mixed or (self.hardware,)
             ]
         )[: self.grid.world_size]
@@ -407,13 +332,13 @@ class DescribedRun:
     @cached_property
     def lines(self) -> PipelineLines:
         """What pipelines are planned by."""
-        grid = self.grid
+        grid, tensor = self.grid, self.training.parallel.tensor
         usage = Usage(
             num_ranks=grid.world_size,
             num_cells=grid.num_cells,
             cell_size=grid.cell_size,
             dense_ranks_per_node=max(
-                min(self.hardware.ranks_per_node, grid.world_size) // self._tensor, 1
+                min(self.hardware.ranks_per_node, grid.world_size) // tensor, 1
             ),
             number_type=self.training.number_type,
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
@@ -423,44 +348,32 @@ class DescribedRun:
         )
         return described_lines(self.hardware, usage)
 
-    @property
-    def _tensor(self) -> int:
-        """Ranks that divide dense weights."""
-        return self.training.parallel.tensor
-
-    @property
-    def slots(self) -> int:
-        """Experts of a layer that a cell is home to, at most."""
-        return -(-self.shape.num_experts // self.grid.num_cells)
-
     def pipelines(self, rows: Sequence[np.ndarray]) -> Measured:
         """For planners of pipelines, by the rows of one pass, int64 ``[C, E]`` of each layer."""
-        shape, grid, tensor = self.shape, self.grid, self._tensor
-        layers = []
-        for number, rows_CE in enumerate(rows):
+        shape, grid, sent = self.shape, self.grid, self._travelling.row
+
+        def dense_weights(layers: Sequence[int]) -> int:
+            return sum(shape.dense_weights(each, self.training.parallel.tensor) for each in layers)
+
+        def costs(rows_CE: np.ndarray) -> LayerRows:
             even = float(rows_CE.sum()) / grid.num_cells
-            costs = costs_of_layer(
-                self.lines,
-                LayerRows(
-                    sent=even / grid.cell_size,
-                    gathered=even,
-                    row_bytes=self._travelling.row.between,
-                    cell_row_bytes=self._travelling.row.within,
-                ),
+            return LayerRows(
+                sent=even / grid.cell_size,
+                gathered=even,
+                row_bytes=sent.between,
+                cell_row_bytes=sent.within,
             )
-            before = shape.layers_before(number)
-            layers.append(
-                MeasuredLayer(
-                    costs,
-                    self.back_window_s[number],
-                    sum(shape.dense_weights(each, tensor) for each in before),
-                )
+
+        layers = tuple(
+            MeasuredLayer(
+                costs_of_layer(self.lines, costs(rows_CE)), back_window_s, dense_weights(before)
             )
-        head = shape.vocabulary.size * shape.width // tensor if shape.vocabulary.has_head else 0
-        head += sum(shape.dense_weights(each, tensor) for each in shape.layers_after)
+            for rows_CE, back_window_s, before in zip(rows, self.back_window_s, self._before)
+        )
+        head = shape.vocabulary.size * shape.width // self.training.parallel.tensor
         return Measured(
-            tuple(layers),
-            head,
+            layers,
+            head * shape.vocabulary.has_head + dense_weights(shape.layers_after),
             self.lines.gradients,
             self.training.element_bytes,
             issued(self.host, is_split=grid.cell_size > 1),
@@ -469,16 +382,10 @@ class DescribedRun:
     # What is asked for.
 
     def job(self, homes: Sequence[Placement], used: MemoryUse) -> Job:
-        """What strategies plan by, without rows.
-
-        Args:
-            homes: of each layer's experts.
-            used: memory of a rank, of all that its stage has.
-        """
+        """What strategies plan by, without rows; in a stage whose ranks use so much memory."""
         free = (self.hardware.device.memory_bytes or 0) - used.total
-        job = Job.at_start(homes, self.node_C, (self.pool,))
         return replace(
-            job,
+            Job.at_start(homes, self.node_C, (self.pool,)),
             window_s=self.window_s,
             back_window_s=self.back_window_s,
             free_bytes=max(int(SHARE_OF_FREE * free), 0) // self.training.parallel.chunks,
@@ -491,16 +398,14 @@ class DescribedRun:
         parallel, shape = self.training.parallel, self.shape
         if parallel.pipeline == 1:
             return [[StageChunk(slice(None), self)]]
-        return [
-            [self._chunk(layers) for layers in chunks]
-            for chunks in parallel.layers(shape.num_layers)
-        ]
 
-    def _chunk(self, layers: range) -> StageChunk:
-        part = self.shape.part(layers)
-        before = sum(layer < layers.start for layer in self.shape.moe_layers)
-        moe_layers = slice(before, before + len(part.moe_layers))
-        return StageChunk(moe_layers, replace(self, shape=part))
+        def chunk(layers: range) -> StageChunk:
+            part = shape.part(layers)
+            before = sum(layer < layers.start for layer in shape.moe_layers)
+            own = slice(before, before + len(part.moe_layers))
+            return StageChunk(own, replace(self, shape=part))
+
+        return [list(map(chunk, chunks)) for chunks in parallel.layers(shape.num_layers)]
 
     @property
     def send_s(self) -> float:
@@ -509,26 +414,54 @@ class DescribedRun:
         line = passing_line(self.hardware, training.num_ranks, training.stage_ranks)
         return line.alpha_s + line.beta_s * training.tokens * self.row_bytes
 
-    def activations(self, most_rows: float) -> Activations:
-        """Of one pass. Arguments as of ``memory``."""
-        return activations(self.shape, self.training, self.grid, most_rows)
-
     def memory(self, most_rows: float) -> MemoryUse:
-        """Of the fullest rank, without copies.
-
-        Args:
-            most_rows: rows that a cell computes in one layer.
-        """
-        return memory_use(
-            self.shape, self.training, self.grid, slots=self.slots, most_rows=most_rows
+        """Of the rank with most experts and rows, without copies; ``most_rows`` are those that a
+        cell computes in one layer."""
+        training, stage = self.training, self.training.zero_stage
+        element, replicas = training.element_bytes, self.grid.world_size // self.grid.size
+        experts, dense_replicas = self._held_experts, training.dense_replicas
+        dense = self.shape.held_dense_weights(training.parallel.tensor)
+        held = dense / (dense_replicas if stage >= 3 else 1) + experts
+        if stage >= 3 and training.recomputes and experts:  # else layers keep theirs whole
+            a_layer = experts / len(self.shape.moe_layers)
+            held += (experts - a_layer) * (1 / replicas - 1)
+        reduced, stepped = (
+            dense / (dense_replicas if stage >= least else 1)
+            + experts / (replicas if stage >= least else 1)
+            for least in (2, 1)
+        )
+        stepped *= 1 - training.offloaded_states
+        return MemoryUse(
+            weights=held * element,
+            gradients=reduced * training.gradient_bytes,
+            optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
+            activations=sum(self.activations(most_rows)),
         )
 
-    def conditions(self, sliced: int = 0) -> Conditions:
-        """Of a step.
+    def activations(self, most_rows: float) -> Activations:
+        """Of one pass. Arguments as of ``memory``."""
+        shape, training, tokens = self.shape, self.training, self.training.tokens
+        state = self.row_bytes
+        dense = KEPT_DENSE * tokens * state
+        of_row = 2 * shape.width + shape.products * shape.expert_width / self.grid.cell_size
+        rows = most_rows * of_row * training.element_bytes
+        rows += tokens * shape.top_k * state  # as they came back
+        hidden = shape.products * tokens * training.element_bytes
+        rows += hidden * shape.shared_width
+        num_moe = len(shape.moe_layers)
+        num_dense = shape.num_layers - num_moe
+        of_mlp = hidden * shape.dense_width if num_dense else 0
+        logits = tokens * shape.vocabulary.size * LOGIT_BYTES if shape.vocabulary.has_head else 0
+        if training.recomputes:
+            rows = rows if num_moe else 0
+            return Activations(
+                shape.num_layers * tokens * state + logits, dense + max(rows, of_mlp)
+            )
+        whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
+        return Activations(whole + logits, 0.0)
 
-        Args:
-            sliced: elements of dense gradients that layers reduce beside their rows.
-        """
+    def conditions(self, sliced: int = 0) -> Conditions:
+        """Of a step whose layers reduce so many elements of dense gradients beside their rows."""
         link = self.hardware.copy_link(self.grid.size)
         tasks = TaskCosts(
             exchange_start_s=link.latency_s if self.grid.num_cells > 1 else 0.0,
@@ -558,7 +491,7 @@ class DescribedRun:
 
     def dense_end_s(self, sliced: int) -> float:
         """Of what is not of experts."""
-        elements = self.shape.held_dense_weights(self._tensor)
+        elements = self.shape.held_dense_weights(self.training.parallel.tensor)
         reduced_s = 0.0
         if not self.training.hides_gradients:
             reduced_s = self.lines.gradients.seconds(max(elements - sliced, 0))
@@ -566,9 +499,15 @@ class DescribedRun:
 
     @property
     def expert_end_s(self) -> float:
-        """Of experts."""
-        homes = self.grid.world_size // self.grid.size
-        return self._expert_gradients_s() + self._stepped_s(self._held_experts, homes)
+        """Of experts, whose gradients are summed over their homes in different grids."""
+        homes, reduced_s = self.grid.world_size // self.grid.size, 0.0
+        if homes > 1:
+            # In rings along the ranks: of those that hold the same on one node, one sends to
+            # another.
+            line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
+            sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
+            reduced_s = line.alpha_s + sent * line.beta_s
+        return reduced_s + self._stepped_s(self._held_experts, homes)
 
     def _stepped_s(self, elements: float, num_replicas: int) -> float:
         """The optimizer's step of weights that so many ranks have."""
@@ -580,16 +519,6 @@ class DescribedRun:
         """Weights of experts that a rank has."""
         whole = len(self.shape.moe_layers) * self.slots * self.shape.expert_weights
         return whole / self.grid.cell_size
-
-    def _expert_gradients_s(self) -> float:
-        """Summed over the homes of each expert, which stand in different grids."""
-        homes = self.grid.world_size // self.grid.size
-        if homes == 1:
-            return 0.0
-        # In rings along the ranks: of those that hold the same on one node, one sends to another.
-        line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
-        sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
-        return line.alpha_s + sent * line.beta_s
 
 
 class StageChunk(NamedTuple):

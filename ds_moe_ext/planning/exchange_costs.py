@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of an MoE layer's pipeline cost: straight lines (FSMoE, eq. 1). Pure.
+"""What exchanges and the other operations of an MoE layer's pipeline cost on a cluster. Pure.
 
-``measure.pipeline_probe`` measures them on a run's own ranks; ``described_lines`` takes them from a
-hardware file. Either way all ranks have the same, and plan by them.
+``PipelineLines`` are straight lines (FSMoE, eq. 1): ``probe`` measures them on a run's own ranks,
+``described_lines`` takes them from a hardware file; either way all ranks have the same, and plan by
+them. ``line_of_way`` prices each way in which rows may travel between cells, by a model of two
+links. ``LinkPrices`` say what rows and copies wait for by who sends what to whom.
 """
 
 from __future__ import annotations
@@ -61,9 +63,6 @@ def layer_costs(lines: PipelineLines, rows: LayerRows) -> LayerCosts:
     )
 
 
-# From a hardware file.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Usage:
     """How a run uses a cluster."""
@@ -86,9 +85,6 @@ def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
 
     Measured sums of gradients are those of one rank from each node, all at once; where more ranks
     of a node share one sum it is taken to be as many times as fast.
-
-    Raises:
-        ValueError: what the file lacks; or cells that do not fit into a node.
     """
     num_ranks, num_cells, cell_size = usage.num_ranks, usage.num_cells, usage.cell_size
     if cell_size > hardware.ranks_per_node:
@@ -154,9 +150,6 @@ def _expert(hardware: Hardware, usage: Usage) -> Line:
     )
 
 
-# Ways in which rows travel between cells, and what each costs by a model of two links. Pure.
-
-
 class Way(Enum):
     """How rows travel between cells, by its JSON name."""
 
@@ -174,11 +167,8 @@ BY_COST = (Way.DIRECT, Way.BY_LEADERS, Way.BY_PLACES)
 
 @dataclass(frozen=True)
 class Links:
-    """What an all-to-all costs at each level, by the bytes that one rank gives, its own among them.
-
-    Raises:
-        ValueError: there is no way by the nodes.
-    """
+    """What an all-to-all costs at each level, by the bytes that one rank gives, its own among
+    them."""
 
     within: Line  # among the ranks of a node
     between: Line  # among ranks of which each node has one; all such groups at once
@@ -235,11 +225,7 @@ def line_of_way(way: Way, links: Links) -> Line:
     node are taken to share its way out, so that a leader alone sends as fast as all of them
     together. So 2DH beats the direct way where the ``(V - 1) * (G - 1)`` starts between nodes that
     it saves cost more than to carry the rows of other nodes over inside one's own; 1DH never beats
-    2DH, except as measured.
-
-    Args:
-        way: one of ``BY_COST``.
-        links: of the levels.
+    2DH, except as measured. DeepEP's way has no price.
     """
     num_nodes, node_size = links.num_nodes, links.node_size
     hops = hops_of(way, num_nodes, node_size)
@@ -252,17 +238,8 @@ def line_of_way(way: Way, links: Links) -> Line:
 def described_links(
     hardware: Hardware, num_nodes: int, node_size: int, cell_size: int = 1
 ) -> Links:
-    """The levels by a hardware file.
-
-    Args:
-        hardware: the cluster.
-        num_nodes: nodes of the cells that exchange rows.
-        node_size: such cells of each.
-        cell_size: ranks of a cell; as many exchanges go on at once.
-
-    Raises:
-        ValueError: what the file lacks.
-    """
+    """The levels by a hardware file, of so many nodes of ``node_size`` cells that exchange rows; as
+    many exchanges go on at once as a cell has ranks."""
     in_node, in_all = node_size * cell_size, num_nodes * node_size * cell_size
     return Links(
         within=described_line(hardware, "all_to_all", in_node, num_members=node_size),
@@ -282,10 +259,6 @@ def _line(loads: tuple[Load, ...], even: Line, num_members: int, speed: int = 1)
     )
 
 
-# What rows and copies of experts wait for on a cluster's links, by who sends what to whom.
-# Pure.
-
-
 class Trip(NamedTuple):
     """What an exchange of rows takes as layers make it, beside what links alone would."""
 
@@ -298,11 +271,7 @@ BARE = Trip()
 
 @dataclass(frozen=True, kw_only=True)
 class LinkPrices:
-    """The links of a cluster, the same on every rank.
-
-    Raises:
-        ValueError: a cost below zero or not finite, or a bandwidth of zero.
-    """
+    """The links of a cluster, the same on every rank."""
 
     near_bytes_per_s: float  # what one cell sends to, and receives from, others of its node
     far_bytes_per_s: float  # likewise, of other nodes, if no other cell of its node does
@@ -317,12 +286,8 @@ class LinkPrices:
         check_costs(costs)
 
     def link_s(self, bytes_CC: np.ndarray, node_C: np.ndarray) -> float:
-        """Seconds that the busiest link carries an exchange.
-
-        Args:
-            bytes_CC: from each cell to each; its own are left out.
-            node_C: node of each cell.
-        """
+        """Seconds that the busiest link carries an exchange of so many bytes from each cell to
+        each; its own are left out."""
         is_far_CC = node_C[:, None] != node_C
         near_CC = bytes_CC * ~is_far_CC
         np.fill_diagonal(near_CC, 0)
@@ -333,13 +298,7 @@ class LinkPrices:
         )
 
     def exchange_s(self, bytes_CC: np.ndarray, node_C: np.ndarray, num_chunks: int = 1) -> float:
-        """Seconds of an exchange as layers make it.
-
-        Args:
-            bytes_CC: as of ``link_s``.
-            node_C: likewise.
-            num_chunks: in which rows travel one after the other.
-        """
+        """Seconds of an exchange as layers make it, in chunks one after the other."""
         links_s = num_chunks * self.start_s + self.link_s(bytes_CC, node_C)
         return self.trip.start_s + self.trip.factor * links_s
 
@@ -389,12 +348,9 @@ LEAST_SPREAD = 2.0  # of the longest exchange over the shortest, from which a li
 def trip_through(said_N: Sequence[float], found_N: Sequence[float]) -> Trip:
     """What layers add to links, by exchanges of several sizes: least squares of the relative error.
 
-    Where sizes hardly differ, or longer ones take no longer, only a start is added. Sums are exact,
-    so that all ranks find the same.
-
-    Args:
-        said_N: seconds of the links.
-        found_N: that the exchanges took; those of none are left out.
+    ``said_N`` are seconds of the links, ``found_N`` those that the exchanges took; of none they are
+    left out. Where sizes hardly differ, or longer ones take no longer, only a start is added. Sums
+    are exact, so that all ranks find the same.
     """
     pairs = [(said, found) for said, found in zip(said_N, found_N) if said > 0 and found > 0]
     if not pairs:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of hot experts for the next step: HECATE's Algorithm 1 (spec rules 16 to 20). Pure.
+"""HECATE's planners: copies of hot experts for the next step, and new homes for experts. Pure.
 
-All layers are planned at once; a turn of the loop places one expert of each. Shape letters: L
+``materialize`` is Algorithm 1 (spec rules 16 to 20): all layers are planned at once, and a turn of
+its loop places one expert of each. ``guarded`` keeps the copies that pay, ``calibrate`` adds some
+once rows are known. ``shard`` is Algorithm 2 (rules 23 to 26); ``swap_homes``, ours, moves experts
+where that gains more than the move costs. Shape letters: L
 layers, E experts of one layer, X experts of all layers, T hot experts of a layer, C cells, N nodes,
 G cells of a node, P places in the table of ``N`` times ``G``, I copies.
 """
@@ -59,13 +62,15 @@ def materialize(
 
     Returns:
         One placement a layer, homes included. No cell receives more than ``min(m, t)`` copies.
-
-    Raises:
-        ValueError: loads that do not fit, or are no whole rows.
     """
     if not homes:
         return ()
-    _check_cells(homes, node_C)
+    for layer, home in enumerate(homes):
+        if node_C.shape != (home.num_cells,):
+            raise ValueError(
+                f"layer {layer} lies on {home.num_cells} cells, but node_C names the nodes of "
+                f"{node_C.shape}; name one node a cell"
+            )
     num_experts_L = np.array([home.num_experts for home in homes])
     check_loads(loads, num_experts_L.tolist(), factor=len(node_C) * num_experts_L.max())
     degree_L = np.minimum(per_layer(overlap_degree, len(homes)), num_experts_L)
@@ -73,60 +78,23 @@ def materialize(
     degree_L = np.where(rows_LE[:, 0] > 0, degree_L, 0)
     copies_L = np.minimum(per_layer(copies_per_cell, len(homes)), degree_L)
 
-    hot = _Hot.of(order_LE, rows_LE, num_experts_L, degree_L)
+    # The hot experts of each layer, by index among those of all layers, and their rows; 0 where a
+    # layer has fewer than the most.
+    is_one_LT = np.arange(degree_L.max()) < degree_L[:, None]
+    first_L1 = (num_experts_L.cumsum() - num_experts_L)[:, None]
+    expert_LT = (order_LE[:, : is_one_LT.shape[1]] + first_L1) * is_one_LT
+    rows_LT = rows_LE[:, : is_one_LT.shape[1]] * is_one_LT
     all_fit_L = degree_L <= copies_L
     holds_XC = np.concatenate([home.holds_EC for home in homes])
-    holds_XC[hot.of_layers(all_fit_L).experts] = True
+    holds_XC[expert_LT[all_fit_L][is_one_LT[all_fit_L]]] = True
     if not all_fit_L.all():
-        few = hot.of_layers(~all_fit_L)
-        copies_L = copies_L[~all_fit_L]
-        lacks_LT = (~holds_XC[few.expert_LT]).sum(axis=2) * few.is_one_LT
-        quota_LT = slot_quotas(few.rows_LT, copies_L * len(node_C), lacks_LT)
-        _spread(holds_XC, few.expert_LT, quota_LT, copies_L, node_C)
+        few = [each[~all_fit_L] for each in (expert_LT, rows_LT, is_one_LT, copies_L)]
+        expert_LT, rows_LT, is_one_LT, copies_L = few
+        lacks_LT = (~holds_XC[expert_LT]).sum(axis=2) * is_one_LT
+        quota_LT = slot_quotas(rows_LT, copies_L * len(node_C), lacks_LT)
+        _spread(holds_XC, expert_LT, quota_LT, copies_L, node_C)
     by_layer = np.split(holds_XC, num_experts_L.cumsum()[:-1])
     return tuple(home.with_copies(holds_EC) for home, holds_EC in zip(homes, by_layer))
-
-
-def _check_cells(homes: Sequence[Placement], node_C: np.ndarray) -> None:
-    for layer, home in enumerate(homes):
-        if node_C.shape != (home.num_cells,):
-            raise ValueError(
-                f"layer {layer} lies on {home.num_cells} cells, but node_C names the nodes of "
-                f"{node_C.shape}; name one node a cell"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class _Hot:
-    """The hot experts of each layer, hottest first."""
-
-    # index among the experts of all layers; 0 where a layer has fewer hot ones
-    expert_LT: np.ndarray
-    rows_LT: np.ndarray  # their rows; 0 likewise
-    is_one_LT: np.ndarray  # whether there is one
-
-    @classmethod
-    def of(
-        cls,
-        order_LE: np.ndarray,
-        rows_LE: np.ndarray,
-        num_experts_L: np.ndarray,
-        degree_L: np.ndarray,
-    ) -> _Hot:
-        """Args: order_LE and rows_LE: as of ``hottest_first``. degree_L: hot ones of each layer."""
-        most = degree_L.max()
-        is_one_LT = np.arange(most) < degree_L[:, None]
-        first_L = np.cumsum(num_experts_L) - num_experts_L
-        expert_LT = order_LE[:, :most] + first_L[:, None]
-        return cls(expert_LT * is_one_LT, rows_LE[:, :most] * is_one_LT, is_one_LT)
-
-    def of_layers(self, is_in_L: np.ndarray) -> _Hot:
-        return _Hot(self.expert_LT[is_in_L], self.rows_LT[is_in_L], self.is_one_LT[is_in_L])
-
-    @property
-    def experts(self) -> np.ndarray:
-        """Those of all layers, in one row."""
-        return self.expert_LT[self.is_one_LT]
 
 
 def slot_quotas(rows_LT: np.ndarray, slots_L: np.ndarray, most_LT: np.ndarray) -> np.ndarray:
@@ -154,29 +122,6 @@ def slot_quotas(rows_LT: np.ndarray, slots_L: np.ndarray, most_LT: np.ndarray) -
     return quota_LT
 
 
-@dataclass(frozen=True, eq=False)
-class _Nodes:
-    """Cells in a table with a row a node; short rows are padded."""
-
-    cell_P: np.ndarray  # cell in each place of the flattened table ``[N, G]``; 0 where it is padded
-    is_pad_P: np.ndarray  # whether it is padded
-    place_C: np.ndarray  # place of each cell
-    num_nodes: int  # nodes ``N``
-
-    @classmethod
-    def of(cls, node_C: np.ndarray) -> _Nodes:
-        _, row_C, size_N = np.unique(node_C, return_inverse=True, return_counts=True)
-        order_C = np.argsort(row_C, kind="stable")
-        place_C = np.empty_like(row_C)
-        start_N = np.arange(len(size_N)) * size_N.max() - (np.cumsum(size_N) - size_N)
-        place_C[order_C] = np.arange(len(row_C)) + np.repeat(start_N, size_N)
-        cell_P = np.zeros(len(size_N) * size_N.max(), dtype=np.int64)
-        cell_P[place_C] = np.arange(len(node_C))
-        is_pad_P = np.ones(len(cell_P), dtype=bool)
-        is_pad_P[place_C] = False
-        return cls(cell_P, is_pad_P, place_C, len(size_N))
-
-
 def _spread(
     holds_XC: np.ndarray,
     hot_LT: np.ndarray,
@@ -190,17 +135,21 @@ def _spread(
     hot_TL = np.take_along_axis(hot_LT, order_LT, axis=1).T
     quota_TL = np.take_along_axis(quota_LT, order_LT, axis=1).T
     turns = list(zip(hot_TL, quota_TL))[: (quota_LT > 0).sum(axis=1).max()]
-    nodes = _Nodes.of(node_C)
-    if nodes.num_nodes == 1:
+    _, row_C, size_N = np.unique(node_C, return_inverse=True, return_counts=True)
+    if len(size_N) == 1:
         _spread_on_one_node(holds_XC, turns, copies_L)
         return
-    table = (-1, nodes.num_nodes, len(nodes.cell_P) // nodes.num_nodes)
-    free_LNG = np.where(nodes.is_pad_P, 0, copies_L[:, None]).astype(np.int32).reshape(table)
+    # Cells in a table with a row a node, -1 where a short row is padded.
+    cell_NG = np.full((len(size_N), size_N.max()), -1)
+    order_C = np.argsort(row_C, kind="stable")
+    column_C = np.arange(len(node_C)) - np.repeat(size_N.cumsum() - size_N, size_N)
+    cell_NG[row_C[order_C], column_C] = order_C
+    free_LNG = np.where(cell_NG < 0, 0, copies_L[:, None, None]).astype(np.int32)
     for expert_L, quota_L in turns:
-        held_LP = holds_XC[expert_L[:, None], nodes.cell_P] & ~nodes.is_pad_P
-        layer_I, node_I, column_I = _best_places(held_LP.reshape(table), free_LNG, quota_L)
+        held_LNG = holds_XC[expert_L[:, None, None], cell_NG] & (cell_NG >= 0)
+        layer_I, node_I, column_I = _best_places(held_LNG, free_LNG, quota_L)
         free_LNG[layer_I, node_I, column_I] -= 1
-        holds_XC[expert_L[layer_I], nodes.cell_P[node_I * table[2] + column_I]] = True
+        holds_XC[expert_L[layer_I], cell_NG[node_I, column_I]] = True
 
 
 def _spread_on_one_node(
@@ -251,9 +200,6 @@ def _best_places(
     return layer_I, node_I, cell_LNG[is_chosen_LNG] % size
 
 
-# New homes for the experts of all layers: HECATE's Algorithm 2 (spec rules 23 to 26). Pure.
-
-
 def shard(
     loads: Sequence[np.ndarray],
     *,
@@ -282,9 +228,6 @@ def shard(
 
     Returns:
         One placement a layer. Over all layers, no cell owns more than one expert more than another.
-
-    Raises:
-        ValueError: loads that do not fit, or are no whole rows.
     """
     if len(loads) == 0:
         return ()
@@ -361,9 +304,6 @@ def _fill(
         count, cell = roomiest[0]
         owners[layer][expert] = cell
         heapreplace(roomiest, (count + 1, cell))
-
-
-# New homes for experts where that gains more than the move costs. Ours. Pure.
 
 
 ROUNDS = 16  # of trying, at most; each layer takes one step in each
@@ -476,15 +416,8 @@ def swap_homes(
     ``num_steps`` steps gain less what the move takes is most. Which copies are planned depends on
     homes in no simple way, so that nothing is concluded: all that is tried is planned and priced.
 
-    Costs at most ``ROUNDS`` times the planning of some ten times the layers.
-
-    Args:
-        homes: the present ones.
-        rules: what layers take by any homes.
-        costs: of a move.
-
-    Returns:
-        One placement a layer; the present one where none of its experts moves.
+    Costs at most ``ROUNDS`` times the planning of some ten times the layers. A layer of which no
+    expert moves has its present placement.
     """
     if not rules.row_s:  # rows cost nothing
         return tuple(homes)
@@ -592,9 +525,6 @@ def _that_pay(
     return chosen
 
 
-# Whether copies pay, by the model of ``prices``: the guard, and HECATE's calibration. Pure.
-
-
 def guarded(
     homes: Sequence[Placement],
     targets: Sequence[Placement],
@@ -606,12 +536,6 @@ def guarded(
 
     Rows that stay where a copy is may pile up there, so that copies can make a layer slower (spec
     rule 32).
-
-    Args:
-        homes: of each layer.
-        targets: of each layer, homes included.
-        routed: rows of each layer.
-        prices: of the cluster.
     """
     saved_L = seconds_saved(homes, targets, routed, prices)
     return tuple(
@@ -633,18 +557,8 @@ def calibrate(
 
     Algorithm 1 runs again on the rows as they are, from the target on, with ``t = 1`` to
     ``copies_left``; experts that already are everywhere do not compete. Sending is not hidden: it
-    takes ``copy_s`` for each expert that the busiest link carries (spec rules 21 and 22).
-
-    Args:
-        home: where the experts live.
-        target: where they compute by the plan made on predicted loads.
-        rows_CE: rows that each sender routes to each expert, int64.
-        copies_left: further copies that a cell has memory for.
-        prices: of the cluster.
-        node_C: node of each cell.
-
-    Returns:
-        The best placement; the target itself if none is better.
+    takes ``copy_s`` for each expert that the busiest link carries (spec rules 21 and 22). The
+    target itself stays if nothing is better.
     """
     load_E = np.where(target.holds_EC.all(axis=1), 0, rows_CE.sum(axis=0))
     wider = materialize(

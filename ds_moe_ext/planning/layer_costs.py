@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chunks of an MoE layer take in three lanes: FSMoE's model, exact (spec 2.2, 2.3). Pure.
+"""What an MoE layer takes by the models of two papers: chunks in three lanes, and copies. Pure.
 
-``r`` chunks pass through three lanes, each in its own order; one all-reduce of gradients may stand
-between the dispatches and the combines::
+FSMoE's model, exact (spec 2.2, 2.3), is ``makespans`` of a layer's ``Chunks``; Pro-Prophet's,
+equations (1) to (8), is ``placement_seconds`` of a block. In the first ``r`` chunks pass through
+three lanes, each in its own order; one all-reduce of gradients may stand between the dispatches and
+the combines::
 
     inter    D_1 ... D_r, [all-reduce], C_1 ... C_r      all-to-alls, over the slow links
     intra    AG_1 ... AG_r, RS_1 ... RS_r                inside a cell, over the fast links
@@ -94,17 +96,9 @@ def makespans(chunks: Chunks, gradient_s: float | np.ndarray) -> np.ndarray:
 
 
 def windows(chunks: Chunks) -> np.ndarray:
-    """How long an all-reduce the layer hides in full, float ``[R]``: the paper's ``t_olp,moe``.
-
-    It is the makespan without an all-reduce, less the all-to-alls. The paper's own formulas take
-    the time of the case for the makespan, which is the same if all-gather and reduce-scatter take
-    equally long, and else may be less.
-    """
+    """How long an all-reduce the layer hides in full, float ``[R]``: the paper's ``t_olp,moe``,
+    where its formulas, which take the time of the case for the makespan, are exact."""
     return path_seconds(chunks).max(axis=0) - link_seconds(chunks)
-
-
-# What a step of an MoE block costs under a placement: Pro-Prophet's model, eqs. (1) to (8).
-# Pure.
 
 
 FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
@@ -112,11 +106,7 @@ FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPrices:
-    """The costs of one block, the same on every rank.
-
-    Raises:
-        ValueError: a cost below zero or not finite, or a bandwidth of zero.
-    """
+    """The costs of one block, the same on every rank."""
 
     row_s: float  # seconds an expert computes on one row in forward: ``1 / t``
     row_bytes: float  # bytes of one row on one trip
@@ -234,24 +224,15 @@ def placement_seconds(
 
 
 def seconds_of_rows(rows: CellRows, copied: float, *, prices: BlockPrices) -> BlockSeconds:
-    """The model on a placement, of which is known where rows go, and how many experts are copied:
-    as ``copied_experts`` counts them."""
-    return block_seconds(
-        prices,
-        most_received=int(rows.received_C.max()),
-        most_computed=int(rows.computed_C.max()),
-        copied=copied,
-    )
+    """The same, where it is known where rows go, and how many experts are copied: as
+    ``copied_experts`` counts them."""
+    most = int(rows.received_C.max()), int(rows.computed_C.max())
+    return BlockSeconds(*_seconds(prices, *most, copied))
 
 
 def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> bool:
-    """Whether cells compute about equally many rows: equation (7).
-
-    Args:
-        computed_C: rows that each cell computes, ``H``, int64.
-        num_experts: ``E`` of the layer.
-        balance: ``alpha``: the spread allowed, in mean rows of an expert.
-    """
+    """Whether cells compute about equally many rows: equation (7), with ``balance`` its ``alpha``,
+    the spread allowed in mean rows of an expert."""
     spread = int(computed_C.max()) - int(computed_C.min())
     return spread < balanced_spread(int(computed_C.sum()), num_experts, balance)
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each layer of a model does by a pipeline: its degrees, and which reductions beside it. Pure.
 
-FSMoE's planner for any of the schedules of ``schedule.pipeline_orders``. Layers here are in the
-order of the model; the partition of gradients wants that of backward. Shape letters: R degrees, G
-reductions.
+FSMoE's planner for any of the schedules of ``schedule.orders``: ``plan_pipelines`` says how each
+layer of a ``Measured`` model runs (``Piped``), ``with_degrees`` with the degrees that suit a plan
+of copies. Layers here are in the order of the model; the partition of gradients wants that of
+backward. Shape letters: R degrees, G reductions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,6 +34,7 @@ from ds_moe_ext.planning.pipeline_degrees import (
     Step2,
     best_degree,
     evolved,
+    first_least,
     partition_gradients,
     solved_degree,
 )
@@ -49,13 +52,8 @@ class MoePart:
 
     @classmethod
     def of(cls, pipeline: Pipeline, costs: LayerCosts, degrees: Sequence[int]) -> MoePart:
-        """What a pipeline takes at the degrees that it may choose from.
-
-        Args:
-            pipeline: which.
-            costs: of the direction; see ``LayerCosts.in_backward``.
-            degrees: to choose from; a pipeline that cuts no tokens has degree 1.
-        """
+        """What a pipeline takes at the degrees that it may choose from, by the costs of the
+        direction; one that cuts no tokens has degree 1."""
         degree_R = np.array(degrees if pipeline.is_cut else (1,))
         return cls(degree_R, *_seconds(pipeline, costs.cut(degree_R)))
 
@@ -69,8 +67,7 @@ class MoePart:
 
     def best(self, gradient_s: float = 0.0) -> int:
         """Position of the fastest degree; of equals the smallest."""
-        times_R = self.seconds(np.array([gradient_s]))[0]
-        return int((times_R <= times_R.min() * (1 + TIE)).argmax())
+        return int(first_least(self.seconds(np.array([gradient_s]))[0]))
 
     def degree(self, gradient_s: float = 0.0) -> int:
         """The fastest degree."""
@@ -85,17 +82,12 @@ class MoePart:
 
 def _seconds(pipeline: Pipeline, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
     """Seconds without a reduction, and of what a reduction queues with, each float ``[R]``."""
-    if pipeline.has_one_queue:
-        return _in_one_queue(chunks)
-    queue_R = link_seconds(chunks)
-    return np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R
-
-
-def _in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds without a reduction, and of the queue of all collectives, each float ``[R]``."""
+    if not pipeline.has_one_queue:
+        queue_R = link_seconds(chunks)
+        return np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R
     r, a, g, s, e = chunks
     there, back = a + g, s + a
-    queue_R = r * (there + back)
+    queue_R = r * (there + back)  # of all collectives
     ends = (queue_R, there + r * e + back, r * there + e + back, there + e + r * back)
     return np.max(ends, axis=0), queue_R
 
@@ -238,7 +230,7 @@ def best_pair(
         total_R = meanwhile.with_host(0, ahead_R, degree) + meanwhile.with_host(
             1, behind_R, backward_R
         )
-        best = int((total_R <= total_R.min() * (1 + TIE)).argmax())
+        best = int(first_least(total_R))
         pairs.append(Pair(int(degree), int(backward_R[best]), float(total_R[best])))
     least_s = min(pair.seconds for pair in pairs)
     return next(pair for pair in pairs if pair.seconds <= least_s * (1 + TIE))
@@ -281,36 +273,24 @@ def plan_pipelines(
 ) -> tuple[Piped, ...]:
     """How each layer runs, in model order.
 
-    Degrees are chosen in pairs (``best_pair``), by the solver "paper" each for itself. Rows go the
-    way by which both directions are fastest together, without reductions; of equals
-    the first.
-
-    Args:
-        pipeline: which.
-        measured: the model.
-        max_degree: the largest degree to try.
-        degrees: that are given.
-        slices: gradients may be reduced beside layers, where the pipeline has places for them.
-        solver: what finds degrees and partitions; of one queue degrees are always the exact ones.
+    Degrees are chosen in pairs (``best_pair``) up to ``max_degree`` where they are not given, by
+    the solver "paper" each for itself; of one queue always exactly. Rows go the way by which both
+    directions are fastest together, without reductions; of equals the first. With ``slices``
+    gradients are reduced beside layers, where the pipeline has places for them.
     """
     choices = _choices(degrees, max_degree)
-    chosen = [_fastest_way(pipeline, layer, choices) for layer in measured.layers]
+
+    def seconds(way: tuple[Way, LayerCosts]) -> float:
+        return best_pair(pipeline, way[1], choices).seconds
+
+    chosen = [min(layer.costs_by_way.items(), key=seconds) for layer in measured.layers]
     placed = [NOWHERE] * len(chosen)
     if slices:
         parts = [MoePart.of(pipeline, c.in_backward(), choices[1]) for _, c in chosen]
         placed = place(pipeline, measured, parts, step_2=solver.step_2)
-    return tuple(
-        with_degrees(
-            Piped(placed=each, way=way),
-            pipeline,
-            measured,
-            layer,
-            max_degree=max_degree,
-            degrees=degrees,
-            solver=solver,
-        )
-        for layer, ((way, _), each) in enumerate(zip(chosen, placed))
-    )
+    piped = [Piped(placed=each, way=way) for (way, _), each in zip(chosen, placed)]
+    found = partial(with_degrees, max_degree=max_degree, degrees=degrees, solver=solver)
+    return tuple(found(each, pipeline, measured, layer) for layer, each in enumerate(piped))
 
 
 def with_degrees(
@@ -324,15 +304,9 @@ def with_degrees(
     degrees: Degrees = (None, None),
     solver: Solver = SOLVERS["exact"],
 ) -> Piped:
-    """How a layer runs, with the degrees that suit its rows and copies. Ways and reductions stay:
-    all ranks have the same, also where grids of them copy by plans of their own.
-
-    Args:
-        piped: its way and its reductions.
-        pipeline: as of ``plan_pipelines``, as all that is not named here.
-        layer: its number.
-        balance: what its plan makes of the costs.
-    """
+    """How a layer runs, with the degrees that suit its rows and copies, of which ``balance`` says
+    what they make of the costs. Ways and reductions stay: all ranks have the same, also where grids
+    of them copy by plans of their own. Other arguments as of ``plan_pipelines``."""
     choices, of_layer = _choices(degrees, max_degree), measured.layers[layer]
     costs = balance.of(of_layer.costs_by_way[piped.way])
     within_s = sum(map(measured.all_reduce.seconds, piped.placed.within_moe))
@@ -355,15 +329,6 @@ def _choices(degrees: Degrees, max_degree: int) -> Choices:
     return forward, backward
 
 
-def _fastest_way(
-    pipeline: Pipeline, layer: MeasuredLayer, choices: Choices
-) -> tuple[Way, LayerCosts]:
-    """The way of rows by which both directions are fastest, and the costs by it."""
-    return min(
-        layer.costs_by_way.items(), key=lambda item: best_pair(pipeline, item[1], choices).seconds
-    )
-
-
 def place(
     pipeline: Pipeline,
     measured: Measured,
@@ -372,15 +337,8 @@ def place(
     num_quanta: int = QUANTA,
     step_2: Step2 | None = None,
 ) -> list[Placed]:
-    """Where gradients are reduced beside which layer's backward, in model order.
-
-    Args:
-        pipeline: what has no place in it is left to the end of backward.
-        measured: the model.
-        parts: MoE parts of backward.
-        num_quanta: as of ``partition_gradients``.
-        step_2: likewise.
-    """
+    """Where gradients are reduced beside which layer's backward, of which ``parts`` are the MoE
+    parts, in model order; what has no place in the pipeline is left to the end of backward."""
     cost = measured.all_reduce
     last_first = list(zip(measured.layers[::-1], parts[::-1], strict=True))
     ready = [measured.head_elements]
@@ -395,17 +353,14 @@ def place(
             )
             for (layer, part), elements in zip(last_first, ready)
         ]
-        tail = measured.layers[0].gradient_elements
         found = partition_gradients(
             beside,
             all_reduce=cost,
-            tail_elements=tail,
+            tail_elements=measured.layers[0].gradient_elements,
             num_quanta=num_quanta,
             step_2=step_2,
         )
-        placed = [
-            Placed(_some(moe), _some(dense)) for moe, dense in zip(found.within_moe, found.dense)
-        ]
+        placed = [Placed(*map(_some, each)) for each in zip(found.within_moe, found.dense)]
     elif pipeline.piece_bytes is not None:
         size = max(pipeline.piece_bytes // measured.element_bytes, 1)
         windows = [(layer.dense_window_s, part.window_s) for layer, part in last_first]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host takes to issue a step: one thread, task after task, and a wait for counts. Pure.
+"""Seconds of one layer's tasks in every cell, and of what the host takes to issue them. Pure.
 
-A device starts what the host has issued. So a host that is slower than the devices shows as a lane
-of its own that everything else waits for.
+``Flow`` says where the rows of a layer go under its plan, ``layer_seconds`` what each of its tasks
+takes then, in a few classes of cells. A device starts what the host has issued: a host that is
+slower than the devices shows as a lane of its own that everything else waits for (``with_host``).
 """
 
 from __future__ import annotations
@@ -80,20 +81,12 @@ class HostTimes:
 NO_HOST = HostTimes(forward=MappingProxyType({}), backward=MappingProxyType({}))
 
 
-class Issued(NamedTuple):
-    """A step with what the host does."""
-
-    schedule: Schedule  # with a task ISSUE before each that takes the host time
-    seconds: Mapping[int, float]  # of these, by their ``id``
-
-
-def with_host(schedule: Schedule, host: HostTimes) -> Issued:
-    """The same step with what the host does.
-
-    The host waits once in each layer's forward: for the counts of its rows, which ORDER brings.
-    """
+def with_host(schedule: Schedule, host: HostTimes) -> tuple[Schedule, Mapping[int, float]]:
+    """The same step with a task ISSUE before each that takes the host time, and seconds of these by
+    their ``id``. The host waits once in each layer's forward: for the counts of its rows, which
+    ORDER brings."""
     if host.is_nothing:
-        return Issued(schedule, {})
+        return schedule, {}
     tasks: list[Task] = []
     moved: list[int] = []  # where each task now stands
     seconds: dict[int, float] = {}
@@ -111,14 +104,12 @@ def with_host(schedule: Schedule, host: HostTimes) -> Issued:
         moved.append(len(tasks))
         adjoint_of = tuple(moved[place] for place in task.adjoint_of)
         tasks.append(replace(task, reads=reads, adjoint_of=adjoint_of))
-    return Issued(replace(schedule, tasks=tuple(tasks)), seconds)
-
-
-# What a host takes to issue the tasks of a layer: measured once, of all strategies. Data.
+    return replace(schedule, tasks=tuple(tasks)), seconds
 
 
 _US = 1e-6
 
+# Measured once, of all strategies.
 HOST_TIMES = HostTimes(
     forward={
         "attention": 320 * _US,
@@ -177,9 +168,6 @@ def issued(
 
     forward_s, backward_s = chunk_s or (None, None)
     return side(host.forward, forward_s), side(host.backward, backward_s)
-
-
-# Seconds of one layer's tasks in every cell, under a plan and the rows that came. Pure.
 
 
 NO_REDUCTION = AllReduce(0.0, 0.0)
@@ -287,10 +275,6 @@ class LayerSeconds:
             return self.by_rows[side].seconds(place, part)
         return sum(self.by_piece.get(side, ())[task.span.start : task.span.stop])
 
-    def without_moves(self) -> LayerSeconds:
-        """In a later micro-batch: copies are there, and no gradient travels before the last."""
-        return replace(self, by_piece={})
-
 
 def layer_seconds(
     plan: Plan,
@@ -302,19 +286,11 @@ def layer_seconds(
     cell_size: int,
     classes: int,
 ) -> LayerSeconds:
-    """Of one layer.
+    """Of one layer, whose rows flow so.
 
-    Args:
-        plan: of the layer.
-        flow: of its rows.
-        pool: with what rows and copies cost.
-        costs: of all else.
-        node_C: node of each cell.
-        cell_size: ranks of a cell.
-        classes: that cells are put into where there are more of them, four or more: the busiest,
-            the one that computes longest, the one whose rows travel longest, the idlest, and others
-            between in even steps. Each stands in every layer for those that are as busy there,
-            whichever they are.
+    Cells are put into ``classes`` where there are more of them, four or more: the busiest, the one
+    that computes longest, the one whose rows travel longest, the idlest, and others between in even
+    steps. Each stands in every layer for those that are as busy there, whichever they are.
     """
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
     forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
@@ -325,7 +301,6 @@ def layer_seconds(
     none = [0.0] * len(place_K)
     start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
     counts = Timing(start_s if len(node_C) > 1 else 0.0, none)
-    ordered = counts._replace(start_s=counts.start_s + flow.added_s)
     exchange = Timing(0.0 if flow.all_stay else counts.start_s, flow.exchange_s_C[place_K].tolist())
     experts = [
         Timing(
@@ -345,22 +320,22 @@ def layer_seconds(
     copied, reduced = (_copied(plan, pool, node_C, is_back=is_back) for is_back in (False, True))
     slices = (*plan.reductions.within_moe, *plan.reductions.dense)
     is_back = True
+    by_rows = {
+        (ORDER.name, not is_back): counts._replace(start_s=counts.start_s + flow.added_s),
+        (EXPERT.name, not is_back): experts[0],
+        (EXPERT.name, is_back): experts[1],
+    }
+    for op, there, back in (
+        (DISPATCH, exchange, exchange),
+        (COMBINE, exchange, exchange),
+        (RESTORE, restore, restore),
+        (CELL_GATHER, gather, scatter),
+        (CELL_SCATTER, scatter, gather),
+    ):
+        by_rows[op.name, not is_back] = there
+        by_rows[op.name, is_back] = back.times(sent_back)
     return LayerSeconds(
-        by_rows={
-            (ORDER.name, not is_back): ordered,
-            (DISPATCH.name, not is_back): exchange,
-            (DISPATCH.name, is_back): exchange.times(sent_back),
-            (COMBINE.name, not is_back): exchange,
-            (COMBINE.name, is_back): exchange.times(sent_back),
-            (EXPERT.name, not is_back): experts[0],
-            (EXPERT.name, is_back): experts[1],
-            (RESTORE.name, not is_back): restore,
-            (RESTORE.name, is_back): restore.times(sent_back),
-            (CELL_GATHER.name, not is_back): gather,
-            (CELL_GATHER.name, is_back): scatter.times(sent_back),
-            (CELL_SCATTER.name, not is_back): scatter,
-            (CELL_SCATTER.name, is_back): gather.times(sent_back),
-        },
+        by_rows=by_rows,
         by_piece={
             (GATHER.name, not is_back): copied,
             (GATHER.name, is_back): reduced,

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of rows in ``.npz`` files.
+"""Loads by a name or from a file, and for another grid than they are of.
 
-Shape letters: I steps, L layers, C or R senders (ranks), E experts.
+``read_loads`` asks a generator (``load_models``) or one of the ``READERS``: of our tables
+(``.npz``), of Megatron-core's routing traces (``--moe-routing-trace-path``: JSONL, a line for each
+step, layer and rank, with the experts of every token) or of the ``report.json`` that a run left;
+``redivided`` then gives them other ranks, tokens, layers or steps. ``write_loads`` writes the first
+two. Shape letters: I steps, L layers, C or R senders (ranks), E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,18 @@ from ds_moe_ext.files.documents import parsed, read_document
 from ds_moe_ext.planning.load_models import TRAINED, WORKLOADS, Zipf, workload_rows, zipf_rows
 from ds_moe_ext.planning.loads import MOST_ROWS, Loads, Sizes, check_size
 from ds_moe_ext.strict import at_least, fields_of, nearest_and_all, read_record
+
+FILES = "router_trace_rank*.jsonl"
+"""As Megatron names them, one a rank, in a folder."""
+MOST_LINE_BYTES = 2**28
+MOST_EXPERTS = 2**16
+DECODER, STAGE = "decoder", "pre_dispatch"
+
+DISTRIBUTIONS = {"zipf": Zipf(1.2), "trained": TRAINED}
+NAMES = (*WORKLOADS, *DISTRIBUTIONS)
+"""Of generators."""
+SYNONYMS = {"uniform": "balanced", "even": "balanced", "skewed": "zipf"}
+"""Words that errors understand: a person may know loads by these."""
 
 OURS = "rows_ILCE", "steps_I"
 OTHERS = "counts_IRLE", "iteration_I"
@@ -35,11 +51,7 @@ def write_table(path: Path, loads: Loads) -> None:
 
 
 def read_table(path: Path) -> Loads:
-    """Read what ``write_table`` wrote, or ``counts_IRLE`` and ``iteration_I``.
-
-    Raises:
-        ValueError: the file is no such table.
-    """
+    """Read what ``write_table`` wrote, or ``counts_IRLE`` and ``iteration_I``."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
@@ -78,18 +90,6 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     return array
 
 
-# Routing traces of Megatron-core (``--moe-routing-trace-path``): JSONL, a line for each step,
-# layer and rank, with the experts of every token.
-
-
-FILES = "router_trace_rank*.jsonl"
-"""As Megatron names them, one a rank, in a folder."""
-
-MOST_LINE_BYTES = 2**28
-MOST_EXPERTS = 2**16
-DECODER, STAGE = "decoder", "pre_dispatch"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """What is read of a line; what else it has is left."""
@@ -116,7 +116,9 @@ def write_traces(path: Path, loads: Loads) -> None:
         for step, rows_LCE in zip(loads.steps_I.tolist(), loads.rows_ILCE):
             for layer, rows_CE in enumerate(rows_LCE):
                 for rank, rows_E in enumerate(rows_CE):
-                    experts_TK = _tokens_of(rows_E, loads.top_k)
+                    # Rows in the order of experts, dealt to tokens in turn: all different.
+                    experts_N = np.repeat(np.arange(len(rows_E)), rows_E)
+                    experts_TK = np.sort(experts_N.reshape(loads.top_k, -1).T, axis=1)
                     line = {
                         "step": step,
                         "stage": STAGE,
@@ -128,12 +130,6 @@ def write_traces(path: Path, loads: Loads) -> None:
                         "top_indices": experts_TK.tolist(),
                     }
                     file.write(json.dumps(line) + "\n")
-
-
-def _tokens_of(rows_E: np.ndarray, top_k: int) -> np.ndarray:
-    """Different experts ``[T, K]`` of tokens: rows in the order of experts, dealt in turn."""
-    experts_N = np.repeat(np.arange(len(rows_E)), rows_E)
-    return np.sort(experts_N.reshape(top_k, -1).T, axis=1)
 
 
 def read_traces(path: Path, num_experts: int | None = None) -> Loads:
@@ -155,7 +151,9 @@ def read_traces(path: Path, num_experts: int | None = None) -> Loads:
                 line.step,
                 line.rank,
             )
-            counts[key] = _added(counts.get(key), rows_E)
+            short, long = sorted((counts.get(key, rows_E[:0]), rows_E), key=len)
+            counts[key] = long.copy()
+            counts[key][: len(short)] += short
     if not counts:
         raise ValueError(
             f"{path} has no lines of a routing trace; name a file, or a folder of {FILES}"
@@ -166,9 +164,10 @@ def read_traces(path: Path, num_experts: int | None = None) -> Loads:
 def _lines(path: Path) -> Iterator[tuple[str, Line]]:
     try:
         with path.open("rb") as file:
-            number = 0
-            while text := file.readline(MOST_LINE_BYTES + 1):
-                number += 1
+            for number in itertools.count(1):
+                text = file.readline(MOST_LINE_BYTES + 1)
+                if not text:
+                    return
                 if text.strip():
                     where = f"{path}:{number}"
                     yield where, _line(text, where)
@@ -217,15 +216,6 @@ def _counted(line: Line, where: str, num_experts: int | None) -> tuple[np.ndarra
     return np.bincount(experts_TK.ravel()), experts_TK.shape[1]
 
 
-def _added(rows: np.ndarray | None, more: np.ndarray) -> np.ndarray:
-    if rows is None:
-        return more
-    short, long = sorted((rows, more), key=len)
-    added = long.copy()
-    added[: len(short)] += short
-    return added
-
-
 def _table(
     path: Path, counts: dict[tuple[Any, ...], np.ndarray], top_k: int, num_experts: int | None
 ) -> Loads:
@@ -253,9 +243,6 @@ def _table(
                 seen_E = counts[layer, step, rank]
                 rows_E[: len(seen_E)] = seen_E
     return Loads(rows_ILCE, np.asarray(steps), str(path), top_k)
-
-
-# Loads of one grid, made those of another: other ranks, tokens, layers, steps.
 
 
 def redivided(
@@ -300,18 +287,14 @@ def _cut_anew(rows_ILCE: np.ndarray, ranks: int, top_k: int) -> np.ndarray:
     rows_ILDE = np.zeros((*rows_ILCE.shape[:2], ranks, rows_ILCE.shape[3]), dtype=np.int64)
     for sender in range(num_senders):
         # In pieces of which a sender had ``ranks`` and shall have ``num_senders``.
-        cuts = sorted({sender * ranks, (sender + 1) * ranks, *_between(sender, num_senders, ranks)})
+        first = -(-sender * ranks // num_senders) * num_senders  # where one to come begins inside
+        between = range(first, (sender + 1) * ranks, num_senders)
+        cuts = sorted({sender * ranks, (sender + 1) * ranks, *between})
         targets = [cut // num_senders for cut in cuts[:-1]]
         pieces = np.array(cuts) - sender * ranks
         parts_ILPE = _parts(rows_ILCE[:, :, sender], pieces, ranks, top_k)
         rows_ILDE[:, :, targets] += parts_ILPE
     return rows_ILDE
-
-
-def _between(sender: int, num_senders: int, ranks: int) -> range:
-    """Where senders to come begin inside of one that is."""
-    first = -(-sender * ranks // num_senders) * num_senders
-    return range(first, (sender + 1) * ranks, num_senders)
 
 
 def _parts(rows_ILE: np.ndarray, pieces: np.ndarray, whole: int, top_k: int) -> np.ndarray:
@@ -379,15 +362,8 @@ def _apportioned(weights_N: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return apportioned
 
 
-# Loads of a finished run, from the ``report.json`` that it left.
-
-
 def read_report(path: Path) -> Loads:
-    """Loads of the steps that a report has.
-
-    Raises:
-        ValueError: the file is no report, or one without steps.
-    """
+    """Loads of the steps that a run's report has."""
     try:
         document = read_document(path)
         steps_I, num_cells = document["steps_I"], document["num_cells"]
@@ -417,16 +393,12 @@ def _top_k(rows_ILE: np.ndarray, num_cells: int, top_ks: list[Any]) -> int | Non
     return top_k if are_whole and (rows_ILE.max(axis=2) * top_k <= rows_IL).all() else None
 
 
-# Loads by a name or from a file.
-
-
-DISTRIBUTIONS = {"zipf": Zipf(1.2), "trained": TRAINED}
-NAMES = (*WORKLOADS, *DISTRIBUTIONS)
-"""Of generators."""
-
-SYNONYMS = {"uniform": "balanced", "even": "balanced", "skewed": "zipf"}
-"""Words that errors understand: a person may know loads by these."""
-
+READERS: dict[str, Callable[[Path, int | None], Loads]] = {
+    ".npz": lambda path, experts: read_table(path),
+    ".json": lambda path, experts: read_report(path),
+    ".jsonl": read_traces,
+}
+"""By ending: loads of a file, of layers that have so many experts, where that is known."""
 WRITERS: dict[str, Callable[[Path, Loads], None]] = {".npz": write_table, ".jsonl": write_traces}
 
 
@@ -469,9 +441,26 @@ def read_loads(
             "top_k": top_k,
             "steps": steps,
         }
-        said = {key: value for key, value in sizes.items() if value is not None}
-        return _generated(given, name, parameters, Sizes(**said), seed)
-    loads = _read(given, experts)
+        said = Sizes(**{key: value for key, value in sizes.items() if value is not None})
+        known = _parameters(given, name, parameters)
+        seed = int(known.pop("seed", seed))
+        if seed < 0:
+            raise ValueError(f"the seed is {seed}; give 0 or more")
+        if name in WORKLOADS:
+            rows_ILCE = workload_rows(WORKLOADS[name], said, seed)
+        else:
+            rows_ILCE = zipf_rows(said, seed, dataclasses.replace(DISTRIBUTIONS[name], **known))
+        return Loads(rows_ILCE, np.arange(said.steps), given, said.top_k)
+    path = Path(given)
+    is_folder = path.is_dir()
+    if not is_folder and path.suffix not in READERS:
+        raise ValueError(
+            f"{given!r} is neither the name of loads nor ends on {', '.join(READERS)}; "
+            f"{nearest_and_all(name, NAMES, SYNONYMS)}"
+        )
+    if not (is_folder or path.is_file()):
+        raise ValueError(f"{given!r} is no file that is there; give the path of one")
+    loads = READERS[".jsonl" if is_folder else path.suffix](path, experts)
     if top_k is not None and loads.top_k is None:
         loads = dataclasses.replace(loads, top_k=top_k)
     for what, wanted, has in (
@@ -487,37 +476,16 @@ def read_loads(
 
 
 def check_ending(path: Path) -> None:
-    """Whether loads can be written to a file of this name.
-
-    Raises:
-        ValueError: it has another ending.
-    """
+    """Refuse a file whose ending says nothing that loads are written as."""
     if path.suffix not in WRITERS:
         raise ValueError(f"{path} ends on {path.suffix!r}; let it end on {' or '.join(WRITERS)}")
 
 
 def write_loads(path: Path, loads: Loads) -> None:
-    """Write a table (``.npz``), or a routing trace as Megatron does (``.jsonl``).
-
-    Raises:
-        ValueError: another ending, or choices that a trace needs are not known.
-    """
+    """Write a table (``.npz``), or a routing trace as Megatron does (``.jsonl``)."""
     check_ending(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     WRITERS[path.suffix](path, loads)
-
-
-def _generated(given: str, name: str, parameters: str, sizes: Sizes, seed: int) -> Loads:
-    known = _parameters(given, name, parameters)
-    seed = int(known.pop("seed", seed))
-    if seed < 0:
-        raise ValueError(f"the seed is {seed}; give 0 or more")
-    if name in WORKLOADS:
-        rows_ILCE = workload_rows(WORKLOADS[name], sizes, seed)
-    else:
-        zipf = dataclasses.replace(DISTRIBUTIONS[name], **known)
-        rows_ILCE = zipf_rows(sizes, seed, zipf)
-    return Loads(rows_ILCE, np.arange(sizes.steps), given, sizes.top_k)
 
 
 def _parameters(given: str, name: str, text: str) -> dict[str, float]:
@@ -538,21 +506,3 @@ def _parameters(given: str, name: str, text: str) -> dict[str, float]:
         except ValueError as error:
             raise ValueError(f"{given!r} says {part!r}; give {key} a number") from error
     return known
-
-
-def _read(given: str, experts: int | None) -> Loads:
-    readers: dict[str, Callable[[Path], Loads]] = {
-        ".npz": read_table,
-        ".json": read_report,
-        ".jsonl": partial(read_traces, num_experts=experts),
-    }
-    path = Path(given)
-    is_folder = path.is_dir()
-    if not is_folder and path.suffix not in readers:
-        raise ValueError(
-            f"{given!r} is neither the name of loads nor ends on {', '.join(readers)}; "
-            f"{nearest_and_all(given.partition(':')[0], NAMES, SYNONYMS)}"
-        )
-    if not (is_folder or path.is_file()):
-        raise ValueError(f"{given!r} is no file that is there; give the path of one")
-    return readers[".jsonl" if is_folder else path.suffix](path)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads with Zipf shares of experts, which wander from step to step.
+"""Loads that are made: with Zipf shares of experts, and the workloads of Megatron-LM's benchmark.
 
-Shape letters: I steps, L layers, C senders, E experts.
+``zipf_rows`` has shares that wander from step to step; ``WORKLOADS`` are the eight of the benchmark
+of uneven tokens (pull request 7488), as counts. Shape letters: I steps, L layers, C senders, E
+experts.
 """
 
 from __future__ import annotations
@@ -18,11 +20,7 @@ MOST_SKEW = 10.0
 
 @dataclass(frozen=True)
 class Zipf:
-    """How shares are, and how they move.
-
-    Raises:
-        ValueError: a value out of its bounds.
-    """
+    """How shares are, and how they move."""
 
     skew: float  # the expert of place k has a share as ``k ** -skew``; 0 is uniform
     # standard deviation by which the logarithm of a share moves for good in each step
@@ -59,11 +57,7 @@ def zipf_rows(sizes: Sizes, seed: int, zipf: Zipf) -> np.ndarray:
 def zipf_loads(
     shape: tuple[int, int, int, int], *, rows: int, skew: float, seed: int = 0
 ) -> np.ndarray:
-    """The first steps of ``zipf_steps``, int64 ``[I, L, C, E]``, which takes the same arguments.
-
-    Args:
-        shape: ``(I, L, C, E)``.
-    """
+    """The first ``I`` steps of ``zipf_steps``, int64 of shape ``[I, L, C, E]``."""
     loads = np.empty(shape, dtype=np.int64)
     for step_LCE, rows_LCE in zip(loads, zipf_steps(shape[1:], rows=rows, skew=skew, seed=seed)):
         step_LCE[:] = rows_LCE
@@ -73,15 +67,8 @@ def zipf_loads(
 def zipf_steps(
     shape: tuple[int, int, int], *, rows: int, skew: float, seed: int = 0
 ) -> Iterator[np.ndarray]:
-    """Loads of one step after another without end, int64 ``[L, C, E]``, of rows that choose each
-    for itself: an expert may get them all.
-
-    Args:
-        shape: ``(L, C, E)``.
-        rows: rows of each sender in each step and layer.
-        skew: exponent; 0 is uniform.
-        seed: of the generator.
-    """
+    """Loads of one step after another without end, int64 of shape ``[L, C, E]``, of so many rows of
+    each sender that choose each for itself: an expert may get them all."""
     return _steps(shape, rows, Zipf(skew), seed, cold=0, most=rows)
 
 
@@ -117,10 +104,6 @@ def _held_to(
         open_E = np.where(rows_E < most, share_E, 0.0)
         rows_E = rows_E + random.multinomial(over, open_E / open_E.sum())
     return rows_E
-
-
-# The eight workloads of Megatron-LM's benchmark of uneven tokens (pull request 7488), as
-# counts.
 
 
 ROTATES_EVERY = 3  # steps
@@ -168,7 +151,7 @@ def num_hot(sizes: Sizes) -> int:
 
 def balanced(sizes: Sizes, place: Place, step: int) -> np.ndarray:
     """Every expert gets equally many."""
-    return _dealt(_evenly(sizes, sizes.tokens * sizes.top_k), place.order_E, sizes)
+    return _dealt(sizes.tokens * sizes.top_k, place.order_E, sizes)
 
 
 def hot_expert_set(sizes: Sizes, place: Place, step: int) -> np.ndarray:
@@ -209,7 +192,7 @@ def zero_expert_rank(sizes: Sizes, place: Place, step: int) -> np.ndarray:
             f"top_k is {sizes.top_k}, but zero_expert_rank leaves {len(live_P)} of "
             f"{sizes.experts} experts; lower top_k or raise experts"
         )
-    return _dealt(_evenly(sizes, sizes.tokens * sizes.top_k), live_P, sizes)
+    return _dealt(sizes.tokens * sizes.top_k, live_P, sizes)
 
 
 def rotating_hotspot(sizes: Sizes, place: Place, step: int) -> np.ndarray:
@@ -232,20 +215,17 @@ def _heated(sizes: Sizes, place: Place, hot_P: np.ndarray, hot: int, choices: in
     within, without = place.order_E[is_hot_P], place.order_E[~is_hot_P]
     rest = sizes.tokens - hot
     return (
-        _dealt(_evenly(sizes, hot * choices), within, sizes)
-        + _dealt(_evenly(sizes, hot * (sizes.top_k - choices)), without, sizes)
-        + _dealt(_evenly(sizes, rest * sizes.top_k), place.order_E, sizes)
+        _dealt(hot * choices, within, sizes)
+        + _dealt(hot * (sizes.top_k - choices), without, sizes)
+        + _dealt(rest * sizes.top_k, place.order_E, sizes)
     )
 
 
-def _evenly(sizes: Sizes, rows: int) -> np.ndarray:
-    return np.full(sizes.ranks, rows, dtype=np.int64)
-
-
-def _dealt(rows_C: np.ndarray, pool_P: np.ndarray, sizes: Sizes) -> np.ndarray:
+def _dealt(rows_C: np.ndarray | int, pool_P: np.ndarray, sizes: Sizes) -> np.ndarray:
     """Rows ``[C, E]`` of senders one after the other, dealt in turn to the experts of a pool: those
     of a sender, and those of all, are as even as whole rows can be."""
-    rows_CE = np.zeros((len(rows_C), sizes.experts), dtype=np.int64)
+    rows_C = np.broadcast_to(rows_C, sizes.ranks)
+    rows_CE = np.zeros((sizes.ranks, sizes.experts), dtype=np.int64)
     size = len(pool_P)
     if size:
         ends_C1 = rows_C.cumsum()[:, None]

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of experts: a window that predicts the next step, and loads as planners take them. Pure.
+"""Loads of experts: rows of every step, and a window that predicts the next one. Pure.
 
-Ranks must agree on every plan, so planners count in whole rows, in which no order of summation and
-no rounding can differ. Shape letters: I steps, L layers, C senders, E experts of a layer (of the
-largest, where layers differ), Y experts of all layers.
+``LoadWindow`` remembers the last steps of a run, ``Loads`` has all steps of one, as made
+(``Sizes``) or read, and ``figures_of`` says how uneven they are and how they move. Ranks must agree
+on every plan, so planners count in whole rows, in which no order of summation and no rounding can
+differ. Shape letters: I steps, L layers, C senders, E experts of a layer (of the largest, where
+layers differ), Y experts of all layers.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +41,8 @@ class Outcome:
 
 
 class LoadWindow:
-    """The rows of the last steps, of all layers; their mean predicts the next step.
+    """The rows of the last ``num_steps`` steps, of all layers, whose mean predicts the next step;
+    None: the last step alone or the mean of the last five.
 
     Routing moves slowly: between steps ten apart the shares of a real run's experts differ by 0.03
     in total variation, on average (HECATE and Pro-Prophet both build on it). What a mean gains is
@@ -46,10 +50,6 @@ class LoadWindow:
     forecast, later the mean. A window may choose: the one that would have said the newest step
     better. It goes by what it remembers alone, so that a window made of the same steps chooses
     alike.
-
-    Args:
-        num_steps: steps that are remembered, whose mean predicts; None: the last step alone or the
-            mean of the last five.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -62,7 +62,7 @@ class LoadWindow:
         self._totals: tuple[np.ndarray, ...] = ()  # of the remembered steps
         self._predicted: tuple[np.ndarray, ...] | None = None
         self._goes_by_last = False
-        self._outcome: Outcome | None = None
+        self.outcome: Outcome | None = None  # of the newest step's forecast; None of the first's
 
     def push(self, rows: Sequence[np.ndarray]) -> None:
         """Remember one step, int64 ``[C, E]`` of each layer; the oldest is forgotten."""
@@ -89,7 +89,12 @@ class LoadWindow:
         The five steps before it were known when it was predicted, but of these the oldest is now
         forgotten: what shall predict the next is chosen by what both can say without that one.
         """
-        self._outcome = self._came_out(came_Y)
+        if self._experts:
+            steps = [self._experts[-1]] if self._goes_by_last else list(self._experts)
+            number = len(steps)
+            off = int(np.abs(sum(steps[1:], steps[0]) - number * came_Y).sum())
+            # A row that went astray is missed by one expert, and is one too many at another.
+            self.outcome = Outcome(number, off // (2 * number), int(came_Y.sum()))
         self._experts.append(came_Y)
         if not self._chooses or len(self) < 3:  # of one step before, both say the same
             return
@@ -98,20 +103,6 @@ class LoadWindow:
         by_last = int(np.abs(last_Y - came_Y).sum())
         by_mean = int(np.abs(sum(others, last_Y) - number * came_Y).sum())  # times their number
         self._goes_by_last = number * by_last < by_mean
-
-    def _came_out(self, came_Y: np.ndarray) -> Outcome | None:
-        if not self._experts:
-            return None
-        steps = [self._experts[-1]] if self._goes_by_last else list(self._experts)
-        number = len(steps)
-        off = int(np.abs(sum(steps[1:], steps[0]) - number * came_Y).sum())
-        # A row that went astray is missed by one expert, and is one too many at another.
-        return Outcome(number, off // (2 * number), int(came_Y.sum()))
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """Of the forecast of the newest step; None where nothing was known before."""
-        return self._outcome
 
     @property
     def drift(self) -> float:
@@ -125,11 +116,7 @@ class LoadWindow:
         return self._experts[-1]
 
     def has_moved(self, since_Y: np.ndarray) -> bool:
-        """Whether loads have since moved, or may have.
-
-        Args:
-            since_Y: what was once the newest.
-        """
+        """Whether loads have moved, or may have, since these were the newest."""
         if len(self._experts) < 2:
             return True
         return has_moved(since_Y, *list(self._experts)[-2:])
@@ -159,11 +146,7 @@ class LoadWindow:
 
     def predicted(self) -> tuple[np.ndarray, ...]:
         """Mean rows of the remembered steps, rounded, int64 ``[C, E]`` of each layer; those of the
-        last, where that is chosen.
-
-        Raises:
-            ValueError: nothing was pushed yet.
-        """
+        last, where that is chosen."""
         if not self._steps:
             raise ValueError("the window is empty; push a step before asking for a prediction")
         if self._predicted is None and self._goes_by_last:
@@ -175,10 +158,8 @@ class LoadWindow:
 
 
 def drift(before_E: np.ndarray, after_E: np.ndarray) -> float:
-    """Part of the rows that went to other experts than before, of the loads of two steps.
-
-    From whole numbers by one division: every processor says the same.
-    """
+    """Part of the rows that went to other experts than before, of the loads of two steps: from
+    whole numbers by one division, so that every processor says the same."""
     num_rows = int(after_E.sum())
     # A row that went elsewhere is missed by one expert, and is one more at another.
     return int(np.abs(after_E - before_E).sum()) / (2 * num_rows) if num_rows else 0.0
@@ -270,9 +251,6 @@ def per_layer(number: np.ndarray | int, num_layers: int) -> np.ndarray:
     return number_L
 
 
-# Loads of a run, step by step: who sent how many rows to which expert.
-
-
 MOST_ROWS = 2**31 - 1  # of a sender, in a layer and step: products of two fit into int64
 MOST_ENTRIES = 2**28  # of a table: 2 GiB
 
@@ -283,9 +261,6 @@ class Loads:
 
     A token has ``top_k`` different experts, so a sender of ``T`` tokens has ``T * top_k`` rows and
     sends an expert ``T`` of them at most. Any counts that keep this are those of some tokens.
-
-    Raises:
-        ValueError: no such loads.
     """
 
     rows_ILCE: np.ndarray  # rows that each sender sent to each expert, int64 ``[I, L, C, E]``
@@ -295,7 +270,15 @@ class Loads:
 
     def __post_init__(self) -> None:
         for name in ("rows_ILCE", "steps_I"):
-            object.__setattr__(self, name, _whole(vars(self)[name], f"{self.source}: {name}"))
+            array = np.asarray(vars(self)[name])
+            if array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{self.source}: {name} is {array.dtype}, but rows are counted; give whole "
+                    "numbers"
+                )
+            whole = array.astype(np.int64, copy=False).view()
+            whole.setflags(write=False)
+            object.__setattr__(self, name, whole)
         shape = self.rows_ILCE.shape
         if len(shape) != 4 or 0 in shape:
             raise ValueError(
@@ -349,21 +332,9 @@ class Loads:
         return np.split(self.rows_ILCE, np.flatnonzero(gaps > np.median(gaps)) + 1)
 
 
-def _whole(array: np.ndarray, where: str) -> np.ndarray:
-    """The same as int64 that nobody writes to."""
-    array = np.asarray(array)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{where} is {array.dtype}, but rows are counted; give whole numbers")
-    whole = array.astype(np.int64, copy=False).view()
-    whole.setflags(write=False)
-    return whole
-
-
 def check_size(shape: tuple[int, ...], where: str) -> None:
     """Refuse tables past what memory is for."""
-    entries = 1
-    for length in shape:
-        entries *= length
+    entries = math.prod(shape)
     if entries > MOST_ENTRIES:
         raise ValueError(
             f"{where} has {' x '.join(map(str, shape))} = {entries} counts, but {MOST_ENTRIES} are "
@@ -371,16 +342,9 @@ def check_size(shape: tuple[int, ...], where: str) -> None:
         )
 
 
-# How large generated loads shall be.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What every generator is told.
-
-    Raises:
-        ValueError: sizes that no loads have.
-    """
+    """What every generator is told: how large loads shall be."""
 
     # senders ``C``; experts are at home on them in index order, equally many on each
     ranks: int = 8
@@ -419,9 +383,6 @@ class Sizes:
                 f"workload makes some hot; choose a number of ranks that divides {self.experts}"
             )
         return self.experts // self.ranks
-
-
-# How uneven loads are, and how they move.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over which ranks one copy of the dense weights, and one micro-batch, are divided. Pure.
+"""A model's sizes and how it is trained, as far as its price depends on them. Pure.
 
-As Megatron-core lays ranks out: those of a tensor parallel group are neighbours, then come context,
-data and, outermost, pipeline parallelism, so that a stage's ranks follow each other.
+``ModelShape`` is read from a Hugging Face config (``of_config``) or Megatron's flags
+(``of_megatron``); ``Training`` is one optimizer step of it, ``ModelParallel`` over which ranks one
+copy of the dense weights and one micro-batch are divided. As Megatron-core lays ranks out: those of
+a tensor parallel group are neighbours, then come context, data and, outermost, pipeline
+parallelism, so that a stage's ranks follow each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ds_moe_ext.planning.prices import RowBytes
@@ -17,11 +21,7 @@ from ds_moe_ext.strict import check_object
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallel:
-    """Sizes of tensor, context and pipeline parallelism.
-
-    Raises:
-        ValueError: sizes below 1, or chunks of a single stage.
-    """
+    """Sizes of tensor, context and pipeline parallelism."""
 
     # ranks that divide dense weights and, by sequence parallelism, the tokens between
     tensor: int = 1
@@ -59,19 +59,12 @@ class ModelParallel:
 
     def layers(self, num_layers: int) -> list[list[range]]:
         """Layers of each chunk, ``[stage][chunk]``: the first chunks of all stages, in their order,
-        then the second ones.
-
-        Raises:
-            ValueError: layers do not divide.
-        """
+        then the second ones."""
         sizes = [size // self.chunks for size in self._stage_sizes(num_layers)]
-        rounds = sum(sizes)
-        begins = [sum(sizes[:stage]) for stage in range(self.pipeline)]
+        begins = accumulate(sizes, initial=0)
+        firsts = range(0, num_layers, sum(sizes))
         return [
-            [
-                range(chunk * rounds + begin, chunk * rounds + begin + size)
-                for chunk in range(self.chunks)
-            ]
+            [range(first + begin, first + begin + size) for first in firsts]
             for begin, size in zip(begins, sizes)
         ]
 
@@ -99,23 +92,14 @@ ALONE = ModelParallel()
 """Each rank has all dense weights and samples of its own."""
 
 
-# How a model is trained, as far as its price depends on it. Pure.
-
-
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 MASTER_AND_STATES = 12  # bytes of a weight for Adam: itself and two states, in 32 bits
-
-
 MOST_PASSES = 100_000  # of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One optimizer step of a run.
-
-    Raises:
-        ValueError: no such training.
-    """
+    """One optimizer step of a run."""
 
     num_ranks: int  # of the run
     length: int  # tokens of a sample
@@ -146,9 +130,6 @@ class Training:
             raise ValueError(
                 f"number_type is {self.number_type!r}; choose {', '.join(ELEMENT_BYTES)}"
             )
-        self._check_parallel()
-
-    def _check_parallel(self) -> None:
         parallel, stages = self.parallel, self.parallel.pipeline
         if self.num_ranks % parallel.size:
             raise ValueError(
@@ -201,10 +182,6 @@ class Training:
         return 4 if self.sums_in_float32 else self.element_bytes
 
 
-# The sizes of a model that its price depends on, from a Hugging Face config or Megatron's
-# flags.
-
-
 GATED, PLAIN = 3, 2  # matrix products of an MLP: SwiGLU's, and two layers
 
 
@@ -237,11 +214,7 @@ class DividedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder whose layers are alike, but for those that have no experts; or a part of one.
-
-    Raises:
-        ValueError: sizes that no model has.
-    """
+    """A decoder whose layers are alike, but for those that have no experts; or a part of one."""
 
     name: str  # for a person
     num_layers: int  # all
@@ -340,11 +313,7 @@ class ModelShape:
 
 
 def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
-    """Of a Hugging Face config.json, or of the ``config`` of our own GPT.
-
-    Args:
-        keys: what the file holds.
-        name: for a person.
+    """Of a Hugging Face config.json, or of the ``config`` of our own GPT; ``name`` is for a person.
 
     Raises:
         ValueError: what it lacks.
@@ -352,18 +321,23 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
     check_object(f"the config of model {name!r}", keys)
     if "moe_every" in keys:
         return _of_gpt_moe(keys, name)
-    read = _Reader({**keys, **_text_config(keys)}, name)
+    inner = keys.get("text_config")
+    read = _Reader({**keys, **inner} if isinstance(inner, Mapping) else keys, name)
     num_layers, width = read("num_hidden_layers", most=MOST_LAYERS), read("hidden_size")
     num_experts = read("n_routed_experts", "num_local_experts", "num_experts")
     expert_width = read("moe_intermediate_size", "intermediate_size")
-    attention = _attention(read, width)
+    heads = read("num_attention_heads")
+    if read.get("kv_lora_rank") is not None:
+        attention = _latent(read, width, heads, _LATENT_KEYS)
+    else:
+        head = read("head_dim", default=width // max(heads, 1))
+        groups = read("num_key_value_heads", default=heads)
+        attention = _grouped(width, heads, groups, head)
     return ModelShape(
         name=name,
         num_layers=num_layers,
         moe_layers=tuple(_moe_layers(read, num_layers)),
         width=width,
-        attention_weights=attention.weights,
-        head_width=attention.head_width,
         dense_width=read("intermediate_size", default=0),
         products=GATED,
         num_experts=num_experts,
@@ -377,7 +351,7 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
             size=read("vocab_size"), is_tied=bool(read("tie_word_embeddings", default=0))
         ),
         length=read("max_position_embeddings", default=0) or None,
-        divided=attention.divided,
+        **attention,
     )
 
 
@@ -401,8 +375,6 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
         num_layers=num_layers,
         moe_layers=tuple(_by_frequency(flags.get("moe-layer-freq", 1), num_layers, name)),
         width=width,
-        attention_weights=attention.weights,
-        head_width=attention.head_width,
         dense_width=ffn,
         products=GATED if flags.get("swiglu") else PLAIN,
         num_experts=read("num-experts"),
@@ -414,7 +386,7 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
             is_tied=not flags.get("untie-embeddings-and-output-weights"),
         ),
         length=read("seq-length", default=0) or None,
-        divided=attention.divided,
+        **attention,
     )
 
 
@@ -456,33 +428,13 @@ class _Reader:
         return self._keys.get(key)
 
 
-def _text_config(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = keys.get("text_config")
-    return inner if isinstance(inner, Mapping) else {}
-
-
-class _Attention(NamedTuple):
-    """Of one layer; see ``ModelShape``."""
-
-    weights: int
-    head_width: tuple[int, int]
-    divided: DividedAttention
-
-
-def _attention(read: _Reader, width: int) -> _Attention:
-    heads = read("num_attention_heads")
-    if read.get("kv_lora_rank") is not None:
-        return _latent(read, width, heads, _LATENT_KEYS)
-    head = read("head_dim", default=width // max(heads, 1))
-    groups = read("num_key_value_heads", default=heads)
-    return _grouped(width, heads, groups, head)
-
-
-def _grouped(width: int, heads: int, groups: int, head: int) -> _Attention:
-    queries = heads * head
-    weights = width * head * 2 * (heads + groups)
-    divided = DividedAttention(key_value_width=2 * groups * head)
-    return _Attention(weights, (queries, queries), divided)
+def _grouped(width: int, heads: int, groups: int, head: int) -> dict[str, Any]:
+    """What ``ModelShape`` says of attention whose heads share keys and values in groups."""
+    return {
+        "attention_weights": width * head * 2 * (heads + groups),
+        "head_width": (heads * head, heads * head),
+        "divided": DividedAttention(key_value_width=2 * groups * head),
+    }
 
 
 _LATENT_KEYS = (
@@ -495,24 +447,22 @@ _LATENT_KEYS = (
 _LATENT_FLAGS = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 
 
-def _latent(read: _Reader, width: int, heads: int, keys: Sequence[str]) -> _Attention:
-    """DeepSeek's multi-head latent attention. Tensor parallel ranks compute latent vectors each of
-    its own tokens, by whole weights, and gather these."""
+def _latent(read: _Reader, width: int, heads: int, keys: Sequence[str]) -> dict[str, Any]:
+    """And of DeepSeek's multi-head latent attention. Tensor parallel ranks compute latent vectors
+    each of its own tokens, by whole weights, and gather these."""
     query_rank, latent, plain, rotary, value = (read(key, default=0) for key in keys)
     query = heads * (plain + rotary)
     queries = width * query_rank + query_rank * query if query_rank else width * query
-    weights = (
-        queries
-        + width * (latent + rotary)
-        + latent * heads * (plain + value)
-        + heads * value * width
-    )
-    divided = DividedAttention(
-        replicated_weights=width * (query_rank + latent + rotary),
-        gathered_widths=(query_rank or width, latent, rotary),
-        key_value_width=query + heads * value,
-    )
-    return _Attention(weights, (query, heads * value), divided)
+    of_latent = width * (latent + rotary) + latent * heads * (plain + value)
+    return {
+        "attention_weights": queries + of_latent + heads * value * width,
+        "head_width": (query, heads * value),
+        "divided": DividedAttention(
+            replicated_weights=width * (query_rank + latent + rotary),
+            gathered_widths=(query_rank or width, latent, rotary),
+            key_value_width=query + heads * value,
+        ),
+    }
 
 
 def _moe_layers(read: _Reader, num_layers: int) -> list[int]:
@@ -542,20 +492,17 @@ def _by_frequency(value: Any, num_layers: int, name: str) -> list[int]:
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
 
-_FLAGS = {"0": 0, "1": 1}
-
-
 def _pattern(text: str) -> list[int] | None:
     """Of sums of lists, some times a number: nothing is evaluated."""
     pattern: list[int] = []
     for term in text.strip("() ").replace(" ", "").split("+"):
         items, _, times = term.partition("*")
         flags = items.strip("[]").split(",")
-        if not _FLAGS.keys() >= set(flags) or not (times or "1").isdigit():
+        if not {"0", "1"} >= set(flags) or not (times or "1").isdigit():
             return None
         if len(flags) * int(times or 1) > MOST_LAYERS:
             return None
-        pattern += [_FLAGS[flag] for flag in flags] * int(times or 1)
+        pattern += [int(flag) for flag in flags] * int(times or 1)
     return pattern
 
 
@@ -583,11 +530,8 @@ def _of_gpt_moe(keys: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-# What a described model's rows and copies weigh as they travel. Pure.
-
-
 class OnItsWay(NamedTuple):
-    """Bytes that travel."""
+    """Bytes that travel of a described model."""
 
     row: RowBytes  # of one row on one trip
     copy: float  # of what one rank has of an expert, the mean of there and, as gradients, back

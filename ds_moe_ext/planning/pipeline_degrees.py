@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In how many chunks a layer's tokens travel: FSMoE's Algorithm 1, exact (spec 2.2 to 2.5). Pure.
+"""FSMoE's two planners: chunks of a layer's tokens, and gradients beside the layers. Pure.
 
-Letters of the formulas are the paper's, as in ``cost.layer_costs``, and ``t``, the seconds of the
-all-reduce. Shape letters: R degrees, G all-reduces.
+``best_degree`` is Algorithm 1, exact (spec 2.2 to 2.5), ``solved_degree`` the same by SciPy's
+solver, as in the paper. ``partition_gradients`` says which gradients are reduced beside which layer
+of backward (section 5): Step 1 fills windows, Step 2 moves what is left, by dynamic programming or,
+as the paper does, by SciPy's differential evolution (``evolved``). Letters of the formulas are the
+paper's, as in ``cost.layer_costs``, and ``t``, the seconds of the all-reduce. Shape letters: R
+degrees, G all-reduces.
 """
 
 from __future__ import annotations
@@ -106,26 +110,37 @@ def best_degree(costs: LayerCosts, gradient_s: float, max_degree: int) -> Pipeli
         costs: of the direction; see ``LayerCosts.in_backward``.
         gradient_s: seconds of the all-reduce inside the layer; 0 in forward.
         max_degree: the largest degree to try; the search costs a few operations on each.
-
-    Raises:
-        ValueError: seconds below zero or not finite, or no degree to try.
     """
-    _check(gradient_s, max_degree)
-    times_R = makespans(costs.cut(_degrees(max_degree)), gradient_s)
-    return _planned(costs, gradient_s, times_R, degree=_first_least(times_R) + 1)
+    times_R = _times(costs, gradient_s, max_degree)
+    return _planned(costs, gradient_s, times_R, degree=int(first_least(times_R)) + 1)
+
+
+def _times(costs: LayerCosts, gradient_s: float, max_degree: int) -> np.ndarray:
+    if not 0 <= gradient_s < math.inf:
+        raise ValueError(f"the all-reduce takes {gradient_s} s; give finite seconds from 0")
+    if max_degree < 1:
+        raise ValueError(f"max_degree is {max_degree}; a layer has 1 chunk at least")
+    times_R = makespans(costs.cut(np.arange(1, max_degree + 1)), gradient_s)
+    times_R.flags.writeable = False
+    return times_R
+
+
+def _planned(
+    costs: LayerCosts, gradient_s: float, times_R: np.ndarray, *, degree: int
+) -> PipelinePlan:
+    chunks = costs.cut(np.asarray(degree))
+    return PipelinePlan(degree, case_of(chunks, gradient_s), float(windows(chunks)), times_R)
+
+
+def first_least(seconds: np.ndarray) -> np.ndarray:
+    """Along the last axis: the first place of the least, or of what equals it but for rounding."""
+    return (seconds <= seconds.min(axis=-1, keepdims=True) * (1 + TIE)).argmax(axis=-1)
 
 
 def fastest_seconds(costs: LayerCosts, gradient_G: np.ndarray, max_degree: int) -> np.ndarray:
-    """Seconds of the layer at its best degree under each of many all-reduces, float ``[G]``.
-
-    The paper's ``f_moe``: it does not fall as all-reduces grow, and rises by no more than they do.
-
-    Args:
-        costs: of the direction.
-        gradient_G: seconds of each all-reduce, finite, from 0.
-        max_degree: the largest degree to try.
-    """
-    chunks = costs.cut(_degrees(max_degree))
+    """Seconds of the layer at its best degree under each of many all-reduces, float ``[G]``: the
+    paper's ``f_moe``. It does not fall as all-reduces grow, and rises by no more than they do."""
+    chunks = costs.cut(np.arange(1, max_degree + 1))
     path_R = path_seconds(chunks).max(axis=0)
     times_GR = np.maximum(link_seconds(chunks) + gradient_G[:, None], path_R)
     return times_GR.min(axis=1)
@@ -139,14 +154,13 @@ def solved_degree(costs: LayerCosts, gradient_s: float, max_degree: int) -> Pipe
     is the best degree. Else the time of a case is not quite the makespan, and the best degree may
     lie beside no solution. Arguments as of ``best_degree``.
     """
-    _check(gradient_s, max_degree)
-    times_R = makespans(costs.cut(_degrees(max_degree)), gradient_s)
+    times_R = _times(costs, gradient_s, max_degree)
     beside = {1}
     if times_R[0] > 0:
         for solution in _solutions(costs, gradient_s, max_degree, unit_s=float(times_R[0])):
             beside |= {math.floor(solution), math.ceil(solution)}
     degrees = sorted(beside & set(range(1, max_degree + 1)))
-    best = _first_least(times_R[np.array(degrees) - 1])
+    best = first_least(times_R[np.array(degrees) - 1])
     return _planned(costs, gradient_s, times_R, degree=degrees[best])
 
 
@@ -162,72 +176,31 @@ def _solutions(
             "planner 'exact', which needs nothing and finds no slower degree"
         ) from error
 
-    for case, where in BRANCHES:
-        branch = _Program(costs, gradient_s, unit_s, case, where)
+    def on(branch: Branch) -> Iterable[float]:
+        def cost(degree_1: np.ndarray) -> float:
+            times = case_seconds(costs.cut(degree_1), gradient_s)
+            return float(times[branch.case - 1][0]) / unit_s
+
+        def slack(degree_1: np.ndarray) -> list[float]:
+            """Not below zero where the branch is."""
+            margin = margins(costs.cut(degree_1), gradient_s)
+            return [
+                math.copysign(1 / unit_s, q) * float(margin[abs(q) - 1][0]) for q in branch.where
+            ]
+
         for start in (1.0, math.sqrt(max_degree), float(max_degree)):
             found = minimize(
-                branch.cost,
+                cost,
                 x0=[start],
                 method="SLSQP",
                 bounds=[(1, max_degree)],
-                constraints={"type": "ineq", "fun": branch.slack},
+                constraints={"type": "ineq", "fun": slack},
             )
             if found.success:
                 yield float(found.x[0])
 
-
-@dataclass(frozen=True)
-class _Program:
-    """What a solver minimises on one branch; attributes as of ``_solutions`` and ``Branch``."""
-
-    costs: LayerCosts
-    gradient_s: float
-    unit_s: float
-    case: int
-    where: tuple[int, ...]
-
-    def cost(self, degree_1: np.ndarray) -> float:
-        times = case_seconds(self.costs.cut(degree_1), self.gradient_s)
-        return float(times[self.case - 1][0]) / self.unit_s
-
-    def slack(self, degree_1: np.ndarray) -> list[float]:
-        """Not below zero where the branch is."""
-        margin = margins(self.costs.cut(degree_1), self.gradient_s)
-        return [
-            math.copysign(1 / self.unit_s, q) * float(margin[abs(q) - 1][0]) for q in self.where
-        ]
-
-
-def _degrees(max_degree: int) -> np.ndarray:
-    return np.arange(1, max_degree + 1)
-
-
-def _first_least(times_R: np.ndarray) -> int:
-    """Position of the least time, the first of those that are equal but for rounding."""
-    return int(np.argmax(times_R <= times_R.min() * (1 + TIE)))
-
-
-def _planned(
-    costs: LayerCosts, gradient_s: float, times_R: np.ndarray, *, degree: int
-) -> PipelinePlan:
-    chunks = costs.cut(np.asarray(degree))
-    times_R.flags.writeable = False
-    return PipelinePlan(
-        degree=degree,
-        case=case_of(chunks, gradient_s),
-        window_s=float(windows(chunks)),
-        times_R=times_R,
-    )
-
-
-def _check(gradient_s: float, max_degree: int) -> None:
-    if not 0 <= gradient_s < math.inf:
-        raise ValueError(f"the all-reduce takes {gradient_s} s; give finite seconds from 0")
-    if max_degree < 1:
-        raise ValueError(f"max_degree is {max_degree}; a layer has 1 chunk at least")
-
-
-# Which gradients are reduced beside which layer of backward: FSMoE, section 5. Pure.
+    for branch in BRANCHES:
+        yield from on(branch)
 
 
 QUANTA = 256  # steps in which Step 2 moves what is left
@@ -235,11 +208,7 @@ QUANTA = 256  # steps in which Step 2 moves what is left
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardLayer:
-    """One generalized layer, as the partition sees it.
-
-    Raises:
-        ValueError: a window or gradients below zero, or a window that is not finite.
-    """
+    """One generalized layer, as the partition sees it."""
 
     # from seconds of a reduction placed in its MoE part to seconds of that part at the degree which
     # suits it best, for each of many reductions, both float ``[N]``: ``f_moe``, as
@@ -259,14 +228,8 @@ class BackwardLayer:
     def of(
         cls, costs: LayerCosts, *, max_degree: int, dense_window_s: float, gradient_elements: int
     ) -> BackwardLayer:
-        """A layer whose MoE part runs at the degree that suits its reduction best.
-
-        Args:
-            costs: of the MoE part's operations in backward.
-            max_degree: the largest degree to try.
-            dense_window_s: as the attribute.
-            gradient_elements: as the attribute.
-        """
+        """A layer whose MoE part, with such costs in backward, runs at the degree that suits its
+        reduction best."""
         return cls(
             moe_seconds=partial(fastest_seconds, costs, max_degree=max_degree),
             moe_window_s=best_degree(costs, 0.0, max_degree).window_s,
@@ -347,10 +310,7 @@ def partition_gradients(
         all_reduce: cost of reducing gradients.
         tail_elements: gradients that become ready after the last layer: its own.
         num_quanta: parts in which elements move; of one element if there are fewer elements.
-        step_2: another way to solve it, as ``evolution.evolved``.
-
-    Raises:
-        ValueError: ``tail_elements`` below 0 or ``num_quanta`` below 1.
+        step_2: another way to solve it, as ``evolved``.
     """
     _check_count("tail_elements", tail_elements)
     _check_count("num_quanta", num_quanta, least=1)
@@ -367,13 +327,8 @@ def partition_gradients(
         layer.moe_seconds(reduced_s_1).item()
         for layer, reduced_s_1 in zip(layers, reduced_s_N[:, None])
     )
-    return GradientPartition(
-        dense=hidden.dense,
-        moe=hidden.moe,
-        extra=extra,
-        tail=tail,
-        time_s=moe_s + all_reduce.seconds(tail),
-    )
+    time_s = moe_s + all_reduce.seconds(tail)
+    return GradientPartition(hidden.dense, hidden.moe, extra, tail, time_s)
 
 
 def _move(
@@ -394,26 +349,18 @@ def _move(
     for layer, moe, ready in zip(layers, hidden.moe, hidden.left):
         seconds_N = layer.moe_seconds(all_reduce.seconds_of_each(moe + moved_N))
         best_s_QQ = np.where(moved_QQ >= 0, best_s_Q + seconds_N[size_QQ], np.inf)
-        sources.append(_partition_first_least(best_s_QQ))
+        sources.append(first_least(best_s_QQ))
         best_s_Q = np.where(elements_Q <= ready, best_s_QQ.min(axis=1), np.inf)
     tail_s_Q = all_reduce.seconds_of_each(tail_elements + left - elements_Q)
-    path = [int(_partition_first_least(best_s_Q + tail_s_Q))]
+    path = [int(first_least(best_s_Q + tail_s_Q))]
     for source_Q in reversed(sources):
         path.append(int(source_Q[path[-1]]))
     return tuple(np.diff(elements_Q[path[::-1]]).tolist())
 
 
-def _partition_first_least(seconds: np.ndarray) -> np.ndarray:
-    """Along the last axis: the first place of the least, or of what equals it but for rounding."""
-    return (seconds <= seconds.min(axis=-1, keepdims=True) * (1 + TIE)).argmax(axis=-1)
-
-
 def _check_count(name: str, value: int, *, least: int = 0) -> None:
     if value < least:
         raise ValueError(f"{name} is {value}; give a number of at least {least}")
-
-
-# Step 2 of the gradient partition as the paper solves it: SciPy's differential evolution. Pure.
 
 
 GENERATIONS = 300
@@ -427,7 +374,7 @@ def evolved(
     tail_elements: int,
     num_quanta: int,
 ) -> tuple[int, ...]:
-    """Elements moved into each layer's MoE part; arguments as of ``partition.Step2``.
+    """Step 2 by SciPy's differential evolution; arguments as of ``Step2``.
 
     A candidate names elements for each layer; what is not ready by then, or hidden by a later
     layer, counts for nothing, and what is left for the tail.

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How copies divide rows so that a layer takes least time, by what rows cost. Pure.
+"""How copies divide rows by what rows cost, and which copies a priced share needs. Ours. Pure.
 
-A linear programme over all copied experts of a layer: the seconds of the busiest cell and of the
-busiest link, together. Senders of one node are alike but for the rows that a sender can keep, so
+``divide`` is exact: a linear programme over all copied experts of a layer, the seconds of the
+busiest cell and of the busiest link together. Runs divide by ``core.row_levels``; ``fewest`` finds
+how few copies that needs, ``cover_nodes`` and ``swap_copies`` other ones than a planner chose by
+load, and ``Repair`` adds some once rows are known.
+
+In the programme senders of one node are alike but for the rows that a sender can keep, so
 that the unknowns are how many rows of its own each holder keeps, and how many of all others each
-node sends to each holder. Ours; docs/priced_share.md has the idea. Shape letters: C cells, E
+node sends to each holder; docs/priced_share.md has the idea. Shape letters: C cells, E
 experts, V nodes, X copied experts, N (copied expert, holder) pairs, by expert and then holder.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,12 +84,7 @@ class Routed:
 
 def divide(routed: Routed, prices: RowPrices) -> RoutedDivision:
     """The division, in parts of rows, with which a layer takes least time; of equals one with few
-    rows that leave their cell, and fewest that leave their node.
-
-    Raises:
-        ImportError: SciPy is not installed.
-        RuntimeError: the solver finds none.
-    """
+    rows that leave their cell, and fewest that leave their node. Needs SciPy."""
     try:
         from scipy.optimize import linprog
     except ImportError as error:
@@ -110,25 +109,13 @@ def divide(routed: Routed, prices: RowPrices) -> RoutedDivision:
     return RoutedDivision(found.x[programme.kept_N], found.x[programme.sent_VN])
 
 
-@dataclass(frozen=True, eq=False)
-class _Rules:
+class _Rules(NamedTuple):
     """Sums of unknowns."""
 
     factor: np.ndarray  # of each term
     rule: np.ndarray  # that it is in
     unknown: np.ndarray  # its
     most: np.ndarray  # what each rule's sum is, or is at most
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Rules]) -> _Rules:
-        """The rules of all, one behind the other."""
-        firsts = np.cumsum([0, *(len(part.most) for part in parts)])
-        return cls(
-            np.concatenate([part.factor for part in parts]),
-            np.concatenate([first + part.rule for first, part in zip(firsts, parts)]),
-            np.concatenate([part.unknown for part in parts]),
-            np.concatenate([part.most for part in parts]),
-        )
 
     def matrix(self, num_unknowns: int) -> Any:
         """As SciPy takes them."""
@@ -204,7 +191,9 @@ class _Programme:
                     (alone_VV.sum(axis=1), sender_V1),
                 )
             ]
-        return _Rules.joined(rules)
+        firsts = np.cumsum([0, *(len(each.most) for each in rules)])
+        behind = [each._replace(rule=first + each.rule) for first, each in zip(firsts, rules)]
+        return _Rules(*map(np.concatenate, zip(*behind)))
 
     def _limit(
         self,
@@ -265,11 +254,7 @@ def in_whole_rows(division: RoutedDivision, routed: Routed) -> RoutedDivision:
 
 def sent_rows(division: RoutedDivision, routed: Routed) -> np.ndarray:
     """Rows that each sender sends to each holder, int64 ``[C, N]``: senders of a node, in order,
-    meet its quotas in order.
-
-    Args:
-        division: in whole rows.
-    """
+    meet its quotas in order; of a division in whole rows."""
     holders, node_C = routed.holders, routed.numbered_C
     copied_N = holders.copied_N
     left_CX = routed.rows_CE[:, holders.expert_X]
@@ -287,9 +272,6 @@ def sent_rows(division: RoutedDivision, routed: Routed) -> np.ndarray:
     sent_CN = np.maximum(sent_CN, 0)
     sent_CN[holders.cell_N, np.arange(len(copied_N))] += division.kept_N
     return sent_CN
-
-
-# Which copies a priced share needs, and which it lacks once the rows are known. Pure.
 
 
 TOLERANCE = 0.01
@@ -326,15 +308,8 @@ def fewest(
     most_s: float = math.inf,
 ) -> LevelShare:
     """The share of the narrowest target under which the layer takes hardly longer than under the
-    widest. Targets are asked for, and tried, until one is too narrow.
-
-    Args:
-        targets: the widest first.
-        levels_of: what divides rows under a target.
-        rows_CE: that are predicted, int64 ``[C, E]``.
-        sweeps: of the share.
-        most_s: seconds that a narrower target may take at most.
-    """
+    widest, which comes first, and no longer than ``most_s``. Targets are asked for, and tried on
+    the predicted rows, until one is too narrow."""
     shares = (LevelShare.planned(levels_of(each), rows_CE, sweeps=sweeps) for each in targets)
     found = next(shares)
     most_s = min((1 + TOLERANCE) * found.planned_s, most_s)
@@ -381,11 +356,6 @@ class Repair:
         return levels.target, LevelShare(levels, division, share.sweeps)
 
 
-# Other copies beside or in place of those that a planner chose by load, where a priced share
-# then takes less time. Ours; docs/priced_share.md. Pure. Shape letters: E experts, C cells, V
-# nodes.
-
-
 TRIALS = 24
 """Of a layer, at most: what planning has time for, in counts, so that all ranks decide alike."""
 MISSES = 8  # in a row, at most
@@ -405,16 +375,9 @@ def cover_nodes(
     """Fill a target's free room with one copy of an expert for each node that sends it rows and has
     none: the nodes' links are what many copies of few hot experts do not relieve.
 
-    Most rows first, each on the cell of its node that has fewest rows and room for a copy.
-
-    Args:
-        home: where the experts live.
-        target: copies that a planner chose, with room left.
-        rows_CE: that are predicted, int64 ``[C, E]``.
-        node_C: node of each cell; any numbers.
-        most_copies: that a cell holds at most (m).
-        most_experts: that are copied at most (t); first those that the target copies, then those
-            of which most rows cross.
+    Most rows first, each on the cell of its node that has fewest rows and room for a copy, of
+    ``most_copies`` (m). Of at most ``most_experts`` (t): first those that the target copies, then
+    those of which most rows cross.
     """
     node_C = np.unique(node_C, return_inverse=True)[1]
     is_on_VC = node_C == np.arange(int(node_C.max()) + 1)[:, None]
@@ -452,17 +415,9 @@ def swap_copies(
 
     Most promising first: copies that would take most off the busiest cell and off the links. Where
     a cell is full, its copy with fewest rows makes room. Each is priced by rows divided anew, from
-    where the division stands; the first that is better is kept, and others are looked for.
-
-    Args:
-        home: where the experts live.
-        share: of the copies that a planner chose. No cell gets more than its fullest has.
-        rows_CE: that are predicted, int64 ``[C, E]``.
-        levels_of: what divides rows under a target.
-        most_experts: that are copied, at most (t).
-
-    Returns:
-        The share of the best copies; the given one if no other saves time.
+    where the division stands; the first that is better is kept, and others are looked for. No cell
+    gets more copies than its fullest has, and at most ``most_experts`` (t) are copied. The given
+    share stays if no other saves time.
     """
     levels, division = share.levels, share.plan
     left = TRIALS * CELLS**2 // max(CELLS, home.num_cells) ** 2

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operation costs by its size: a start and a price a unit (FSMoE, eq. 1; spec 2.1). Pure.
+"""What operations, rows and copies cost: starts, prices a unit, and where rows go. Pure.
 
-Units are what the fit counted: elements or bytes of a message, rows or multiply-adds of an expert.
-Nothing here depends on the unit of time: all costs of one plan in milliseconds give a plan in
-milliseconds. Shape letters: R pipeline degrees, the numbers of chunks that a layer's tokens are cut
-into; N slices of gradients.
+``Line`` and ``LinearCost`` price an operation by its size (FSMoE, eq. 1; spec 2.1). ``Prices``
+price a step of an MoE layer by where its rows go (``RowFlow``) under a placement: HECATE's model,
+spec rule 22. ``RowPrices`` price rows one by one: to compute, to leave a cell, to cross between
+nodes. Units are what the fit counted: elements or bytes of a message, rows or multiply-adds of an
+expert. Nothing here depends on the unit of time: all costs of one plan in milliseconds give a plan
+in milliseconds. Shape letters: R pipeline degrees, the numbers of chunks that a layer's tokens are
+cut into; N slices of gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,21 +34,28 @@ def check_costs(costs: Mapping[str, float]) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearCost:
-    """One operation on one layer: ``alpha_s + units * beta_s`` seconds for each call.
+@dataclass(frozen=True)
+class Line:
+    """``alpha_s + units * beta_s`` seconds for each call."""
 
-    Raises:
-        ValueError: a number below zero or not finite.
-    """
-
-    alpha_s: float  # seconds to start a call
-    beta_s: float  # seconds of one unit
-    n: float  # units of the whole layer, which its chunks share equally
+    alpha_s: float = 0.0  # seconds to start a call
+    beta_s: float = 0.0  # seconds of one unit
+    r_squared: float | None = None  # of the line through what was measured; None where nothing was
     least_s: float = 0.0  # seconds of any call, however few units it has
 
     def __post_init__(self) -> None:
-        check_costs(vars(self))
+        check_costs({key: value for key, value in vars(self).items() if key != "r_squared"})
+
+    def over(self, n: float) -> LinearCost:
+        """The cost of ``n`` units, which chunks share."""
+        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n, least_s=self.least_s)
+
+
+@dataclass(frozen=True)
+class LinearCost(Line):
+    """One operation on one layer, by the units of the whole layer, which chunks share equally."""
+
+    n: float = field(kw_only=True)
 
     def chunk_seconds(self, degree_R: np.ndarray) -> np.ndarray:
         """Seconds of one of ``r`` chunks, float ``[R]``."""
@@ -61,45 +71,13 @@ class LinearCost:
         return replace(self, alpha_s=times * self.alpha_s, least_s=times * self.least_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """``alpha_s + units * beta_s`` seconds for each call.
-
-    Raises:
-        ValueError: seconds below zero or not finite.
-    """
-
-    alpha_s: float = 0.0  # seconds to start a call
-    beta_s: float = 0.0  # seconds of one unit
-    r_squared: float | None = None  # of the line through what was measured; None where nothing was
-    least_s: float = 0.0  # seconds of any call, however few units it has
-
-    def __post_init__(self) -> None:
-        seconds = {"alpha_s": self.alpha_s, "beta_s": self.beta_s, "least_s": self.least_s}
-        check_costs(seconds)
-
-    def over(self, n: float) -> LinearCost:
-        """The cost of ``n`` units, which chunks share."""
-        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n, least_s=self.least_s)
-
-
 FREE = Line()
 """Of a collective among one rank."""
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """What a reduction of dense gradients costs.
-
-    Raises:
-        ValueError: seconds below zero or not finite.
-    """
-
-    alpha_s: float  # seconds of any reduction
-    beta_s: float  # seconds of one element more
-
-    def __post_init__(self) -> None:
-        check_costs(vars(self))
+class AllReduce(Line):
+    """What a reduction of dense gradients costs, by elements."""
 
     def seconds(self, elements: int) -> float:
         """Of one reduction; of none if there is nothing to reduce. There is none of less."""
@@ -122,20 +100,13 @@ class AllReduce:
         return min(elements, math.floor(fitting * (1 + ROUNDING)))
 
 
-# What a step of an MoE layer costs under a placement: HECATE's model, spec rule 22. Pure.
-
-
 TRIPS = 4  # of a row: dispatch and combine, forward and backward
 PARTS = 2.0**16  # of a row, in which an even split is counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The cluster's costs, the same on every rank.
-
-    Raises:
-        ValueError: a cost below zero or not finite, or a bandwidth of zero.
-    """
+    """The cluster's costs, the same on every rank."""
 
     row_s: float  # seconds an expert computes on one row, forward and backward
     row_bytes: float  # bytes of one row on one trip
@@ -180,7 +151,13 @@ class RoutedRows:
         rows_CY = np.concatenate(rows, axis=1)
         first_L1 = np.cumsum([0, *(rows_CE.shape[1] for rows_CE in rows)])
         sent_LC = np.add.reduceat(rows_CY, first_L1[:-1], axis=1).T
-        return cls(rows_CY, first_L1, numbered_C, sent_LC, _of_nodes(rows_CY, numbered_C))
+        order_C, size_N = np.argsort(numbered_C, kind="stable"), np.bincount(numbered_C)
+        ordered_CY = rows_CY if (order_C[1:] > order_C[:-1]).all() else rows_CY[order_C]
+        if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
+            of_nodes_NY = ordered_CY.reshape(len(size_N), size_N[0], -1).sum(axis=1)
+        else:
+            of_nodes_NY = np.add.reduceat(ordered_CY, size_N.cumsum() - size_N)
+        return cls(rows_CY, first_L1, numbered_C, sent_LC, of_nodes_NY)
 
     @property
     def num_layers(self) -> int:
@@ -216,18 +193,6 @@ class RoutedRows:
         return (self.node_C[:, None] == np.arange(int(self.node_C.max()) + 1)).astype(np.float64)
 
 
-def _of_nodes(rows_CY: np.ndarray, node_C: np.ndarray) -> np.ndarray:
-    """See ``RoutedRows``."""
-    order_C = np.argsort(node_C, kind="stable")
-    size_N = np.bincount(node_C)
-    if not (order_C[1:] > order_C[:-1]).all():
-        rows_CY = rows_CY[order_C]
-    if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
-        of_nodes_NY: np.ndarray = rows_CY.reshape(len(size_N), size_N[0], -1).sum(axis=1)
-        return of_nodes_NY
-    return np.add.reduceat(rows_CY, size_N.cumsum() - size_N)
-
-
 def nearest_copy_flow(
     placements: Sequence[Placement], rows: Sequence[np.ndarray], node_C: np.ndarray
 ) -> RowFlow:
@@ -235,12 +200,8 @@ def nearest_copy_flow(
     remainders of a split.
 
     All sums are of whole numbers below ``2**53``, so that they are the same on every machine.
-    Costs some passes over the rows, and some over ``[X, C]`` for X copied experts.
-
-    Args:
-        placements: of each layer.
-        rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
-        node_C: node of each cell.
+    Costs some passes over the rows of each layer, int64 ``[C, E]``, and some over ``[X, C]`` for X
+    copied experts.
     """
     return nearest_flow(placements, RoutedRows.of(rows, node_C))
 
@@ -262,8 +223,7 @@ def nearest_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow
 
 def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
     """What no division of rows over copies can do without: experts with one holder compute and
-    receive there, and the busiest cell computes the mean at least. Arguments as of
-    ``nearest_flow``."""
+    receive there, and the busiest cell computes the mean at least."""
     flow = _flow_to_only_holders(Holders.of(tuple(placements)), routed)
     mean_L1 = routed.sent_LC.mean(axis=1, keepdims=True)
     return RowFlow(
@@ -289,8 +249,8 @@ def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
     node_A = routed.node_C[holders.cell_A]
     own_A, near_A = routed.rows_CY[holders.cell_A, at_A], routed.of_nodes_NY[node_A, at_A]
     total_A = routed.total_Y[at_A]
-    at_cells = _Sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
-    at_nodes = _Sums(holders.layer_A, node_A, (holders.num_layers, len(routed.of_nodes_NY)))
+    at_cells = _sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
+    at_nodes = _sums(holders.layer_A, node_A, (holders.num_layers, len(routed.of_nodes_NY)))
     return _Flow(
         at_cells(own_A), at_cells(total_A - own_A), at_nodes(near_A), at_nodes(total_A - near_A)
     )
@@ -312,8 +272,8 @@ def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
     received_XC = (near_XN + far_X1)[:, routed.node_C] * held_XC
 
     layer_X1 = holders.layer_X[:, None]
-    at_cells = _Sums(layer_X1, np.arange(holders.num_cells), routed.sent_LC.shape)
-    at_nodes = _Sums(layer_X1, nodes_N, (holders.num_layers, len(nodes_N)))
+    at_cells = _sums(layer_X1, np.arange(holders.num_cells), routed.sent_LC.shape)
+    at_nodes = _sums(layer_X1, nodes_N, (holders.num_layers, len(nodes_N)))
     return _Flow(
         kept_LC=at_cells(kept_XC),
         received_LC=at_cells(received_XC) / PARTS,
@@ -322,16 +282,17 @@ def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
     )
 
 
-class _Sums:
-    """Adds up what belongs to layers and cells, or nodes. Arguments: of each table's elements."""
+def _sums(
+    layer: np.ndarray, place: np.ndarray, shape: tuple[int, ...]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """What adds up tables by layers and cells, or nodes, to which their elements belong."""
+    key = (layer * shape[1] + place).ravel()
 
-    def __init__(self, layer: np.ndarray, place: np.ndarray, shape: tuple[int, ...]) -> None:
-        self._key, self._shape = (layer * shape[1] + place).ravel(), shape
+    def of(table: np.ndarray) -> np.ndarray:
+        sums = np.bincount(key, table.ravel(), math.prod(shape)).astype(np.float64)
+        return sums.reshape(shape)
 
-    def __call__(self, table: np.ndarray) -> np.ndarray:
-        size = int(np.prod(self._shape))
-        sums = np.bincount(self._key, table.ravel(), size).astype(np.float64)
-        return sums.reshape(self._shape)
+    return of
 
 
 def step_seconds(
@@ -344,8 +305,7 @@ def step_seconds(
     """Seconds of each layer's experts and all-to-alls, forward and backward, float ``[L]``.
 
     An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of a
-    cell, which carries all rows that leave or enter the cell. Arguments as of
-    ``nearest_copy_flow``.
+    cell, which carries all rows that leave or enter the cell.
     """
     return flow_seconds(nearest_copy_flow(placements, rows, node_C), prices=prices)
 
@@ -388,16 +348,9 @@ def busiest_link(home: Placement, before: Placement, after: Placement, node_C: n
     return max(int(link.max()) for link in links)
 
 
-# What rows cost one by one: to compute, to leave a cell, to cross between nodes. Pure.
-
-
 @dataclass(frozen=True, eq=False)
 class RowPrices:
-    """Seconds a row; the same on every rank.
-
-    Raises:
-        ValueError: a price below zero or not finite.
-    """
+    """Seconds a row; the same on every rank."""
 
     row_s_C: np.ndarray  # that an expert computes on it in each cell, float64
     # that it takes of a cell's own link, which carries all rows that leave or enter the cell
@@ -431,12 +384,7 @@ class RowPrices:
         )
 
     def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
-        """Of a layer.
-
-        Args:
-            sent_CC: rows from each cell to each, ``[C, C]``.
-            node_C: node of each cell; any numbers.
-        """
+        """Of a layer, of which so many rows go from each cell to each; any numbers name nodes."""
         leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
         far_CC = sent_CC * (node_C[:, None] != node_C)
         links = (
@@ -465,17 +413,11 @@ def busiest(leaving: np.ndarray) -> float:
     return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))
 
 
-# What a row weighs on its way. Pure.
-
-
 class RowBytes(NamedTuple):
     """Bytes of one row on one trip, the mean of forward and backward, there and back."""
 
     between: float  # from cell to cell
     within: float  # of a cell that splits its experts
-
-
-# How many copies can be hidden, and how many fit: HECATE's ``t``, ``m`` and memory. Pure.
 
 
 def overlap_degree(
@@ -505,13 +447,9 @@ def copies_that_fit(
 ) -> int:
     """Copies that a cell has memory for in each layer: ``m`` (spec choice B8).
 
-    Args:
-        free_bytes: memory to spend.
-        expert_bytes: bytes of one expert's parameters; its gradient takes as many.
-        layers_held: layers whose copies are in memory at once: all, or 1 where copies are released
-            after forward and gathered again.
-        layers_reduced: layers whose copies' gradients are in memory at once: 1 where they are
-            reduced layer by layer; all where they are summed over micro-steps. With 0, gradients
-            are taken to fit elsewhere, as in the spec's formula for the default mode.
+    In memory at once are the copies of ``layers_held`` layers: all, or 1 where they are released
+    after forward and gathered again; and the gradients of copies, as large, of ``layers_reduced``:
+    1 where they are reduced layer by layer, all where they are summed over micro-steps. With 0 they
+    are taken to fit elsewhere, as in the spec's formula for the default mode.
     """
     return max(math.floor(free_bytes / ((layers_held + layers_reduced) * expert_bytes)), 0)

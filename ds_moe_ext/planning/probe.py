@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the ranks at hand: what links, copies of weights, devices and experts cost here.
+"""Measures the ranks at hand: what links, copies of weights, devices and experts cost here.
 
-Shape letters: N sizes, C members of a group, R rows, D model width.
+``measure_cluster`` makes a hardware file's record of a cluster, level by level (``levels_of``);
+``measure_pipeline`` takes a quick look at a run's own communicators and experts, and gives planners
+their lines. Each operation is a sweep of sizes, and its line is laid by ``bench``. Shape letters: N
+sizes, C members of a group, R rows, D model width.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,18 +41,12 @@ from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 
 NUM_DIGITS = 5  # significant, of what is measured
-
-
-class LeastProduct(NamedTuple):
-    """The least matrix product of a sweep, ``[R, D]`` and ``[D, D]``."""
-
-    num_rows: int  # R
-    width: int  # D
-
-
-LEAST_ON_CPU = LeastProduct(1024, 512)  # 2^19 elements of rows: FSMoE, spec 4
+LEAST_ROWS = 1024  # of the least matrix product of a sweep, ``[R, D]`` and ``[D, D]``
+# Its D: 2^19 elements of rows, as of FSMoE, spec 4; 2^22, as smaller ones do not fill today's
+# devices.
+WIDTH_ON_CPU, WIDTH_ON_CUDA = 512, 4096
 LEAST_COPY_ON_CPU, LEAST_COPY_ON_CUDA = 2**25, 2**28  # bytes: more than caches hold
-LEAST_ON_CUDA = LeastProduct(1024, 4096)  # 2^22, as smaller ones do not fill today's devices
+STEPS = (1, 2, 4, 8)  # sizes of a pipeline's operations, as multiples of the least
 
 
 @dataclass(frozen=True)
@@ -96,16 +92,8 @@ class Levels:
 
 
 def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_all_rows) -> Levels:
-    """The levels of a cluster of equal nodes. Collective, over all ranks.
-
-    Args:
-        num_ranks: all.
-        ranks_per_node: neighbours in rank that share a node.
-        exchange: how rows are exchanged.
-
-    Raises:
-        ValueError: the nodes do not fill the ranks.
-    """
+    """The levels of a cluster of equal nodes, whose ranks are neighbours. Collective, over all
+    ranks."""
     if not 0 < ranks_per_node <= num_ranks or num_ranks % ranks_per_node:
         raise ValueError(
             f"{ranks_per_node} rank(s) on a node do not divide {num_ranks} rank(s); give the "
@@ -115,33 +103,33 @@ def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_a
     cells_are_nodes = Grid(num_ranks, num_nodes, ranks_per_node)
     nodes = ParallelLayout.build(cells_are_nodes, [("ep", INTER), ("esp", INTRA)])
     ranks = ParallelLayout.build(Grid(num_ranks, num_ranks), [("ep", PARAM)])
-    return Levels(
-        between=Level(
-            name="between nodes",
-            group=nodes.group("ep", INTER),
-            here=nodes.index("ep"),
-            node_C=np.arange(num_nodes),
-            num_sharers=ranks_per_node,
-            exchange=exchange,
-        ),
-        within=Level(
-            name="within a node",
-            group=nodes.group("esp", INTRA),
-            here=nodes.index("esp"),
-            node_C=np.zeros(ranks_per_node, np.int64),
-            num_sharers=1,
-            exchange=exchange,
-            has_cells=True,
-        ),
-        whole=Level(
-            name="over all ranks",
-            group=ranks.group("ep", PARAM),
-            here=ranks.index("ep"),
-            node_C=np.arange(num_ranks) // ranks_per_node,
-            num_sharers=1,
-            exchange=exchange,
-        ),
+    node_R = np.arange(num_ranks) // ranks_per_node
+    between = Level(
+        name="between nodes",
+        group=nodes.group("ep", INTER),
+        here=nodes.index("ep"),
+        node_C=np.arange(num_nodes),
+        num_sharers=ranks_per_node,
+        exchange=exchange,
     )
+    within = replace(
+        between,
+        name="within a node",
+        group=nodes.group("esp", INTRA),
+        here=nodes.index("esp"),
+        node_C=node_R[:ranks_per_node],
+        num_sharers=1,
+        has_cells=True,
+    )
+    whole = replace(
+        between,
+        name="over all ranks",
+        group=ranks.group("ep", PARAM),
+        here=ranks.index("ep"),
+        node_C=node_R,
+        num_sharers=1,
+    )
+    return Levels(between, within, whole)
 
 
 def measure_cluster(levels: Levels, bench: Bench, sizes: Sizes) -> Hardware:
@@ -243,13 +231,51 @@ def _rounded(value: float) -> float:
 
 def all_to_all_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
     """An even exchange, ``num_rows_N`` for each member; units are the bytes that a rank gives."""
-    rows_N = _rows(row, num_rows_N, level.num_members)
 
     def work(rows: Tensor) -> Tensor:
-        even_C = [rows.shape[0] // level.num_members] * level.num_members
-        return level.exchange(rows, even_C, even_C, level.group)
+        return level.exchange(rows, _even(rows, level), _even(rows, level), level.group)
 
-    return _sweep(f"all-to-all {level.name}", work, rows_N)
+    return _sweep("all-to-all", level, work, _rows(row, num_rows_N, level.num_members))
+
+
+def reduce_scatter_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """Sums of ``num_rows_N`` to each member; units are the bytes that a rank gives."""
+
+    def work(rows: Tensor) -> Tensor:
+        return reduce_scatter_rows(rows, _even(rows, level), level.group, level.exchange)
+
+    return _sweep("reduce-scatter", level, work, _rows(row, num_rows_N, level.num_members))
+
+
+def all_gather_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """``num_rows_N`` of each member to all; units are the bytes that a rank ends up with."""
+
+    def work(rows: Tensor) -> Tensor:
+        return all_gather_rows(rows, [rows.shape[0]] * level.num_members, level.group)
+
+    sweep = _sweep("all-gather", level, work, _rows(row, num_rows_N))
+    return replace(sweep, units_N=[level.num_members * units for units in sweep.units_N])
+
+
+def all_reduce_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """A sum of ``num_rows_N`` over the members; units are the bytes that a rank gives."""
+    work = partial(sum_in_place, group=level.group)
+    return _sweep("all-reduce", level, work, _rows(row, num_rows_N))
+
+
+def _even(rows: Tensor, level: Level) -> list[int]:
+    return [rows.shape[0] // level.num_members] * level.num_members
+
+
+def _rows(row: Tensor, num_rows_N: Sequence[int], times: int = 1) -> list[Tensor]:
+    return [row.new_zeros(num_rows * times, *row.shape) for num_rows in num_rows_N]
+
+
+def _sweep(
+    name: str, level: Level, work: Callable[[Tensor], object], rows_N: Sequence[Tensor]
+) -> Sweep:
+    works_N = [partial(work, rows) for rows in rows_N]
+    return Sweep(f"{name} {level.name}", [rows.nbytes for rows in rows_N], works_N)
 
 
 def pairs_sweep(
@@ -265,42 +291,6 @@ def pairs_sweep(
         works_N.append(partial(level.exchange, given, counts_C, counts_C, level.group))
     units_N = [most_peers * num_bytes for num_bytes in bytes_per_peer_N]
     return Sweep(f"exchange of pairs {level.name}", units_N, works_N)
-
-
-def all_gather_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
-    """``num_rows_N`` of each member to all; units are the bytes that a rank ends up with."""
-
-    def work(rows: Tensor) -> Tensor:
-        return all_gather_rows(rows, [rows.shape[0]] * level.num_members, level.group)
-
-    sweep = _sweep(f"all-gather {level.name}", work, _rows(row, num_rows_N))
-    return replace(sweep, units_N=[level.num_members * units for units in sweep.units_N])
-
-
-def reduce_scatter_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
-    """Sums of ``num_rows_N`` to each member; units are the bytes that a rank gives."""
-    rows_N = _rows(row, num_rows_N, level.num_members)
-
-    def work(rows: Tensor) -> Tensor:
-        even_C = [rows.shape[0] // level.num_members] * level.num_members
-        return reduce_scatter_rows(rows, even_C, level.group, level.exchange)
-
-    return _sweep(f"reduce-scatter {level.name}", work, rows_N)
-
-
-def all_reduce_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
-    """A sum of ``num_rows_N`` over the members; units are the bytes that a rank gives."""
-    work = partial(sum_in_place, group=level.group)
-    return _sweep(f"all-reduce {level.name}", work, _rows(row, num_rows_N))
-
-
-def _rows(row: Tensor, num_rows_N: Sequence[int], times: int = 1) -> list[Tensor]:
-    return [row.new_zeros(num_rows * times, *row.shape) for num_rows in num_rows_N]
-
-
-def _sweep(name: str, work: Callable[[Tensor], object], rows_N: Sequence[Tensor]) -> Sweep:
-    works_N = [partial(work, rows) for rows in rows_N]
-    return Sweep(name, [rows.nbytes for rows in rows_N], works_N)
 
 
 def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
@@ -332,7 +322,17 @@ def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGro
 def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
     """What this rank computes on, while all ranks compute. Collective."""
     is_cuda = bench.device.type == "cuda"
-    line = partial(_product, bench, product_N, LEAST_ON_CUDA if is_cuda else LEAST_ON_CPU)
+    num_rows_N = [LEAST_ROWS * multiple for multiple in product_N]
+
+    def line(dtype: torch.dtype) -> Product:
+        width = WIDTH_ON_CUDA if is_cuda else WIDTH_ON_CPU
+        fit = bench.fit(matmul_sweep(num_rows_N, width, dtype, bench.device))
+        return Product(
+            multiply_adds_per_s=_rounded(1 / fit.unit_s),
+            start_s=_rounded(fit.fixed_s),
+            r_squared=_rounded(fit.r_squared),
+        )
+
     products = Products(
         fp32=line(torch.float32),
         fp16=line(torch.float16) if is_cuda else None,
@@ -350,18 +350,6 @@ def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
     )
 
 
-def _product(
-    bench: Bench, product_N: Sequence[int], least: LeastProduct, dtype: torch.dtype
-) -> Product:
-    num_rows_N = [least.num_rows * multiple for multiple in product_N]
-    fit = bench.fit(matmul_sweep(num_rows_N, least.width, dtype, bench.device))
-    return Product(
-        multiply_adds_per_s=_rounded(1 / fit.unit_s),
-        start_s=_rounded(fit.fixed_s),
-        r_squared=_rounded(fit.r_squared),
-    )
-
-
 def matmul_sweep(
     num_rows_N: Sequence[int], width: int, dtype: torch.dtype, device: torch.device
 ) -> Sweep:
@@ -376,14 +364,10 @@ def measure_memory(bench: Bench) -> float:
     """Bytes a second that copies within this rank's memory read and write, while all ranks copy.
     Collective."""
     least = LEAST_COPY_ON_CUDA if bench.device.type == "cuda" else LEAST_COPY_ON_CPU
-    return _rounded(1 / bench.fit(memory_sweep(least, bench.device)).unit_s)
-
-
-def memory_sweep(least_bytes: int, device: torch.device) -> Sweep:
-    """Copies of one, two and three times so many bytes; units are bytes read and written."""
-    given_N = [torch.zeros(n * least_bytes, dtype=torch.uint8, device=device) for n in (1, 2, 3)]
+    given_N = [torch.zeros(n * least, dtype=torch.uint8, device=bench.device) for n in (1, 2, 3)]
     works_N = [partial(torch.empty_like(given).copy_, given) for given in given_N]
-    return Sweep("copies within memory", [2 * given.nbytes for given in given_N], works_N)
+    units_N = [2 * given.nbytes for given in given_N]  # read and written
+    return _rounded(1 / bench.fit(Sweep("copies within memory", units_N, works_N)).unit_s)
 
 
 def expert_sweep(
@@ -422,12 +406,6 @@ def spare_bytes(device: torch.device) -> int | None:
     free_bytes, _ = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     return int(free_bytes + reserved - torch.cuda.max_memory_allocated(device))
-
-
-# What a run's own pipeline costs: a quick look at its communicators and its experts.
-
-
-STEPS = (1, 2, 4, 8)  # sizes, as multiples of the least
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,13 +458,15 @@ def measure_pipeline(
         level.num_members if level else 1 for level in (cells, cell, dense)
     )
 
-    def line(sweep: Sweep) -> Line:
-        fit = bench.fit(sweep, fit_straight)
-        return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
-
     def shared(sweep_of: SweepOf, level: Level | None, most: int, like: Tensor) -> Line:
-        return line(sweep_of(level, _steps(most), like)) if level else FREE
+        return _line(bench, sweep_of(level, _steps(most), like)) if level else FREE
 
+    def run(num_rows: int) -> None:
+        with torch.no_grad():
+            forward(num_rows)
+
+    num_rows_N = _steps(payload.num_rows * cell_size)
+    experts = Sweep("experts forward", num_rows_N, [partial(run, rows) for rows in num_rows_N])
     if paths.scatters:
         sums = shared(reduce_scatter_sweep, dense, payload.num_elements // num_dense, element)
     else:
@@ -495,20 +475,14 @@ def measure_pipeline(
         all_to_all=shared(all_to_all_sweep, cells, payload.num_rows // num_cells, row),
         all_gather=shared(all_gather_sweep, cell, payload.num_rows, row),
         reduce_scatter=shared(reduce_scatter_sweep, cell, payload.num_rows, row),
-        expert=line(forward_sweep(forward, _steps(payload.num_rows * cell_size))),
+        expert=_line(bench, experts),
         all_reduce=replace(sums, beta_s=element.itemsize * sums.beta_s),
     )
 
 
 def measure_carrier(carrier: Carrier, num_cells: int, payload: Payload, bench: Bench) -> Line:
-    """The line of even all-to-alls by a carrier; see ``measure_pipeline``. Collective.
-
-    Args:
-        carrier: between the cells.
-        num_cells: how many.
-        payload: what travels at most.
-        bench: times it.
-    """
+    """The line of even all-to-alls by a carrier between the cells; see ``measure_pipeline``.
+    Collective."""
     row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
     num_rows_N = _steps(payload.num_rows // num_cells)
     trips = [carrier.trip(np.full((num_cells,) * 2, num), bench.device) for num in num_rows_N]
@@ -517,18 +491,12 @@ def measure_carrier(carrier: Carrier, num_cells: int, payload: Payload, bench: B
         for trip, num in zip(trips, num_rows_N)
     ]
     num_bytes_N = [num_cells * num * row.nbytes for num in num_rows_N]
-    fit = bench.fit(Sweep("all-to-all by a carrier", num_bytes_N, works), fit_straight)
+    return _line(bench, Sweep("all-to-all by a carrier", num_bytes_N, works))
+
+
+def _line(bench: Bench, sweep: Sweep) -> Line:
+    fit = bench.fit(sweep, fit_straight)
     return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
-
-
-def forward_sweep(forward: Callable[[int], object], num_rows_N: Sequence[int]) -> Sweep:
-    """A rank's experts forward, without gradients; units are rows."""
-
-    def work(num_rows: int) -> None:
-        with torch.no_grad():
-            forward(num_rows)
-
-    return Sweep("experts forward", num_rows_N, [partial(work, rows) for rows in num_rows_N])
 
 
 def _level(name: str, channel: Channel | None) -> Level | None:

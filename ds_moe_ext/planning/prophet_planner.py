@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts to copy where for the next step: Pro-Prophet's Algorithm 1. Pure.
+"""Which experts to copy where for the next step: Pro-Prophet's Algorithm 1, and FasterMoE's. Pure.
 
-Which expert is next depends on rows alone, so the order is found first, in integers; the model of
-``block_costs`` then says how many of that order to copy. Shape letters: E experts, C cells (the
-paper's devices, ``D`` of them).
+``place_experts`` finds the order in which experts would be copied first, in integers, as it depends
+on rows alone; the model of ``layer_costs`` then says how many of that order to copy.
+``shadow_experts`` is a baseline (spec section 5). ``split_forward`` and ``split_backward`` say
+which copies move beside which computation of the block before (spec 3.3). Shape letters: E experts,
+C cells (the paper's devices, ``D`` of them).
 """
 
 from __future__ import annotations
@@ -101,9 +103,6 @@ def place_experts(
             never its home; None excludes the cells without any rows for it.
         balance: ``alpha`` of equation (7).
         max_copied: experts of which a cell has memory for a copy; None: of all.
-
-    Raises:
-        ValueError: rows, ``num_excluded`` or ``balance`` that do not fit.
     """
     rows_CE = whole_rows(home, rows_CE)
     if num_excluded is not None and not 0 <= num_excluded < home.num_cells:
@@ -167,10 +166,8 @@ class Choices:
 
     def by_cell(self) -> tuple[list[int], list[int]]:
         """Experts that can be copied, cell by cell, of each those with most rows last; and where
-        each cell's begin, and the last one's end.
-
-        The paper's loop also picks experts without a place for a copy, to which nothing happens.
-        """
+        each cell's begin, and the last one's end. (The paper's loop also picks experts without a
+        place for a copy, to which nothing happens.)"""
         coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
         copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
         owner = self.home.owner_E[copied]
@@ -241,9 +238,6 @@ def _fastest(
     return tuple(experts[:num_fastest])
 
 
-# Which experts to copy everywhere: FasterMoE's shadowing, a baseline (spec section 5). Pure.
-
-
 def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:
     """FasterMoE's model of a block."""
     computed_s = (FORWARD + BACKWARD) * prices.row_s * most_rows
@@ -256,19 +250,8 @@ def shadow_experts(
 ) -> BlockPlan:
     """Copy the hottest experts to all cells, one more as long as that is faster by FasterMoE.
 
-    The expert with the fewest rows is never copied. Among equals the lower index is hotter.
-
-    Args:
-        home: where each expert lives, one cell an expert.
-        rows_CE: rows that each cell is expected to route to each expert; integers.
-        prices: of the block.
-        max_copied: experts of which a cell has memory for a copy; None: of all.
-
-    Returns:
-        The plan; its seconds are those of Pro-Prophet's model.
-
-    Raises:
-        ValueError: rows that do not fit.
+    The expert with the fewest rows is never copied. Among equals the lower index is hotter. The
+    plan's seconds are those of Pro-Prophet's model. Arguments as of ``place_experts``.
     """
     rows_CE = whole_rows(home, rows_CE)
     load_E = rows_CE.sum(axis=0)
@@ -282,10 +265,6 @@ def shadow_experts(
     selected = tuple(hottest_first_E[:num_shadows].tolist())
     choices = Choices(home, rows_CE, num_excluded=0)
     return BlockPlan(choices, selected, cell_rows(home, home, rows_CE), prices)
-
-
-# Which of a block's copies move beside which computation: Pro-Prophet's sub-operators (spec
-# 3.3).
 
 
 SplitRule = Callable[[int, float], int]
@@ -317,17 +296,8 @@ SPLITS: Mapping[str, SplitRule] = {"fnec_first": fill_static_first, "half": by_h
 def split_forward(
     selected: Sequence[int], *, rule: SplitRule, layer_s: float, move_s: float
 ) -> Split:
-    """Trans under the forward of the block before: first its experts, then its non-MoE layer.
-
-    Args:
-        selected: experts to move, in order.
-        rule: of ``SPLITS``.
-        layer_s: seconds of the non-MoE layer, ``T_FNEC``; the same on every rank.
-        move_s: seconds of one expert's move; likewise.
-
-    Raises:
-        ValueError: seconds below zero or not finite.
-    """
+    """Trans under the forward of the block before: first its experts, then its non-MoE layer, which
+    takes ``layer_s`` (``T_FNEC``); one expert's move takes ``move_s``."""
     num_first = len(selected) - _beside_layer(len(selected), rule, layer_s, move_s)
     return Split(tuple(selected[:num_first]), tuple(selected[num_first:]))
 
@@ -335,10 +305,8 @@ def split_forward(
 def split_backward(
     selected: Sequence[int], *, rule: SplitRule, layer_s: float, move_s: float
 ) -> Split:
-    """Agg under the backward of the block before: first its non-MoE layer, then its experts.
-
-    Arguments as of ``split_forward``, with ``T_BNEC`` and the time of one expert's gradients.
-    """
+    """Agg under the backward of the block before: first its non-MoE layer (``T_BNEC``), then its
+    experts."""
     num_first = _beside_layer(len(selected), rule, layer_s, move_s)
     return Split(tuple(selected[:num_first]), tuple(selected[num_first:]))
 

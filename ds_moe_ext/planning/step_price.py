@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order the stages of a pipeline run their passes, and when: Megatron's 1F1B. Pure.
+"""What a step of a model takes under the plans of its layers: the schedule that runs, priced. Pure.
 
-A stage runs some forward passes, then a forward and a backward one by turns, then the backward
-passes that are left. With several chunks a stage, passes through them interleave: as many
-micro-batches as there are stages go through the first chunk, then the same ones through the second.
+``price_passes`` simulates one micro-batch through some layers, with ``layer_seconds`` of each task;
+``Passes.step`` is a step of them, ``pipeline_step`` one of the passes of all pipeline stages, in
+Megatron's order (1F1B): a stage runs some forward passes, then a forward and a backward one by
+turns, then the backward passes that are left. With several chunks a stage, passes through them
+interleave: as many micro-batches as there are stages go through the first chunk, then the same ones
+through the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, chain
 from statistics import fmean
 from typing import NamedTuple
@@ -24,7 +27,6 @@ from ds_moe_ext.planning.layer_seconds import (
     NO_HOST,
     Flow,
     HostTimes,
-    Issued,
     LayerSeconds,
     TaskCosts,
     layer_seconds,
@@ -106,6 +108,7 @@ def run_passes(
     as Megatron does in both.
     """
     stages = range(parallel.pipeline)
+    last = parallel.chunks * parallel.pipeline - 1  # of the places in the order of the model
     left = [list(reversed(order_of(stage, parallel, micro_batches))) for stage in stages]
     free_s = [0.0] * parallel.pipeline
     come_s: dict[tuple[int, Pass], float] = {}  # when a pass has what it needs of another stage
@@ -114,49 +117,22 @@ def run_passes(
         for stage in stages:
             while left[stage]:
                 each = left[stage][-1]
-                come = 0.0 if _begins(stage, each, parallel) else come_s.get((stage, each))
+                place = each.chunk * parallel.pipeline + stage
+                begins = place == (last if each.is_back else 0)  # it needs nothing of other stages
+                come = 0.0 if begins else come_s.get((stage, each))
                 if come is None:
                     break
                 left[stage].pop()
                 start_s = max(free_s[stage], come)
                 free_s[stage] = end_s = start_s + seconds_of(stage, each)
-                after = _next(stage, each, parallel)
-                if after is not None:
-                    come_s[after] = end_s + send_s
+                after = place - 1 if each.is_back else place + 1
+                if 0 <= after <= last:
+                    chunk, following = divmod(after, parallel.pipeline)
+                    come_s[following, each._replace(chunk=chunk)] = end_s + send_s
                     if parallel.chunks == 1:
                         free_s[stage] = end_s = end_s + send_s
                 turns.append(Turn(stage, each, start_s, end_s))
     return turns
-
-
-def sends(stage: int, parallel: ModelParallel) -> int:
-    """How often a stage sends in a pass of one micro-batch, forward and backward, and waits for
-    it."""
-    if parallel.chunks > 1:
-        return 0
-    return (stage > 0) + (stage < parallel.pipeline - 1)
-
-
-def _begins(stage: int, each: Pass, parallel: ModelParallel) -> bool:
-    """Whether a pass needs nothing of another stage: forward's first, and backward's, which follows
-    its own forward."""
-    if each.is_back:
-        return stage == parallel.pipeline - 1 and each.chunk == parallel.chunks - 1
-    return stage == 0 and each.chunk == 0
-
-
-def _next(stage: int, each: Pass, parallel: ModelParallel) -> tuple[int, Pass] | None:
-    """The pass that goes on from one, and its stage; none behind the last."""
-    step = -1 if each.is_back else 1
-    place = each.chunk * parallel.pipeline + stage + step
-    if not 0 <= place < parallel.chunks * parallel.pipeline:
-        return None
-    chunk, following = divmod(place, parallel.pipeline)
-    return following, each._replace(chunk=chunk)
-
-
-# What a step of a model takes under the plans of its layers: the schedule that runs, priced.
-# Pure.
 
 
 CLASSES = 4  # of cells, where there are more
@@ -219,7 +195,7 @@ class PassRun(NamedTuple):
     timeline: Timeline
 
     @property
-    def sides(self) -> PassSeconds:
+    def seconds(self) -> PassSeconds:
         """Forward ends when all have what they hand on."""
         tasks = self.schedule.tasks
         turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
@@ -247,6 +223,7 @@ class Passes:
     first: PassSeconds  # with the copies that the step moves, there and back
     later: PassSeconds  # without
     number: int  # of them
+    end_s: float  # behind them; as of ``Conditions``
     computed_s: float  # as of ``StepPrice``, of all
     imbalance_s: float  # likewise
     device_s: float  # of all, were the host no matter
@@ -260,7 +237,7 @@ class Passes:
         both_s = forward_s + conditions.behind_s(is_back=True)
         each, number = PassSeconds(both_s, forward_s), conditions.micro_batches
         computed_s = number * conditions.head_computed_s
-        return cls(each, each, number, computed_s, 0.0, number * both_s)
+        return cls(each, each, number, conditions.end_s, computed_s, 0.0, number * both_s)
 
     @property
     def seconds(self) -> float:
@@ -279,16 +256,17 @@ class Passes:
         """As of ``StepPrice``."""
         return max(self.seconds - self.device_s, 0.0)
 
-    def then(self, end_s: float) -> StepPrice:
+    @property
+    def step(self) -> StepPrice:
         """A step of these passes and what is behind them."""
         assert self.run is not None
         return StepPrice(
-            step_s=self.seconds + end_s,
+            step_s=self.seconds + self.end_s,
             computed_s=self.computed_s,
             imbalance_s=self.imbalance_s,
             exposed_s=self.exposed_s,
             host_s=self.host_s,
-            end_s=end_s,
+            end_s=self.end_s,
             balance=float(np.mean(self.balance_L)),
             schedule=self.run.schedule,
             timeline=self.run.timeline,
@@ -303,7 +281,7 @@ def price_step(
     conditions: Conditions,
 ) -> StepPrice:
     """A step of all layers. Arguments as of ``price_passes``."""
-    return price_passes(strategy, plans, job, rows, conditions).then(conditions.end_s)
+    return price_passes(strategy, plans, job, rows, conditions).step
 
 
 def price_passes(
@@ -315,39 +293,44 @@ def price_passes(
 ) -> Passes:
     """The passes of a step through some layers that follow each other."""
     pools = {layer: pool for pool in job.pools for layer in pool.layers}
-    flows = [
-        Flow.of(plan, rows_CE, job.node_C, pools[layer])
-        for layer, (plan, rows_CE) in enumerate(zip(plans, rows))
-    ]
-    layers = [
-        layer_seconds(
-            plan,
-            flow,
-            pools[layer],
-            conditions.tasks,
-            node_C=job.node_C,
-            cell_size=conditions.grid.cell_size,
-            classes=conditions.classes,
+    flows, layers = [], []
+    for layer, (plan, rows_CE) in enumerate(zip(plans, rows)):
+        flows.append(Flow.of(plan, rows_CE, job.node_C, pools[layer]))
+        layers.append(
+            layer_seconds(
+                plan,
+                flows[layer],
+                pools[layer],
+                conditions.tasks,
+                node_C=job.node_C,
+                cell_size=conditions.grid.cell_size,
+                classes=conditions.classes,
+            )
         )
-        for layer, (plan, flow) in enumerate(zip(plans, flows))
-    ]
     schedule = step_of(strategy, plans, conditions.grid, job.stacks)
     by_host = with_host(schedule, conditions.host)
-    times = _Times(layers, job, conditions)
-    device = times.run(with_host(schedule, NO_HOST))
-    whole = device if conditions.host.is_nothing else times.run(by_host)
-    computed_s, imbalance_s = times.computed()
-    number = conditions.micro_batches
-    later = whole
-    if number > 1:
-        later = replace(times, layers=[each.without_moves() for each in layers]).run(by_host)
+    device = _passed(schedule, {}, layers, job, conditions)
+    whole = device
+    if not conditions.host.is_nothing:
+        whole = _passed(*by_host, layers, job, conditions)
+    number, later = conditions.micro_batches, whole
+    if number > 1:  # in which copies are there, and no gradient travels before the last
+        unmoved = [replace(each, by_piece={}) for each in layers]
+        later = _passed(*by_host, unmoved, job, conditions)
     device_s, whole_s = device.timeline.makespan_s, whole.timeline.makespan_s
+    # All compute the mean of experts and what lies between these; the busiest cells more.
+    again = conditions.tasks.backward_rounds
+    between_s = sum(job.window_s) + sum(job.back_window_s) - conditions.window_sent_s
+    even_s = (FORWARD + again) * sum(layer.mean_expert_s for layer in layers)
+    most_s = (FORWARD + again) * sum(max(layer.expert_s_K) for layer in layers)
+    restored_s = again * sum(layer.restore_s for layer in layers)
     return Passes(
-        first=whole.sides,
-        later=later.sides,
+        first=whole.seconds,
+        later=later.seconds,
         number=number,
-        computed_s=number * computed_s,
-        imbalance_s=number * imbalance_s,
+        end_s=conditions.end_s,
+        computed_s=number * (between_s + conditions.head_computed_s + even_s + restored_s),
+        imbalance_s=number * (most_s - even_s),
         device_s=number * device_s - (number - 1) * (whole_s - later.timeline.makespan_s),
         balance_L=tuple(float(f.computed_C.max() / f.computed_C.mean()) for f in flows),
         run=whole,
@@ -357,126 +340,78 @@ def price_passes(
 def step_of(
     strategy: Strategy, plans: Sequence[Plan], grid: Grid, stacks: Sequence[int] = ()
 ) -> Schedule:
-    """The schedule of one micro-batch: of all layers, with what leads to the first.
-
-    Args:
-        strategy: whose plans they are.
-        plans: of each layer.
-        grid: the ranks.
-        stacks: as of ``Job``.
-    """
+    """The schedule of one micro-batch: of all layers, with what leads to the first."""
     layout = ParallelLayout(grid, rank=0)
     pairs = enumerate(zip(plans, followers(plans, stacks or [0] * len(plans))))
     sites = (Site(plan, layout, layer, after) for layer, (plan, after) in pairs)
     return whole_step([layer_tasks(strategy, site, gated=False) for site in sites], leads=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _Times:
-    """Seconds of all tasks of a step."""
+# Ops and lanes by their names: an op may stand in another lane than its own.
+_OF_ROWS = frozenset(op.name for op in (DISPATCH, COMBINE))
+_MET = _OF_ROWS | {ORDER.name, GATHER.name}  # to which all cells must come
+_SHARED = frozenset(lane.name for lane in (INTER, PARAM))
 
-    layers: Sequence[LayerSeconds]  # of each layer
-    job: Job  # with what lies between them
-    conditions: Conditions  # of the run
 
-    def run(self, step: Issued) -> PassRun:
-        """As it passes."""
-        schedule, host_s = step
+def _passed(
+    schedule: Schedule,
+    host_s: Mapping[int, float],
+    layers: Sequence[LayerSeconds],
+    job: Job,
+    conditions: Conditions,
+) -> PassRun:
+    """A micro-batch as it passes; ``host_s`` are seconds of what the host issues, by the tasks'
+    ``id``."""
+    has_measured_links = any(pool.links is not None for pool in job.pools)
+    spans_nodes = bool(job.node_C.max() != job.node_C.min())
+    grid, everyone = conditions.grid, range(max(len(layer.expert_s_K) for layer in layers))
 
-        def seconds_of(place: int, task: Task) -> float:
-            if task.op is ISSUE:
-                return host_s[id(task)]
-            if task.op.name == ATTENTION.name:
-                return self._between(task)
-            return self.layers[task.layer].seconds(place, task)
+    def seconds_of(place: int, task: Task) -> float:
+        if task.op is ISSUE:
+            return host_s[id(task)]
+        if task.op.name != ATTENTION.name:
+            return layers[task.layer].seconds(place, task)
+        following = task.layer + 1  # what the host computes behind a layer, before the next
+        if following == len(layers):
+            return conditions.behind_s(is_back=bool(task.adjoint_of))
+        return (job.back_window_s if task.adjoint_of else job.window_s)[following]
 
-        num_classes = max(len(layer.expert_s_K) for layer in self.layers)
-        everyone = range(num_classes)
-        timeline = simulate(
-            schedule,
-            seconds_of,
-            num_ranks=num_classes,
-            peers_of=lambda place, task: everyone if _meets(task) else (place,),
-            link_of=self._link,
-        )
-        return PassRun(schedule, timeline)
-
-    def _between(self, task: Task) -> float:
-        """What the host computes behind a layer, before the next."""
-        following = task.layer + 1
-        if following == len(self.layers):
-            return self.conditions.behind_s(is_back=bool(task.adjoint_of))
-        windows = self.job.back_window_s if task.adjoint_of else self.job.window_s
-        return windows[following]
-
-    def _link(self, place: int, task: Task) -> str | None:
+    def link_of(place: int, task: Task) -> str | None:
         """What rows and copies that are under way together share; measured links have that in
         them."""
-        if task.lane.name not in _SHARED or self._has_measured_links:
+        if task.lane.name not in _SHARED or has_measured_links:
             return None
-        grid, is_far = self.conditions.grid, self._spans_nodes
+        is_far = spans_nodes
         if task.op.name in _OF_ROWS:
-            is_far = self.layers[task.layer].is_far_K[place]
+            is_far = layers[task.layer].is_far_K[place]
         elif task.op.name == GRADIENTS.name:  # of all ranks, not of one grid's
             is_far = is_far or grid.world_size > grid.size
         return f"{'far' if is_far else 'near'} {place}"
 
-    @cached_property
-    def _has_measured_links(self) -> bool:
-        return any(pool.links is not None for pool in self.job.pools)
-
-    @cached_property
-    def _spans_nodes(self) -> bool:
-        return bool(self.job.node_C.max() != self.job.node_C.min())
-
-    def computed(self) -> tuple[float, float]:
-        """Seconds that all compute, and those that the busiest cell of each layer computes more."""
-        between_s = sum(self.job.window_s) + sum(self.job.back_window_s)
-        between_s -= self.conditions.window_sent_s
-        again = self.conditions.tasks.backward_rounds
-        rounds = FORWARD + again
-        even_s = rounds * sum(layer.mean_expert_s for layer in self.layers)
-        most_s = rounds * sum(max(layer.expert_s_K) for layer in self.layers)
-        restored_s = again * sum(layer.restore_s for layer in self.layers)
-        head_s = self.conditions.head_computed_s
-        return between_s + head_s + even_s + restored_s, most_s - even_s
-
-
-# Ops and lanes by their names: an op may stand in another lane than its own.
-_OF_ROWS = frozenset(op.name for op in (DISPATCH, COMBINE))
-_MET = _OF_ROWS | {ORDER.name, GATHER.name}
-_SHARED = frozenset(lane.name for lane in (INTER, PARAM))
-
-
-def _meets(task: Task) -> bool:
-    """Whether all cells must come to it."""
-    return task.op.name in _MET
-
-
-# What a step takes where pipeline stages pass micro-batches on to each other. Pure.
-
-
-class ChunkPrice(NamedTuple):
-    """What a stage runs in one piece."""
-
-    passes: Passes  # all of a step
-    end_s: float  # behind them; as of ``Conditions``
+    timeline = simulate(
+        schedule,
+        seconds_of,
+        num_ranks=len(everyone),
+        peers_of=lambda place, task: everyone if task.op.name in _MET else (place,),
+        link_of=link_of,
+    )
+    return PassRun(schedule, timeline)
 
 
 def pipeline_step(
-    stages: Sequence[Sequence[ChunkPrice]],
+    stages: Sequence[Sequence[Passes]],
     parallel: ModelParallel,
     micro_batches: int,
     send_s: float,
 ) -> StepPrice:
-    """A step of all stages.
+    """A step of all stages, ``[stage][chunk]``.
 
     The first forward pass of a chunk moves copies there, its last backward pass brings their
     gradients home. A step ends when the last stage has done what is behind its passes.
     """
 
     def seconds_of(stage: int, each: Pass) -> float:
-        passes = stages[stage][each.chunk].passes
+        passes = stages[stage][each.chunk]
         if each.is_back:
             is_last = each.micro_batch == micro_batches - 1
             return (passes.first if is_last else passes.later).backward_s
@@ -488,15 +423,17 @@ def pipeline_step(
     step_s = max(done_s[stage] + end_s[stage] for stage in range(len(stages)))
 
     def busy_s(stage: int) -> float:
-        return sum(chunk.passes.seconds for chunk in stages[stage]) + sent_s(stage)
+        return sum(chunk.seconds for chunk in stages[stage]) + sent_s(stage)
 
     def sent_s(stage: int) -> float:
-        return micro_batches * sends(stage, parallel) * send_s
+        """Where it waits for what it sends, forward and backward."""
+        sends = (stage > 0) + (stage < parallel.pipeline - 1)
+        return micro_batches * sends * send_s if parallel.chunks == 1 else 0.0
 
     busiest = max(range(len(stages)), key=busy_s)
-    own = [chunk.passes for chunk in stages[busiest]]
+    own = stages[busiest]
     # In the order of the model: all first chunks, then all second ones.
-    ordered = [chunk.passes for chunks in zip(*stages) for chunk in chunks]
+    ordered = list(chain.from_iterable(zip(*stages)))
     before = accumulate((len(each.balance_L) for each in ordered), initial=0)
     longest, layers_before = max(
         zip(ordered, before), key=lambda each: each[0].first.seconds if each[0].run else 0.0

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy is, and how JSON names one.
+"""What a strategy is, what it is told and what it answers, and how JSON names one.
 
-A strategy is a frozen dataclass: its fields are its JSON keys. One of the user's own is named
-``"package.module:Class"``. Shape letters: C cells, E experts.
+A ``Strategy`` is a frozen dataclass: its fields are its JSON keys. From a ``Job``, all that a
+planner may know, it makes a ``Plan`` for each layer; at a ``Site``, a layer and its plan, it says
+by which schedules that runs. ``Overlay`` and ``Choosing`` are strategies made of others. One of the
+user's own is named ``"package.module:Class"``. Shape letters: C cells, E experts.
 """
 
 from __future__ import annotations
@@ -140,49 +142,40 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a planner may know. The same on every rank.
+    """All that a planner may know. The same on every rank."""
 
-    Attributes:
-        rows: rows that each sender is predicted to route to each expert, of each layer, int64
-            ``[C, E]``; all zero before the first step.
-        homes: where the weights of each layer's experts live.
-        node_C: node of each cell.
-        pools: every layer is in one of them.
-        window_s: seconds that the host computes before each layer in forward, which can hide
-            copies; 0 until it has been measured.
-        back_window_s: and behind each layer in backward.
-        free_bytes: memory of a rank for copies, of all layers of the run together.
-        accumulates: several micro-batches make a step.
-        pipelines: what pipelines cost; None until it has been measured.
-        stacks: number of each layer's stack: layers of one run one after the other in a pass, those
-            of two at different times; none where there is one stack.
-        drift: part of the latest step's rows that went to other experts than those before; 1 where
-            it is not known.
-        past: of strategies that choose between others; else None.
-        of_layers: layers of the run, where these are some of them; 0: these are all.
-        present: plans that the layers run by, made of the same homes and costs, for strategies
-            whose plans stay as long as they are good; none where all is to be planned anew.
-    """
-
+    # rows that each sender is predicted to route to each expert, of each layer, int64 ``[C, E]``;
+    # all zero before the first step
     rows: tuple[np.ndarray, ...]
-    homes: tuple[Placement, ...]
-    node_C: np.ndarray
-    pools: tuple[Pool, ...]
+    homes: tuple[Placement, ...]  # where the weights of each layer's experts live
+    node_C: np.ndarray  # node of each cell
+    pools: tuple[Pool, ...]  # every layer is in one of them
+    # seconds that the host computes before each layer in forward, which can hide copies, and behind
+    # each layer in backward; 0 until they have been measured
     window_s: tuple[float, ...] = ()
     back_window_s: tuple[float, ...] = ()
-    free_bytes: int = 0
-    accumulates: bool = False
-    pipelines: Measured | None = None
+    free_bytes: int = 0  # memory of a rank for copies, of all layers of the run together
+    accumulates: bool = False  # several micro-batches make a step
+    pipelines: Measured | None = None  # what pipelines cost; None until it has been measured
+    # number of each layer's stack: layers of one run one after the other in a pass, those of two at
+    # different times; none where there is one stack
     stacks: tuple[int, ...] = ()
+    # part of the latest step's rows that went to other experts than those before; 1 where it is not
+    # known
     drift: float = 1.0
-    past: Past | None = None
-    of_layers: int = 0
+    past: Past | None = None  # of strategies that choose between others; else None
+    of_layers: int = 0  # layers of the run, where these are some of them; 0: these are all
+    # plans that the layers run by, made of the same homes and costs, for strategies whose plans
+    # stay as long as they are good; none where all is to be planned anew
     present: tuple[Plan, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """Of the run."""
         return self.of_layers or len(self.homes)
+
+    def pool_of(self, layer: int) -> Pool:
+        return next(pool for pool in self.pools if layer in pool.layers)
 
     @property
     def measured_pools(self) -> list[Pool]:
@@ -199,9 +192,9 @@ class Job:
     ) -> Job:
         """Before anything was seen; without pools all experts are alike."""
         homes = tuple(homes)
-        layers = tuple(range(len(homes)))
         rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
-        given = (Pool(layers=layers),) if pools is None else tuple(pools)
+        alike = Pool(layers=tuple(range(len(homes))))
+        given = (alike,) if pools is None else tuple(pools)
         unknown_s = (0.0,) * len(homes)
         return cls(rows, homes, node_C, given, unknown_s, unknown_s, stacks=stacks)
 
@@ -223,18 +216,15 @@ class Job:
             past = replace(past, predicted=predicted, came=came)
         if pipelines is not None:
             pipelines = replace(pipelines, layers=_of(pipelines.layers, layers))
+        tables = ("rows", "homes", "window_s", "back_window_s", "stacks", "present")
+        own: dict[str, Any] = {name: _of(vars(self)[name], layers) for name in tables}
         return replace(
             self,
-            rows=_of(self.rows, layers),
-            homes=_of(self.homes, layers),
             pools=tuple(pool for pool in pools if pool.layers),
-            window_s=_of(self.window_s, layers),
-            back_window_s=_of(self.back_window_s, layers),
             pipelines=pipelines,
-            stacks=_of(self.stacks, layers),
             past=past,
             of_layers=self.num_layers,
-            present=_of(self.present, layers),
+            **own,
         )
 
     def follows(self, layer: int) -> bool:
@@ -284,45 +274,33 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a strategy decided for one layer, until the next plan.
+    """What a strategy decided for one layer, until the next plan."""
 
-    Attributes:
-        home: where an expert's weights and optimizer state live.
-        target: where the expert computes this step.
-        share: how the copies of an expert divide its rows.
-        forward_degree: spans that the tokens of a forward pass are cut into.
-        backward_degree: and of a backward pass.
-        rematerialize: free the copies after forward and gather them again for backward.
-        revise: where copies may be added once the rows of a pass are known: from the rows, int64
-            ``[C, E]``, to a target that holds what this one does and more, and its share. Pure.
-        carried: the block before launches the copies; else the layer's own, as it begins.
-        successor: the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks
-            the strategy, for all layers together. Pure.
-        reductions: of dense gradients, beside the layer's backward.
-        way: of rows between the cells.
-        predicted_CE: rows by sender and expert that it was made for, int64; None: of no use.
-        by_paper: the share by the paper's own rule on any target, where ``share`` is another; for
-            the report, which shows what that one gains.
-        sends_once: each token's row travels once to each cell that has some of its experts, and one
-            row comes back; else one for each choice. Not where experts have copies.
-        choice: of the strategy that made it, where there are several to choose from.
-    """
-
-    home: Placement
-    target: Placement
-    share: Rule
-    forward_degree: int = 1
-    backward_degree: int = 1
-    rematerialize: bool = False
+    home: Placement  # where an expert's weights and optimizer state live
+    target: Placement  # where the expert computes this step
+    share: Rule  # how the copies of an expert divide its rows
+    forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
+    backward_degree: int = 1  # and of a backward pass
+    rematerialize: bool = False  # free the copies after forward and gather them again for backward
+    # where copies may be added once the rows of a pass are known: from the rows, int64 ``[C, E]``,
+    # to a target that holds what this one does and more, and its share. Pure.
     revise: Callable[[np.ndarray], Destination] | None = None
+    # how the block before launches the copies; else the layer's own does, as it begins
     carried: Carried | None = None
+    # to the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks the
+    # strategy, for all layers together. Pure.
     successor: Callable[[np.ndarray], Plan] | None = None
-    reductions: Placed = NOWHERE
-    way: Way = Way.DIRECT
+    reductions: Placed = NOWHERE  # of dense gradients, beside the layer's backward
+    way: Way = Way.DIRECT  # of rows between the cells
+    # rows by sender and expert that it was made for, int64; None: of no use
     predicted_CE: np.ndarray | None = None
+    # the share by the paper's own rule on any target, where ``share`` is another; for the report,
+    # which shows what that one gains
     by_paper: Callable[[Placement], Share] | None = None
+    # each token's row travels once to each cell that has some of its experts, and one row comes
+    # back; else one for each choice. Not where experts have copies.
     sends_once: bool = False
-    choice: Choice | None = None
+    choice: Choice | None = None  # of the strategy that made it, where there are several
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
@@ -419,25 +397,18 @@ class Rhythm:
 
     What rows and copies cost is measured for a strategy that plans every so often, or says
     ``costs``; when it is known, and when that changes, plans are made anew in any case.
-
-    Attributes:
-        window: steps whose mean load predicts the next; None: the last one or the mean of the last
-            five, whichever would have predicted the latest step better.
-        plan_every: steps between plans.
-        steady_every: and while loads have not moved since the last one; 0: as many.
-        shard_every: steps between new homes.
-        costs: what rows and copies cost is measured in the first steps.
-        measures: what pipelines cost is, too.
-        choose_every: steps between choices of who plans; ``Job.past`` is told then.
     """
 
+    # steps whose mean load predicts the next; None: the last one or the mean of the last five,
+    # whichever would have predicted the latest step better
     window: int | None = 1
-    plan_every: int = 0
+    plan_every: int = 0  # steps between plans
+    # and while loads have not moved since the last one; 0: as many
     steady_every: int = 0
-    shard_every: int = 0
-    costs: bool = False
-    measures: bool = False
-    choose_every: int = 0
+    shard_every: int = 0  # steps between new homes
+    costs: bool = False  # what rows and copies cost is measured in the first steps
+    measures: bool = False  # what pipelines cost is, too
+    choose_every: int = 0  # steps between choices of who plans; ``Job.past`` is told then
 
     @property
     def weighs_copies(self) -> bool:
@@ -479,24 +450,15 @@ class Strategy(ABC):
 
     # Homes.
 
-    @property
-    def has_uneven_homes(self) -> bool:
-        """Whether a layer's experts need not divide over the cells."""
-        return False
+    has_uneven_homes: bool = False
+    """Whether a layer's experts need not divide over the cells."""
 
     def first_homes(
         self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
     ) -> tuple[Placement, ...]:
-        """Where the experts of each layer live at first. Pure.
-
-        Args:
-            num_experts: of each layer.
-            pools: every layer is in one of them.
-            num_cells: of the grid.
-
-        Raises:
-            ValueError: they cannot be divided as asked for.
-        """
+        """Where the experts live at first, of which there are ``num_experts`` in each layer; every
+        layer is in one of the pools. What cannot be divided as asked for is a ``ValueError``.
+        Pure."""
         homes: dict[int, Placement] = {}
         for pool in pools:
             counts = [num_experts[layer] for layer in pool.layers]
@@ -519,10 +481,8 @@ class Strategy(ABC):
         """Ways of rows between the cells that plans may say; the first until costs are known."""
         return (Way.DIRECT,)
 
-    @property
-    def splits_experts(self) -> bool:
-        """Whether it may be chosen for it that the ranks of a cell split every expert."""
-        return False
+    splits_experts: bool = False
+    """Whether it may be chosen for it that the ranks of a cell split every expert."""
 
     @property
     def slices_gradients(self) -> bool:
@@ -580,20 +540,16 @@ class Strategy(ABC):
         )
 
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure.
-
-        The rows travel in as many chunks as the plan says, between cells and within them at the
-        same time. None can be laid over a strategy with schedules of its own.
-        """
+        """Forward and backward of one layer; ``gated`` as in ``orders.programs``. Rows travel in as
+        many chunks as the plan says, between cells and within them at the same time. None can be
+        laid over a strategy with schedules of its own. Pure."""
         cutting = cutting_of(site, PIPELINES["fsmoe"])
         return programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:
-        """Stages that differ from the common ones; usually none. Pure.
-
-        What a stage makes of a span of tokens depends on that span alone: a plan may cut them, in
-        backward otherwise than in forward. One for experts needs these whole.
-        """
+        """Stages that differ from the common ones; usually none. What one makes of a span of tokens
+        depends on that span alone: a plan may cut them, in backward otherwise than in forward. One
+        for experts needs these whole. Pure."""
         return {}
 
     # What the ranks are.
@@ -620,14 +576,11 @@ class Strategy(ABC):
         return {}
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
-        """The same, by what is known when a run starts. Pure but for asking.
+        """The same, by what is known when a run starts. What cannot work so is a ``ValueError``.
 
         Args:
             devices: asks for the names of all ranks' devices; collective.
             micro_batch: samples that each rank calls the model with; None where that is not known.
-
-        Raises:
-            ValueError: it cannot work so.
         """
         return self
 
@@ -639,10 +592,8 @@ class Strategy(ABC):
         return Keys()
 
     def remarks(self, job: Job) -> tuple[str, ...]:
-        """What its keys cannot do here, a line each, for a person as a run starts. Pure.
-
-        Each names the key and what to set. Of what is measured later ``describe`` tells.
-        """
+        """What its keys cannot do here, a line each with the key and what to set, for a person as a
+        run starts. Of what is measured later ``describe`` tells. Pure."""
         return ()
 
     def describe(self, job: Job) -> str:
@@ -655,11 +606,10 @@ class Strategy(ABC):
         return ""
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
-        """What is expected of rows by cell and expert under a plan; None where that is not known.
-
-        Pure; by what links carry and who sends what to whom, also where plans are made by less.
-        """
-        pool = next(pool for pool in job.pools if layer in pool.layers)
+        """What is expected of rows by cell and expert under a plan, by what links carry and who
+        sends what to whom, also where plans are made by less; None where that is not known.
+        Pure."""
+        pool = job.pool_of(layer)
         if pool.links is None or plan.way is not Way.DIRECT:
             return None
         target, rule = plan.destination_of(rows_CE)
@@ -742,11 +692,7 @@ class Overlay(Strategy):
         return self.placing.__getattribute__(name)
 
     def over(self, placing: Strategy) -> Overlay:
-        """This one over another.
-
-        Raises:
-            ValueError: that one says what this one would.
-        """
+        """This one over another; a ``ValueError`` where that one says what this one would."""
         return replace(self, placing=placing)  # type: ignore[type-var]
 
     @property
@@ -765,14 +711,8 @@ class Choosing(Strategy):
 
     @abstractmethod
     def among(self, blocks: Mapping[str, Strategy]) -> Choosing:
-        """The same, whose others have the keys of their own blocks. Pure.
-
-        Args:
-            blocks: all built-in strategies by name.
-
-        Raises:
-            ValueError: one that it cannot choose.
-        """
+        """The same, whose others have the keys of their own blocks: all built-in strategies by
+        name. One that it cannot choose is a ``ValueError``. Pure."""
 
 
 StrategyT = TypeVar("StrategyT", bound=type)
@@ -805,15 +745,7 @@ def names_with(member: str) -> str:
 
 
 def class_at(path: str, where: str) -> type:
-    """The strategy class at ``"package.module:Class"``.
-
-    Args:
-        path: as JSON gives it.
-        where: dotted name of the key, for errors.
-
-    Raises:
-        ValueError: there is none, or it is no strategy, or not a dataclass.
-    """
+    """The strategy class at ``"package.module:Class"``; ``where`` is the key, for errors."""
     cls = found_at(path, where, "'my_package.my_module:MyStrategy'")
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a zebra group is priced with: a model, ranks of two classes, the cards between them. Pure.
+"""Seconds of a zebra group's step, by the schedule that it runs: HeterMoE's simulator. Pure.
 
-HeterMoE's simulator (section 6.4.1, spec 2.9). Work is counted a token and layer, in forward, so
-that seconds of any cut of the tokens follow by multiplication. Shape letter: C ranks.
+``TwoClasses`` has a model, ranks of two classes and the cards between them; ``price_step`` runs the
+step of a ``ZebraShape`` of them (section 6.4.1, spec 2.9). Work is counted a token and layer, in
+forward, so that seconds of any cut of the tokens follow by multiplication. Shape letter: C ranks.
 """
 
 from __future__ import annotations
@@ -114,9 +115,6 @@ class RankClass:
             attention_efficiency: the share of the device's rate that attention reaches.
             expert_efficiency: and experts.
             room: as the attribute.
-
-        Raises:
-            ValueError: the file has no such rate, or an efficiency is not above 0.
         """
         product = device.product(number_type)
         if product is None:
@@ -153,11 +151,7 @@ class TwoClasses:
 
 
 def card_of(hardware: Hardware) -> Link:
-    """A rank's share of what its node sends to others.
-
-    Raises:
-        ValueError: the file does not say.
-    """
+    """A rank's share of what its node sends to others."""
     if hardware.inter is None:
         raise ValueError(
             f"hardware {hardware.name!r} does not say what a node sends to others; add the key "
@@ -173,18 +167,11 @@ def all_to_all_s(bytes_CC: np.ndarray, link: Link) -> float:
     """An all-to-all as sends and receives, one after the other on each card (spec rule 39).
 
     A card sends and receives at once; the busiest card counts. What a rank keeps is on no card, and
-    nothing is sent where there are no bytes.
-
-    Args:
-        bytes_CC: from each rank to each other, ``[C, C]``.
-        link: of one card.
+    nothing is sent where there are no bytes. ``bytes_CC`` go from each rank to each other.
     """
     travels_CC = (bytes_CC > 0) & ~np.eye(len(bytes_CC), dtype=bool)
     seconds_CC = np.where(travels_CC, link.latency_s + bytes_CC / link.bytes_per_s, 0.0)
     return float(max(seconds_CC.sum(axis=0).max(), seconds_CC.sum(axis=1).max()))
-
-
-# Seconds of a zebra group's step, by the schedule that it runs. Pure.
 
 
 HEAD_BACKWARD = 2.0  # its activations are there still
@@ -223,11 +210,7 @@ class ZebraShape:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
 
     def stripe_samples(self, num_samples: int) -> int:
-        """Of the longest stripe, when samples are cut as equally as can be.
-
-        Raises:
-            ValueError: there are fewer samples than stripes.
-        """
+        """Of the longest stripe, when samples are cut as equally as can be."""
         num_stripes = self.attention_ranks * self.num_stripes
         if num_samples < num_stripes:
             raise ValueError(
@@ -271,11 +254,7 @@ class StepPrice:
 
 
 def stripe_times(ranks: TwoClasses, shape: ZebraShape, num_samples: int) -> LayerTimes:
-    """Forward of a layer and a stripe, no expert moved.
-
-    Raises:
-        ValueError: as of ``ZebraShape.stripe_samples``.
-    """
+    """Forward of a layer and a stripe, no expert moved."""
     tokens = shape.stripe_samples(num_samples) * ranks.model.length
     arriving = tokens * shape.attention_ranks / shape.expert_ranks
     return LayerTimes(
@@ -286,14 +265,8 @@ def stripe_times(ranks: TwoClasses, shape: ZebraShape, num_samples: int) -> Laye
 
 
 def exchange_s(ranks: TwoClasses, shape: ZebraShape, num_samples: int, moved: int) -> float:
-    """Dispatch, or combine, of a layer and a stripe; every expert has equally many rows.
-
-    Args:
-        ranks: for the model and the link.
-        shape: of the group.
-        num_samples: of a step.
-        moved: experts that each expert rank has lost.
-    """
+    """Dispatch, or combine, of a layer and a stripe, each expert rank having lost so many experts;
+    every expert has equally many rows."""
     attention, expert = shape.attention_ranks, shape.expert_ranks
     num_experts = ranks.model.num_experts
     held_C = np.empty(attention + expert)
@@ -324,14 +297,13 @@ def price_step(
         copied_L: copies that each expert rank gets of other expert ranks' experts, by layer; every
             expert has equally many rows, so that none gains by them. None: none anywhere.
         overlaps: both sides work at once; else it is DistEP.
-
-    Raises:
-        ValueError: there are fewer samples than stripes.
     """
     moved_L = (0,) * ranks.model.num_layers if moved_L is None else tuple(moved_L)
-    offloaded = tuple(layer for layer, moved in enumerate(moved_L) if moved)
     copied_L = (0,) * len(moved_L) if copied_L is None else tuple(copied_L)
-    copied = tuple(layer for layer, count in enumerate(copied_L) if count)
+    offloaded, copied = (
+        tuple(layer for layer, count in enumerate(count_L) if count)
+        for count_L in (moved_L, copied_L)
+    )
     step = _step(ranks.model.num_layers, shape.num_stripes, offloaded, copied, overlaps)
     seconds_of = _task_seconds(ranks, shape, num_samples, moved_L, copied_L)
     timeline = simulate(step, lambda rank, task: seconds_of(task))
@@ -373,13 +345,11 @@ def _task_seconds(
     of_one = shape.expert_ranks / ranks.model.num_experts  # an expert's part of an expert rank's
     gained = of_one * shape.expert_ranks / shape.attention_ranks
     sent_s = {moved: exchange_s(ranks, shape, num_samples, moved) for moved in set(moved_L)}
-
     expert_bytes = ranks.model.expert_weights * ranks.model.element_bytes
-    link = ranks.link
 
     def layer_seconds(moved: int, copied: int) -> Mapping[str, float]:
         return {
-            GATHER.name: copied * expert_bytes / link.bytes_per_s + link.latency_s,
+            GATHER.name: copied * expert_bytes / ranks.link.bytes_per_s + ranks.link.latency_s,
             JOIN.name: 0.0,
             OFFLOADED_JOIN.name: 0.0,
             ATTENTION.name: times.attention_s,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many experts of each layer move back to attention ranks: HeterMoE's Asym-EA (spec 2.7). Pure.
+"""What zebra groups run: experts that move to attention ranks, and ranks of each class. Pure.
+
+``assign_experts`` is HeterMoE's Asym-EA (spec 2.7); ``choose_moved`` takes what it says of a run
+that was measured, within memory and if the simulator finds it to pay; ``price_shapes`` and
+``best_shape`` find how many ranks of each class make a group, and into how many stripes it cuts.
 
 ``M`` attention ranks and ``N`` expert ranks of a zebra group work at once, on different
 micro-batches. Where experts take longer than attention, each layer leaves the attention ranks idle
@@ -106,7 +110,6 @@ def _squeezed(group: ZebraGroup, times: LayerTimes, *, saved: int, paid: int) ->
 
 
 Squeeze = Callable[[ZebraGroup, LayerTimes], Fraction]
-
 VARIANTS: Mapping[str, Squeeze] = {
     "corrected": squeeze_seconds,
     "printed": squeeze_seconds_as_printed,
@@ -150,9 +153,6 @@ def assign_experts(
         min_moved: experts of all layers for which the expert ranks together have no memory.
         max_moved: experts of all layers for which each attention rank has memory; None: any.
         squeeze: one of ``VARIANTS``.
-
-    Raises:
-        ValueError: a bound below 0, or one that cannot be kept: the model does not fit.
     """
     least, most = _bounds_in_chunks(group, min_moved, max_moved)
     gather_s = times.gather_s
@@ -187,10 +187,6 @@ def _bounds_in_chunks(group: ZebraGroup, min_moved: int, max_moved: int | None) 
             "the model does not fit: lower min_moved or raise max_moved, with ranks or memory"
         )
     return least, min(most, room)
-
-
-# From what was measured of a run to the experts that move: the end of HeterMoE's profiler.
-# Pure.
 
 
 USABLE = 0.9  # share of free memory; the rest is for buffers of links, and lost in fragments
@@ -307,15 +303,8 @@ def choose_moved(
     It takes micro-batches to be many enough to hide what travels. Where they are few, experts on
     attention ranks can make a step longer (spec G8): then none move, unless memory wants it.
 
-    Args:
-        group: ranks and experts; all layers are alike.
-        times: of one layer and stripe, forward and backward.
-        stripes: of a step.
-        memory: of the ranks.
-        squeeze: one of ``asym_ea.VARIANTS``.
-
-    Raises:
-        ValueError: the model does not fit.
+    All layers are alike; ``times`` are of one layer and stripe, forward and backward together. A
+    model that does not fit is a ``ValueError``.
     """
     bounds = moved_bounds(group, memory, stripes.num_stripes)
     plan = assign_experts(
@@ -360,9 +349,6 @@ def step_seconds(
     return price_step(ranks, shape, num_samples=num_stripes, moved_L=moved_L).step_s
 
 
-# The shape of a zebra group: how many ranks of each class, and how many stripes. Pure.
-
-
 @dataclass(frozen=True, kw_only=True)
 class PricedShape:
     """A shape that fits, with the experts that serve it best."""
@@ -395,10 +381,8 @@ class Stock:
 def price_shape(
     ranks: TwoClasses, shape: ZebraShape, samples_per_rank: int, *, moves: bool = True
 ) -> PricedShape:
-    """A shape with its experts as Algorithm 1 moves them, or all at home if that is faster.
-
-    Algorithm 1 supposes many stripes, and with few what it moves may not pay (spec G8).
-    """
+    """A shape with its experts as Algorithm 1 moves them, or all at home if that is faster: with
+    few stripes what it moves may not pay (spec G8)."""
     num_samples = samples_per_rank * shape.attention_ranks
     times = stripe_times(ranks, shape, num_samples)
     assignments = sorted(_assignments(ranks, shape, times, moves=moves))
@@ -415,32 +399,25 @@ def price_shapes(
     ranks: TwoClasses, shapes: Iterable[ZebraShape], samples_per_rank: int, *, moves: bool = True
 ) -> list[PricedShape | RefusedShape]:
     """Each shape priced, or why it cannot be."""
-    return [_priced_or_refused(ranks, shape, samples_per_rank, moves=moves) for shape in shapes]
+    found: list[PricedShape | RefusedShape] = []
+    for shape in shapes:
+        try:
+            found.append(price_shape(ranks, shape, samples_per_rank, moves=moves))
+        except ValueError as error:
+            found.append(RefusedShape(shape, str(error)))
+    return found
 
 
 def best_shape(
     priced: Sequence[PricedShape | RefusedShape], stock: Stock | None = None
 ) -> PricedShape | None:
-    """The best throughput of as many groups as there are ranks for; None if no shape fits.
-
-    Args:
-        priced: shapes of one group.
-        stock: ranks of the cluster; None: there is one group of each shape.
-    """
+    """The best throughput of as many groups as there are ranks for, or of one where there is no
+    ``stock``; None if no shape fits."""
     fitting = [each for each in priced if isinstance(each, PricedShape)]
     groups = [1 if stock is None else stock.num_groups(each.shape) for each in fitting]
     rates = [each.price.tokens_per_s * count for each, count in zip(fitting, groups)]
     best = max(rates, default=0.0)
     return fitting[rates.index(best)] if best else None
-
-
-def _priced_or_refused(
-    ranks: TwoClasses, shape: ZebraShape, samples_per_rank: int, *, moves: bool
-) -> PricedShape | RefusedShape:
-    try:
-        return price_shape(ranks, shape, samples_per_rank, moves=moves)
-    except ValueError as error:
-        return RefusedShape(shape, str(error))
 
 
 def _assignments(
@@ -453,9 +430,13 @@ def _assignments(
             f"num_experts is {num_experts}, which {shape.expert_ranks} expert ranks do not divide; "
             "all must hold equally many: change one of them"
         )
-    homeless = _homeless(ranks, shape)
+    homeless = 0  # experts, of all layers, that expert ranks have no memory for
+    if ranks.old.room is not None:
+        homeless = max(0, num_layers * num_experts - shape.expert_ranks * ranks.old.room)
     at_home = set() if homeless else {(0,) * num_layers}
-    if moves and _is_even(shape):
+    sizes = shape.attention_ranks, shape.expert_ranks
+    # A chunk of experts can leave and reach all ranks alike (spec rule 28).
+    if moves and max(sizes) % min(sizes) == 0:
         group = ZebraGroup(
             num_experts=num_experts,
             num_layers=num_layers,
@@ -472,18 +453,3 @@ def _assignments(
             "numbers of ranks of which one divides the other"
         )
     return at_home
-
-
-def _homeless(ranks: TwoClasses, shape: ZebraShape) -> int:
-    """Experts, of all layers, that expert ranks have no memory for."""
-    if ranks.old.room is None:
-        return 0
-    held = shape.expert_ranks * ranks.old.room
-    return max(0, ranks.model.num_layers * ranks.model.num_experts - held)
-
-
-def _is_even(shape: ZebraShape) -> bool:
-    """Whether a chunk of experts can leave and reach all ranks alike (spec rule 28)."""
-    return not (
-        shape.attention_ranks % shape.expert_ranks and shape.expert_ranks % shape.attention_ranks
-    )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of unlike devices side by side, as one. Pure.
+"""Clusters of unlike devices: side by side as one, and what zebra would take on them. Pure.
 
-Ranks are those of the first cluster, then those of the next. All ranks meet in every exchange, so
-that a link, a memory and what all devices compute alike are those of the slowest.
+``joined`` makes one cluster whose ranks are those of the first, then those of the next. All ranks
+meet in every exchange, so that a link, a memory and what all devices compute alike are those of the
+slowest. ``price_zebra`` gives one of two the attention and the other the experts, by the simulator
+of zebra's planner.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
-from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Link, Product, Products
+from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Products
 from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.planning.described_run import KEPT_DENSE, LOGIT_BYTES, RUNTIME, DescribedRun
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
 from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
-from ds_moe_ext.planning.zebra_planner import Memory, Stripes, ZebraGroup, choose_moved
+from ds_moe_ext.planning.zebra_planner import Memory, Stripes, WeightBytes, ZebraGroup, choose_moved
 from ds_moe_ext.schedule.stripes import default_stripes
 
 T = TypeVar("T")
@@ -50,8 +53,8 @@ def joined(clusters: Sequence[Hardware]) -> Hardware:
         source="; ".join(each.source for each in clusters),
         num_nodes=sum(each.num_nodes for each in clusters),
         device=_slowest_device([each.device for each in clusters]),
-        intra=_least((each.intra for each in clusters), _rate),
-        inter=_least((each.inter for each in clusters), _rate),
+        intra=_least((each.intra for each in clusters), attrgetter("bytes_per_s")),
+        inter=_least((each.inter for each in clusters), attrgetter("bytes_per_s")),
         # What was measured within one of them says nothing of all together.
         intra_collectives=Collectives(),
         inter_collectives=Collectives(),
@@ -60,8 +63,9 @@ def joined(clusters: Sequence[Hardware]) -> Hardware:
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
+    speed = attrgetter("multiply_adds_per_s")
     lines = {
-        each.name: _least((device.product(each.name) for device in devices), _speed)
+        each.name: _least((device.product(each.name) for device in devices), speed)
         for each in fields(Products)
     }
     return Device(
@@ -72,22 +76,11 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def _rate(link: Link) -> float:
-    return link.bytes_per_s
-
-
-def _speed(line: Product) -> float:
-    return line.multiply_adds_per_s
-
-
 def _least(values: Iterable[T | None], key: Callable[[T], float]) -> T | None:
     """None where it is not known of all."""
     known = list(values)
     found = [value for value in known if value is not None]
     return min(found, key=key) if len(found) == len(known) else None
-
-
-# What zebra would take on clusters of unlike devices, by its planner's simulator. Pure.
 
 
 @dataclass(frozen=True)
@@ -98,62 +91,6 @@ class ZebraPrice:
     num_groups: int  # of them
     moved_L: tuple[int, ...]  # experts that each expert rank leaves to attention ranks
     step_s: float  # seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sides:
-    """A group, and what each side runs: one rank of the new cluster, or of the old."""
-
-    shape: ZebraShape
-    num_groups: int
-    new: DescribedRun
-    old: DescribedRun
-
-    @property
-    def training(self) -> Training:
-        return self.new.training
-
-    @property
-    def tokens(self) -> int:
-        """Of a stripe, on one attention rank."""
-        group = self.shape.attention_ranks + self.shape.expert_ranks
-        samples = self.shape.stripe_samples(self.training.micro_batch * group)
-        return samples * self.training.length
-
-    @property
-    def rows(self) -> float:
-        """Of a stripe, that one expert rank computes in a layer."""
-        arriving = self.shape.attention_ranks / self.shape.expert_ranks
-        return self.tokens * self.new.shape.top_k * arriving
-
-    def times(self, imbalance: float) -> LayerTimes:
-        """Of a layer and a stripe, forward and backward."""
-        rounds = FORWARD + self.new.backward_rounds
-        dense_s = sum(self.new.window_s) / len(self.new.window_s) / self.training.tokens
-        return LayerTimes(
-            attention_s=rounds * self.tokens * dense_s,
-            expert_s=imbalance * self.rows * _row_s(self.old),
-            expert_on_attention_s=imbalance * self.rows * _row_s(self.new),
-        )
-
-    def memory(self) -> Memory:
-        """Of a rank of each side."""
-        model, training = self.new.shape, self.training
-        state = model.width * training.element_bytes
-        of_row = 2 * model.width
-        if not training.recomputes:
-            of_row += model.products * model.expert_width
-        kept = 1 if training.recomputes else KEPT_DENSE
-        tokens = self.tokens * self.shape.num_stripes
-        dense = model.all_dense_weights
-        return Memory(
-            expert_bytes=model.expert_weights * _weight_bytes(training, self.num_groups),
-            rows_bytes=int(self.rows * of_row * training.element_bytes),
-            dense_bytes=dense * _weight_bytes(training, self.new.grid.world_size)
-            + tokens * (model.num_layers * kept * state + model.vocabulary.size * LOGIT_BYTES),
-            expert_free_bytes=_free_bytes(self.old),
-            attention_free_bytes=_free_bytes(self.new),
-        )
 
 
 def price_zebra(
@@ -178,8 +115,23 @@ def price_zebra(
     Raises:
         ValueError: no groups fit the ranks, or the model does not fit into memory.
     """
-    sides = _sides(clusters, shape, training, passes)
-    group, times = sides.shape, sides.times(_imbalance(rows_LE, sides.shape.expert_ranks))
+
+    def run(hardware: Hardware, num_cells: int) -> DescribedRun:
+        own = replace(training, num_ranks=hardware.num_ranks)
+        grid = Grid(hardware.num_ranks, num_cells)
+        return DescribedRun(hardware=hardware, shape=shape, training=own, grid=grid, passes=passes)
+
+    fast, slow = sorted(clusters, key=lambda each: -run(each, 1).product.multiply_adds_per_s)
+    group, num_groups = _largest_group(fast.num_ranks, slow.num_ranks, shape, training)
+    new, old = run(fast, 1), run(slow, group.expert_ranks)  # with attention, and with experts
+    # Of a stripe: tokens of an attention rank, and rows that an expert rank computes in a layer.
+    samples = training.micro_batch * (group.attention_ranks + group.expert_ranks)
+    tokens = group.stripe_samples(samples) * training.length
+    rows = tokens * shape.top_k * (group.attention_ranks / group.expert_ranks)
+    rows_LN = rows_LE.reshape(len(rows_LE), group.expert_ranks, -1).sum(axis=2)
+    imbalance = float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
+    rounds = FORWARD + new.backward_rounds
+    dense_s = sum(new.window_s) / len(new.window_s) / training.tokens
     choice = choose_moved(
         ZebraGroup(
             num_experts=shape.num_experts,
@@ -187,47 +139,43 @@ def price_zebra(
             attention_ranks=group.attention_ranks,
             expert_ranks=group.expert_ranks,
         ),
-        times,
+        LayerTimes(
+            attention_s=rounds * tokens * dense_s,
+            expert_s=imbalance * rows * _row_s(old),
+            expert_on_attention_s=imbalance * rows * _row_s(new),
+        ),
         Stripes(
             num_stripes=group.num_stripes,
-            num_tokens=sides.tokens,
-            head_s=(FORWARD + BACKWARD) * sides.tokens * sides.new.head_s / training.tokens,
+            num_tokens=tokens,
+            head_s=(FORWARD + BACKWARD) * tokens * new.head_s / training.tokens,
             top_k=shape.top_k,
-            row_bytes=on_its_way.row.between if on_its_way else sides.new.row_bytes,
+            row_bytes=on_its_way.row.between if on_its_way else new.row_bytes,
             link=card_of(joined(clusters)),
         ),
-        sides.memory(),
+        _memory(new, old, num_groups, rows, tokens * group.num_stripes),
     )
     is_moved = choice.moved_L == choice.proposed_L
     pass_s = choice.after_s if is_moved else choice.before_s
-    end_s = max(sides.new.dense_end_s(0), sides.old.expert_end_s)
+    end_s = max(new.dense_end_s(0), old.expert_end_s)
     step_s = training.micro_batches * pass_s + end_s
-    return ZebraPrice(group, sides.num_groups, choice.moved_L, step_s)
+    return ZebraPrice(group, num_groups, choice.moved_L, step_s)
 
 
-def _sides(
-    clusters: Sequence[Hardware], shape: ModelShape, training: Training, passes: int
-) -> _Sides:
-    """Of the largest groups whose expert ranks hold equally many experts."""
-
-    def run(hardware: Hardware, num_cells: int) -> DescribedRun:
-        own = replace(training, num_ranks=hardware.num_ranks)
-        grid = Grid(hardware.num_ranks, num_cells)
-        return DescribedRun(hardware=hardware, shape=shape, training=own, grid=grid, passes=passes)
-
-    new, old = sorted(clusters, key=lambda each: -run(each, 1).product.multiply_adds_per_s)
-    for num_groups in divisors(math.gcd(new.num_ranks, old.num_ranks)):
-        attention, expert = new.num_ranks // num_groups, old.num_ranks // num_groups
+def _largest_group(
+    attention_ranks: int, expert_ranks: int, shape: ModelShape, training: Training
+) -> tuple[ZebraShape, int]:
+    """Whose expert ranks hold equally many experts, and how many such there are."""
+    for num_groups in divisors(math.gcd(attention_ranks, expert_ranks)):
+        attention, expert = attention_ranks // num_groups, expert_ranks // num_groups
         is_even = attention % expert == 0 or expert % attention == 0
         if is_even and shape.num_experts % expert == 0:
-            stripes = default_stripes(
-                attention, expert, training.micro_batch * (attention + expert)
-            )
+            samples = training.micro_batch * (attention + expert)
+            stripes = default_stripes(attention, expert, samples)
             group = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=stripes)
-            return _Sides(shape=group, num_groups=num_groups, new=run(new, 1), old=run(old, expert))
+            return group, num_groups
     raise ValueError(
-        f"{new.num_ranks} attention ranks and {old.num_ranks} expert ranks make no groups in which "
-        f"{shape.num_experts} experts divide; take other numbers of nodes"
+        f"{attention_ranks} attention ranks and {expert_ranks} expert ranks make no groups in "
+        f"which {shape.num_experts} experts divide; take other numbers of nodes"
     )
 
 
@@ -238,18 +186,28 @@ def _row_s(run: DescribedRun) -> float:
     return rounds * (work_s + 4 * run.row_bytes / run.memory_rate)
 
 
-def _weight_bytes(training: Training, num_replicas: int) -> float:
-    """Of a weight that so many ranks have: itself, its gradient, the optimizer's."""
-    gradient = training.gradient_bytes / (num_replicas if training.zero_stage >= 2 else 1)
-    optimizer = MASTER_AND_STATES / (num_replicas if training.zero_stage >= 1 else 1)
-    return training.element_bytes + gradient + optimizer
-
-
-def _free_bytes(run: DescribedRun) -> int:
-    return max((run.hardware.device.memory_bytes or 2**62) - RUNTIME, 0)
-
-
-def _imbalance(rows_LE: np.ndarray, num_cells: int) -> float:
-    """Rows of the busiest rank over the mean, mean of the layers."""
-    rows_LN = rows_LE.reshape(len(rows_LE), num_cells, -1).sum(axis=2)
-    return float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
+def _memory(
+    new: DescribedRun, old: DescribedRun, num_groups: int, rows: float, tokens: int
+) -> Memory:
+    """Of a rank of each side: rows of a stripe on an expert rank, tokens of an attention rank."""
+    model, training = new.shape, new.training
+    of_row, kept = 2 * model.width, 1
+    if not training.recomputes:
+        of_row, kept = of_row + model.products * model.expert_width, KEPT_DENSE
+    trained = WeightBytes(
+        weight=training.element_bytes,
+        gradient=training.gradient_bytes,
+        optimizer=MASTER_AND_STATES,
+        zero_stage=training.zero_stage,
+    )
+    states = model.num_layers * kept * new.row_bytes + model.vocabulary.size * LOGIT_BYTES
+    free_bytes = [
+        max((run.hardware.device.memory_bytes or 2**62) - RUNTIME, 0) for run in (old, new)
+    ]
+    return Memory(
+        expert_bytes=trained.of(model.expert_weights, 0, num_groups),
+        rows_bytes=int(rows * of_row * training.element_bytes),
+        dense_bytes=trained.of(model.all_dense_weights, 0, new.grid.world_size) + tokens * states,
+        expert_free_bytes=free_bytes[0],
+        attention_free_bytes=free_bytes[1],
+    )

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a schedule on real lanes: the caller's thread, worker threads, or CUDA streams."""
+"""Run a schedule on real lanes: the caller's thread, worker threads, or CUDA streams.
+
+``Lanes`` are in-order queues that wait for each other as ``Schedule.awaits`` says. ``InlineLanes``
+do all in the caller's thread, ``ThreadLanes`` have a thread for each lane, ``CudaLanes`` a stream;
+``lanes_for`` gives those of a device, which all its layers share. What is queued apart from a
+schedule (``submit``, ``begin``) comes behind what its lane was given before.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import overrides
+from torch.autograd import profiler
 
 from ds_moe_ext.schedule.task import COMPUTE, HOST, Lane, Schedule
 from ds_moe_ext.schedule.watch import BrokenOff
@@ -30,7 +37,6 @@ Steps = Generator[None, None, T]
 
 
 def to_the_end(steps: Steps[T]) -> T:
-    """Do all of it, without pauses."""
     while True:
         try:
             next(steps)
@@ -132,7 +138,6 @@ class Carried:
 
     @classmethod
     def of_caller(cls) -> Carried:
-        """That of the thread that calls."""
         has_cuda = torch.cuda.is_initialized()
         devices = ("cpu", "cuda") if has_cuda else ("cpu",)
         autocasts = (
@@ -168,7 +173,7 @@ class Carried:
 
 
 @dataclass(eq=False)
-class _Errand:
+class _ThreadRun:
     """A schedule that several threads do, each its lane."""
 
     schedule: Schedule  # which
@@ -265,22 +270,22 @@ class ThreadLanes(InlineLanes):
         self._workers = Workers()
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
-        errand = _Errand(schedule, do)
+        shared = _ThreadRun(schedule, do)
         state = Carried.of_caller()
 
         def work(positions: Sequence[int]) -> None:
             with state.entered():
-                errand.run(positions)
+                shared.run(positions)
 
         others = [
             self._workers.submit(lane, work, positions)
             for lane, positions in schedule.by_lane.items()
             if lane != COMPUTE
         ]
-        errand.run(schedule.by_lane.get(COMPUTE, ()))
+        shared.run(schedule.by_lane.get(COMPUTE, ()))
         for other in others:
             other.result()
-        errand.raise_first()
+        shared.raise_first()
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
@@ -337,40 +342,26 @@ class InlineCudaLanes(InlineLanes):
         return _cuda_seconds(start, end)
 
 
-class Stream(Protocol):
-    """An in-order queue of a device, as ``torch.cuda.Stream`` is one."""
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self) -> Any: ...
-
-
 class Streams(Protocol):
-    """Where a device's streams come from."""
+    """Where a device's streams come from; each is like a ``torch.cuda.Stream``."""
 
-    def current(self) -> Stream:
+    def current(self) -> Any:
         """In which the thread that calls issues its work."""
         ...
 
-    def made_for(self, lane: Lane) -> Stream:
-        """A new one."""
-        ...
+    def made_for(self, lane: Lane) -> Any: ...
 
-    def entered(self, stream: Stream) -> AbstractContextManager[object]:
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
         """The thread that calls issues its work there, inside the block."""
         ...
 
-    def enter(self, stream: Stream) -> None:
+    def enter(self, stream: Any) -> None:
         """From now on, in such a block of the same device."""
         ...
 
 
 @dataclass(frozen=True)
 class CudaStreams:
-    """Those of one CUDA device."""
-
     device: torch.device
 
     def current(self) -> torch.cuda.Stream:
@@ -400,7 +391,6 @@ class _Issued(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Issued:
-        """See ``Schedule.once``."""
         by_caller = tuple(p for p, task in enumerate(schedule.tasks) if task.lane != HOST)
         last = tuple(own[-1] for lane, own in schedule.by_lane.items() if lane != COMPUTE)
         return cls(by_caller, last, frozenset(last).union(*schedule.awaits))
@@ -496,16 +486,16 @@ class CudaLanes:
         the host is known, and what it does on the device comes behind what wrote it.
         """
         state, of_host = Carried.of_caller(), run.schedule.by_lane[HOST]
-        errand = _Errand(run.schedule, lambda position: run.issue((position,)))
+        shared = _ThreadRun(run.schedule, lambda position: run.issue((position,)))
 
         def work() -> None:
             with state.entered():
-                errand.run(of_host)
+                shared.run(of_host)
 
         beside = self._workers.submit(HOST, work)
-        errand.run(issued.by_caller)
+        shared.run(issued.by_caller)
         beside.result()
-        errand.raise_first()
+        shared.raise_first()
 
     def submit(
         self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
@@ -584,6 +574,28 @@ def lanes_for(device: torch.device, overlaps: bool) -> Lanes:
     return ThreadLanes() if overlaps else InlineLanes()
 
 
+# Ranges for profilers: what a task computes, issues or waits for stands under its name.
+
+
+def in_ranges(schedule: Schedule, do: Callable[[int], None]) -> Callable[[int], None]:
+    """What does a task of a schedule, by its position: within a range where a profiler is on, else
+    as it is."""
+    # Of the process: whether its callbacks are this thread's or of all, torch keeps apart.
+    if not profiler._is_profiler_enabled:
+        return do
+    names = schedule.once(_names)
+
+    def do_in_range(position: int) -> None:
+        with profiler.record_function(names[position]):
+            do(position)
+
+    return do_in_range
+
+
+def _names(schedule: Schedule) -> tuple[str, ...]:
+    return tuple(task.label for task in schedule.tasks)
+
+
 # What the thread that issues a pass takes for each task, where a device runs them later.
 
 
@@ -596,7 +608,6 @@ class Issuing:
         self._aside_s = 0.0
 
     def begins(self, position: int) -> None:
-        """The task of a position does now."""
         self._begun.append((position, self._now()))
 
     @contextmanager

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be done while a CUDA graph is captured: a graph reads memory of its own, or such as
-stays, and nobody waits for it.
+"""Passes of a program that are recorded once and then replayed: CUDA graphs.
+
+A graph reads memory of its own, or such as stays, and nobody waits for it. ``Graphs`` is called as
+its program is. Passes of one kind (shapes, types) share tapes: a tape is a forward and its backward
+as they were recorded, and serves one pass at a time. ``Recorder`` is what records on a device.
 """
 
 from __future__ import annotations
@@ -56,9 +59,6 @@ def remembered(most: int) -> Callable[[Made], Made]:
     return around
 
 
-# What a device is told, recorded: it is told all of it again by one call. On CUDA a graph.
-
-
 Tensors = tuple[Tensor | None, ...]
 
 
@@ -74,15 +74,11 @@ class Recorded(Protocol):
 
 
 class Recorder(Protocol):
-    """Records what a device is told."""
-
     def is_recording(self) -> bool:
         """Whether somebody does, around the caller."""
         ...
 
-    def stream(self) -> object:
-        """Where the caller's work goes."""
-        ...
+    def stream(self) -> object: ...
 
     def follow(self, stream: Any) -> None:
         """Let what the caller tells from now on come behind all that a stream was told."""
@@ -101,8 +97,6 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CudaGraph:
-    """A CUDA graph and what it writes."""
-
     graph: torch.cuda.CUDAGraph
     outputs: Tensors
 
@@ -112,8 +106,6 @@ class CudaGraph:
 
 @dataclass(frozen=True)
 class CudaRecorder:
-    """Records CUDA graphs."""
-
     device: torch.device  # of the work
 
     def is_recording(self) -> bool:
@@ -156,9 +148,6 @@ def recorder_for(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-# Passes of a program that are recorded once and then replayed: CUDA graphs.
-
-
 WARM_UPS = 3
 """Passes of a kind, there and back, before it is recorded: libraries choose and allocate in the
 first, in the thread that runs it."""
@@ -188,7 +177,6 @@ class GraphUse:
 
     @classmethod
     def of_all(cls, uses: Sequence[GraphUse]) -> GraphUse:
-        """Of all layers."""
         return cls(
             sum(use.num_passes for use in uses),
             sum(use.num_replayed for use in uses),
@@ -208,7 +196,8 @@ class GraphUse:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """What is replayed, and by what."""
+    """What is replayed, and by what. Tapes know this and not ``Graphs``, which holds them: memory
+    of the device would wait for Python to find the circle."""
 
     program: Program  # whose tensors have the same shapes in every pass
     recorder: Recorder  # of its device
@@ -242,7 +231,6 @@ class Replayed:
 
     @property
     def name(self) -> str:
-        """Of the layer."""
         return self.program.crew.name or "this MoE layer"
 
 
@@ -274,8 +262,11 @@ class Graphs:
         if any(observer.is_on for observer in program.crew.observers):
             return program(*inputs)  # they are told of each task
         if tapes is None:
-            tapes = self._kinds[kind] = _Tapes(self._are_inputs(arity))
-        if not tapes.are_warm:
+            # What comes with the tokens is another in each pass; the rest are weights, which stay.
+            values = zip(program.forward.inputs, arity)
+            by_token = [value.kind.by_token for value, size in values for _ in range(size or 1)]
+            tapes = self._kinds[kind] = _Tapes(by_token)
+        if tapes.num_backwards < WARM_UPS:
             return tapes.warm(program(*inputs))
         is_input = tapes.is_input
         tapes.look_at(_places(_weights(flat, is_input)))
@@ -288,7 +279,7 @@ class Graphs:
             self._warn(tapes.why_not)
             return program(*inputs)
         self.use.num_replayed += 1
-        outputs: tuple[Any, ...] = _Replay.apply(_Lease(tape, tapes.free), *flat)
+        outputs: tuple[Any, ...] = _Replay.apply(_TapeInUse(tape, tapes.free), *flat)
         return outputs
 
     def _why_not(self, tapes: _Tapes | None) -> str:
@@ -313,15 +304,8 @@ class Graphs:
             self.use.why_not = why_not
             warnings.warn(f"ds_moe_ext: passes are not replayed, as {why_not}", stacklevel=3)
 
-    def _are_inputs(self, arity: Arity) -> list[bool]:
-        """Of each tensor, whether it comes with the tokens; else it is a weight, which stays."""
-        values = zip(self.replayed.program.forward.inputs, arity)
-        return [value.kind.by_token for value, size in values for _ in range(size or 1)]
-
 
 class _Kind(NamedTuple):
-    """What a tape is for."""
-
     arity: Arity  # of the inputs
     # shape and type of each tensor, and whether it wants a gradient
     like: tuple[tuple[torch.Size, torch.dtype, bool], ...]
@@ -329,7 +313,6 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Tensor], arity: Arity) -> _Kind:
-        """Of a pass that comes."""
         device = flat[0].device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return cls(arity, tuple((t.shape, t.dtype, t.requires_grad) for t in flat), cast)
@@ -337,8 +320,6 @@ class _Kind(NamedTuple):
 
 @dataclass(eq=False)
 class _Tapes:
-    """Those of a kind."""
-
     is_input: Sequence[bool]  # which tensors are others in each pass; the rest are weights
     num_backwards: int = 0  # that began, of passes that warmed up
     why_not: str = ""  # why there can be none, for a person; empty if there can
@@ -346,19 +327,15 @@ class _Tapes:
     num_moves: int = 0  # passes in a row whose weights had moved
     free: list[_Tape] = field(default_factory=list)  # those that nobody uses
 
-    @property
-    def are_warm(self) -> bool:
-        """Whether a pass may be recorded."""
-        return self.num_backwards >= WARM_UPS
-
     def warm(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs of a pass that is not recorded, whose backward is counted if it comes."""
-        if outputs[0].requires_grad:
-            outputs[0].register_hook(self._began)
-        return outputs
 
-    def _began(self, grad: Tensor) -> None:
-        self.num_backwards += 1
+        def began(grad: Tensor) -> None:
+            self.num_backwards += 1
+
+        if outputs[0].requires_grad:
+            outputs[0].register_hook(began)
+        return outputs
 
     def look_at(self, places: tuple[int, ...]) -> None:
         """Forget the tapes if weights lie elsewhere now."""
@@ -379,7 +356,13 @@ class _Tape:
         self.program = replayed.program
         self._replayed, self._arity, self._is_input = replayed, arity, is_input
         self._stream = replayed.recorder.stream()
-        self._inputs = [_like(t) if is_new else t for t, is_new in zip(flat, is_input)]
+        # Inputs of its own, of zeros: what records may run it.
+        self._inputs = [
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
+            if is_new
+            else t
+            for t, is_new in zip(flat, is_input)
+        ]
         self._weights = _weights(flat, is_input)
         self._places, self._versions = _places(self._weights), _versions(self._weights)
         self._forward = replayed.record(self._ahead)
@@ -415,7 +398,6 @@ class _Tape:
         return tuple(t.clone() for t in self._forward.outputs if t is not None)
 
     def play_back(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of its inputs."""
         if _places(self._weights) != self._places:
             raise self._replayed.moved()
         if _versions(self._weights) != self._versions:
@@ -451,7 +433,6 @@ def _weights(flat: Sequence[Tensor], is_input: Sequence[bool]) -> list[Tensor]:
 
 
 def _places(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where they lie."""
     return tuple(t.data_ptr() for t in weights)
 
 
@@ -460,13 +441,7 @@ def _versions(weights: Sequence[Tensor]) -> list[int]:
     return [t._version for t in weights]
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """One of its own, of zeros: what records may run it."""
-    own = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return own.requires_grad_(tensor.requires_grad)
-
-
-class _Lease:
+class _TapeInUse:
     """A tape in use; free again as soon as nobody holds this."""
 
     def __init__(self, tape: _Tape, free: list[_Tape]) -> None:
@@ -479,16 +454,16 @@ class _Lease:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lease: _Lease, *flat: Tensor) -> Any:
-        outputs = lease.tape.play(flat)
-        ctx.lease, ctx.program = lease, lease.tape.program
+    def forward(ctx: Any, in_use: _TapeInUse, *flat: Tensor) -> Any:
+        outputs = in_use.tape.play(flat)
+        ctx.in_use, ctx.program = in_use, in_use.tape.program
         describe(ctx, flat, outputs)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if ctx.lease is None:
+        if ctx.in_use is None:
             raise RuntimeError(ran_before(ctx.program))
-        lease, ctx.lease = ctx.lease, None
-        return None, *filled(lease.tape.play_back(grads), ctx)
+        in_use, ctx.in_use = ctx.in_use, None
+        return None, *filled(in_use.tape.play_back(grads), ctx)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Issue orders: passes from a list of tasks to a list of tasks. Pure."""
+"""The tasks of one MoE layer and the orders in which they are issued. Pure.
+
+First stands what each task reads and writes; then the pipelines that FSMoE compares, which are
+passes from a list of tasks to another; last ``programs``, forward and backward of a layer with all
+that goes on beside its rows.
+"""
 
 from __future__ import annotations
 
@@ -38,171 +43,6 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-
-
-def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
-    """All tasks of the first op, chunk by chunk, then all of the second, and so on.
-
-    The order of PipeMoE and FSMoE: a collective of the next chunk is in its lane before the
-    experts of this chunk have finished, so that the lanes overlap.
-    """
-    rank = {op: position for position, op in enumerate(ops)}
-    return sorted(tasks, key=lambda task: (rank[task.op], task.span))
-
-
-def issued_last(tasks: Iterable[Task], op: Op) -> list[Task]:
-    """The tasks of one op behind all others; each part keeps its order."""
-    return sorted(tasks, key=lambda task: task.op == op)
-
-
-# The schedules that FSMoE compares, as passes over the tasks of one layer (spec 2.5). Pure.
-
-
-QUEUED: Mapping[Op, Op] = MappingProxyType(
-    {op: replace(op, lane=INTER) for op in (CELL_GATHER, CELL_SCATTER)}
-)
-"""In one queue: for a collective of a cell, the op that runs in the lane of those between cells."""
-
-REDUCED = Kind("reduced", has_gradient=False)  # a slice of the dense gradients, summed
-
-ARRIVALS = (DISPATCH, CELL_GATHER)  # what a chunk needs before the experts
-RETURNS = (CELL_SCATTER, COMBINE, RESTORE)  # and behind them
-
-
-class Slices(NamedTuple):
-    """How many reductions of dense gradients stand where, in the backward pass of one layer."""
-
-    within_moe: int = 0  # behind the last exchange that brings chunks to the experts
-    # behind the layer's last exchange, beside the dense part that follows in backward
-    dense: int = 0
-    tail: int = 0  # behind all else of the layer, exposed
-
-
-NO_SLICES = Slices()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """How the tasks of a layer are issued, and where dense gradients may be reduced."""
-
-    is_cut: bool = True  # tokens travel in chunks, else all at once
-    # all collectives run in one lane, those of a cell by the ops of ``QUEUED``; else those between
-    # cells in another lane than those within
-    has_one_queue: bool = True
-    slices_moe: bool = False  # reductions may stand within the MoE part
-    slices_dense: bool = False  # and beside the dense part. What stands nowhere is the tail.
-    # gradients are reduced in pieces of this size; null: in as many as there are places, as large
-    # as a plan says
-    piece_bytes: int | None = None
-
-    def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
-        """The schedule of a layer in one direction, in this order and these lanes.
-
-        Slices are numbered from 0, as they are issued: slice ``i`` has the span ``i``.
-
-        Args:
-            schedule: of one layer, cut already.
-            slices: reductions to put between, of the backward pass.
-
-        Raises:
-            ValueError: tokens are cut, or a slice stands, where this pipeline has none.
-        """
-        self._check(slices)
-        layer, tasks = schedule.tasks[0].layer, in_halves(schedule.tasks)
-        within, dense, tail = accumulate(slices)
-        ends = tuple(value for value in schedule.outputs if value.kind.by_token)
-        arrived = [task.op for task in tasks].index(EXPERT)
-        issued = (
-            *tasks[:arrived],
-            *reductions(layer, Span(0, within)),
-            *tasks[arrived:],
-            *reductions(layer, Span(within, dense)),
-            *reductions(layer, Span(dense, tail), after=ends),
-        )
-        return self.queued(replace(schedule, tasks=issued))
-
-    def queued(self, schedule: Schedule) -> Schedule:
-        """The same tasks in the same order, in the lanes of this pipeline.
-
-        Raises:
-            ValueError: tokens are cut where this pipeline cuts none.
-        """
-        num_chunks = sum(task.op == EXPERT for task in schedule.tasks)
-        if num_chunks > 1 and not self.is_cut:
-            raise ValueError(
-                f"the layer is cut into {num_chunks} chunks, but the pipeline cuts no tokens; "
-                "build its schedule with degree 1"
-            )
-        if not self.has_one_queue:
-            return schedule
-        tasks = (replace(task, op=QUEUED.get(task.op, task.op)) for task in schedule.tasks)
-        return replace(schedule, tasks=tuple(tasks))
-
-    def _check(self, slices: Slices) -> None:
-        allowed = Slices(self.slices_moe, self.slices_dense, tail=True)
-        for name, count, is_allowed in zip(Slices._fields, slices, allowed):
-            if count and not is_allowed:
-                raise ValueError(
-                    f"{count} slices of gradients stand in {name!r}, where the pipeline has no "
-                    "place for them; count them to its tail"
-                )
-
-
-LINA_BYTES = 30 * 10**6
-
-PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
-    {
-        "default": Pipeline(is_cut=False),
-        "tutel": Pipeline(),
-        "tutel_improved": Pipeline(slices_dense=True),
-        "fsmoe_unsliced": Pipeline(has_one_queue=False, slices_dense=True),
-        "fsmoe": Pipeline(has_one_queue=False, slices_moe=True, slices_dense=True),
-        "fsmoe_no_iio": Pipeline(slices_moe=True, slices_dense=True),
-        "pipemoe_lina": Pipeline(slices_moe=True, slices_dense=True, piece_bytes=LINA_BYTES),
-    }
-)
-"""By the name of a strategy's key: PipeMoE is Tutel's, IIO is inter- beside intra-cell."""
-
-
-def in_halves(tasks: Iterable[Task]) -> list[Task]:
-    """What brings chunks to the experts, chunk by chunk, the experts, and what brings chunks back.
-
-    Copies of experts are joined just before the experts.
-
-    Tasks of other ops stay before or behind all these, as they stood to the first of them.
-    """
-    tasks = list(tasks)
-    is_backward = any(task.op == EXPERT and task.adjoint_of for task in tasks)
-    stages: tuple[tuple[Op, ...], ...] = (ARRIVALS, (JOIN,), (EXPERT,), RETURNS)
-    if is_backward:
-        stages = tuple(stage[::-1] for stage in stages[::-1])
-    place = {op: (half, rank) for half, ops in enumerate(stages) for rank, op in enumerate(ops)}
-    chunked = [task for task in tasks if task.op in place]
-    if not any(task.op == EXPERT for task in chunked):
-        raise ValueError(
-            f"none of the tasks {', '.join(map(str, tasks))} is an expert's; give those of a layer"
-        )
-    first = tasks.index(chunked[0])
-    rest = [task for task in tasks[first:] if task.op not in place]
-
-    def turn(task: Task) -> tuple[int, Span, int]:
-        half, rank = place[task.op]
-        return half, task.span, rank
-
-    return [*tasks[:first], *sorted(chunked, key=turn), *rest]
-
-
-def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list[Task]:
-    """The all-reduces of some slices, whose gradients were ready before the layer's backward began.
-
-    Args:
-        layer: beside which they run.
-        numbers: of the slices.
-        after: what they wait for besides.
-    """
-    slices = (Span(number, number + 1) for number in range(*numbers))
-    return [Task(GRADIENTS, layer, i, after, (Value(REDUCED, layer, i),)) for i in slices]
-
 
 # The tasks of one MoE layer, one function each: what they read, what they write.
 
@@ -382,6 +222,168 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
     return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
 
 
+def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
+    """All tasks of the first op, chunk by chunk, then all of the second, and so on.
+
+    The order of PipeMoE and FSMoE: a collective of the next chunk is in its lane before the
+    experts of this chunk have finished, so that the lanes overlap.
+    """
+    rank = {op: position for position, op in enumerate(ops)}
+    return sorted(tasks, key=lambda task: (rank[task.op], task.span))
+
+
+# The schedules that FSMoE compares, as passes over the tasks of one layer (spec 2.5). Pure.
+
+
+QUEUED: Mapping[Op, Op] = MappingProxyType(
+    {op: replace(op, lane=INTER) for op in (CELL_GATHER, CELL_SCATTER)}
+)
+"""In one queue: for a collective of a cell, the op that runs in the lane of those between cells."""
+
+REDUCED = Kind("reduced", has_gradient=False)  # a slice of the dense gradients, summed
+
+ARRIVALS = (DISPATCH, CELL_GATHER)  # what a chunk needs before the experts
+RETURNS = (CELL_SCATTER, COMBINE, RESTORE)  # and behind them
+
+
+class Slices(NamedTuple):
+    """How many reductions of dense gradients stand where, in the backward pass of one layer."""
+
+    within_moe: int = 0  # behind the last exchange that brings chunks to the experts
+    # behind the layer's last exchange, beside the dense part that follows in backward
+    dense: int = 0
+    tail: int = 0  # behind all else of the layer, exposed
+
+
+NO_SLICES = Slices()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How the tasks of a layer are issued, and where dense gradients may be reduced."""
+
+    is_cut: bool = True  # tokens travel in chunks, else all at once
+    # all collectives run in one lane, those of a cell by the ops of ``QUEUED``; else those between
+    # cells in another lane than those within
+    has_one_queue: bool = True
+    slices_moe: bool = False  # reductions may stand within the MoE part
+    slices_dense: bool = False  # and beside the dense part. What stands nowhere is the tail.
+    # gradients are reduced in pieces of this size; null: in as many as there are places, as large
+    # as a plan says
+    piece_bytes: int | None = None
+
+    def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
+        """The schedule of a layer in one direction, in this order and these lanes.
+
+        Slices are numbered from 0, as they are issued: slice ``i`` has the span ``i``.
+
+        Args:
+            schedule: of one layer, cut already.
+            slices: reductions to put between, of the backward pass.
+
+        Raises:
+            ValueError: tokens are cut, or a slice stands, where this pipeline has none.
+        """
+        self._check(slices)
+        layer, tasks = schedule.tasks[0].layer, in_halves(schedule.tasks)
+        within, dense, tail = accumulate(slices)
+        ends = tuple(value for value in schedule.outputs if value.kind.by_token)
+        arrived = [task.op for task in tasks].index(EXPERT)
+        issued = (
+            *tasks[:arrived],
+            *reductions(layer, Span(0, within)),
+            *tasks[arrived:],
+            *reductions(layer, Span(within, dense)),
+            *reductions(layer, Span(dense, tail), after=ends),
+        )
+        return self.queued(replace(schedule, tasks=issued))
+
+    def queued(self, schedule: Schedule) -> Schedule:
+        """The same tasks in the same order, in the lanes of this pipeline.
+
+        Raises:
+            ValueError: tokens are cut where this pipeline cuts none.
+        """
+        num_chunks = sum(task.op == EXPERT for task in schedule.tasks)
+        if num_chunks > 1 and not self.is_cut:
+            raise ValueError(
+                f"the layer is cut into {num_chunks} chunks, but the pipeline cuts no tokens; "
+                "build its schedule with degree 1"
+            )
+        if not self.has_one_queue:
+            return schedule
+        tasks = (replace(task, op=QUEUED.get(task.op, task.op)) for task in schedule.tasks)
+        return replace(schedule, tasks=tuple(tasks))
+
+    def _check(self, slices: Slices) -> None:
+        allowed = Slices(self.slices_moe, self.slices_dense, tail=True)
+        for name, count, is_allowed in zip(Slices._fields, slices, allowed):
+            if count and not is_allowed:
+                raise ValueError(
+                    f"{count} slices of gradients stand in {name!r}, where the pipeline has no "
+                    "place for them; count them to its tail"
+                )
+
+
+LINA_BYTES = 30 * 10**6
+
+PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
+    {
+        "default": Pipeline(is_cut=False),
+        "tutel": Pipeline(),
+        "tutel_improved": Pipeline(slices_dense=True),
+        "fsmoe_unsliced": Pipeline(has_one_queue=False, slices_dense=True),
+        "fsmoe": Pipeline(has_one_queue=False, slices_moe=True, slices_dense=True),
+        "fsmoe_no_iio": Pipeline(slices_moe=True, slices_dense=True),
+        "pipemoe_lina": Pipeline(slices_moe=True, slices_dense=True, piece_bytes=LINA_BYTES),
+    }
+)
+"""By the name of a strategy's key: PipeMoE is Tutel's, IIO is inter- beside intra-cell."""
+
+
+def in_halves(tasks: Iterable[Task]) -> list[Task]:
+    """What brings chunks to the experts, chunk by chunk, the experts, and what brings chunks back.
+
+    Copies of experts are joined just before the experts.
+
+    Tasks of other ops stay before or behind all these, as they stood to the first of them.
+    """
+    tasks = list(tasks)
+    is_backward = any(task.op == EXPERT and task.adjoint_of for task in tasks)
+    stages: tuple[tuple[Op, ...], ...] = (ARRIVALS, (JOIN,), (EXPERT,), RETURNS)
+    if is_backward:
+        stages = tuple(stage[::-1] for stage in stages[::-1])
+    place = {op: (half, rank) for half, ops in enumerate(stages) for rank, op in enumerate(ops)}
+    chunked = [task for task in tasks if task.op in place]
+    if not any(task.op == EXPERT for task in chunked):
+        raise ValueError(
+            f"none of the tasks {', '.join(map(str, tasks))} is an expert's; give those of a layer"
+        )
+    first = tasks.index(chunked[0])
+    rest = [task for task in tasks[first:] if task.op not in place]
+
+    def turn(task: Task) -> tuple[int, Span, int]:
+        half, rank = place[task.op]
+        return half, task.span, rank
+
+    return [*tasks[:first], *sorted(chunked, key=turn), *rest]
+
+
+def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list[Task]:
+    """The all-reduces of some slices, whose gradients were ready before the layer's backward began.
+
+    Args:
+        layer: beside which they run.
+        numbers: of the slices.
+        after: what they wait for besides.
+    """
+    slices = (Span(number, number + 1) for number in range(*numbers))
+    return [Task(GRADIENTS, layer, i, after, (Value(REDUCED, layer, i),)) for i in slices]
+
+
+# The programs of a layer.
+
+
 class Beside(NamedTuple):
     """What goes on beside the rows of a layer."""
 
@@ -408,8 +410,6 @@ ALONE, WHOLE = Beside(), Cutting()
 
 
 class LayerTasks(NamedTuple):
-    """All that runs of a layer."""
-
     beside: Beside  # what goes on beside its rows
     forward: Schedule  # its program
     backward: Schedule  # likewise
@@ -420,7 +420,6 @@ class LayerTasks(NamedTuple):
 
     @property
     def block(self) -> tuple[Task, ...]:
-        """See ``block``."""
         return block(self.layer, self.beside)
 
 
@@ -504,7 +503,7 @@ def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
     layer before are recalled, if they were freed. Where that one carries this layer's, it needs
     its own for its experts, and the gradients have until after those.
     """
-    layer, tasks = end.layer, issued_last(tasks, JOIN)
+    layer, tasks = end.layer, sorted(tasks, key=lambda task: task.op == JOIN)
     if beside.copied:
         asides = [send_home(layer, 0, after=end), recall(layer - 1, after=end)]
         tasks += reversed(asides) if beside.carried else asides

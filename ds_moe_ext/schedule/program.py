@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program: a schedule with a stage for each op, run as one autograd node; and what runs any.
 
+How the parts work together:
+
+- ``task.py`` and ``orders.py`` have the schedules as data, forward and backward of a layer.
+- ``stages.py`` binds a schedule to who does its tasks, once: each piece that a task writes has a
+  place in a table.
+- ``Pass`` is one run: it fills the table and empties it. Lanes of ``executor.py`` (the caller's
+  thread, worker threads or CUDA streams) call it with the position of each task.
+- ``Program`` makes an autograd node of a forward and a backward pass. What stages save goes through
+  autograd's own keeping, so that checkpointing and offloading see it.
+- ``graphs.py`` records a program's passes as CUDA graphs; ``watch.py`` tells other ranks of errors.
+
 Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and
 FSDP put on parameters see them as they see any other parameter.
 """
@@ -18,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.executor import Issuing, Lanes, OnDevice
+from ds_moe_ext.schedule.executor import Issuing, Lanes, OnDevice, in_ranges
 from ds_moe_ext.schedule.stages import Binding, Crew, Reading, Saved, Step
-from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value, in_ranges
+from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value
 from ds_moe_ext.schedule.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
@@ -92,7 +103,6 @@ class Program:
         return flat
 
     def cut_of(self, inputs: Sequence[Any]) -> Cut:
-        """Of the tokens of these inputs."""
         first = self._first_by_token
         return Cut.equal(0 if first is None else inputs[first].shape[0], self.num_chunks)
 
@@ -104,12 +114,10 @@ class Program:
 
     @cached_property
     def bound_forward(self) -> Binding:
-        """Forward, looked up once."""
         return Binding.of(self.forward, lambda task: self.crew)
 
     @cached_property
     def bound_backward(self) -> Binding:
-        """Backward, looked up once."""
         return Binding.of(self.backward, lambda task: self.crew, adjoint_of=self.forward)
 
     @cached_property
@@ -134,7 +142,6 @@ def flattened(inputs: Sequence[Any]) -> tuple[list[Tensor], Arity]:
 
 
 def grouped(flat: Sequence[Tensor], arity: Arity) -> list[Any]:
-    """What ``flattened`` was given."""
     inputs: list[Any] = []
     start = 0
     for size in arity:
@@ -277,7 +284,9 @@ class Pass:
         schedule = self._binding.schedule
         self._lanes.run(schedule, in_ranges(schedule, self._run))
         if self._issuing is not None:
-            self._tell_issued(self._issuing)
+            for position, seconds in self._issuing.seconds():
+                for observer in self._watching[self._binding.crew_numbers[position]]:
+                    observer.issued(self._steps[position].task, seconds)
         outputs = tuple(map(self._read, self._binding.table.outputs))
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
@@ -315,11 +324,6 @@ class Pass:
         with looking():
             for observer in self._watching[self._binding.crew_numbers[position]]:
                 observer.saw(step.task, start, lanes.mark(), lanes)
-
-    def _tell_issued(self, issuing: Issuing) -> None:
-        for position, seconds in issuing.seconds():
-            for observer in self._watching[self._binding.crew_numbers[position]]:
-                observer.issued(self._steps[position].task, seconds)
 
     def _do(self, position: int, step: Step) -> None:
         table = self._table
@@ -450,7 +454,8 @@ class Pass:
     def _joined(self, pieces: list[tuple[Span, int, Tensor]], wanted: Span) -> Tensor:
         """Pieces of a span where they belong; where several writers wrote the same tokens, their
         sum."""
-        ordered = [(span, piece.detach()) for span, _, piece in sorted(pieces, key=_place)]
+        in_turn = sorted(pieces, key=itemgetter(0, 1))  # of their spans and writers
+        ordered = [(span, piece.detach()) for span, _, piece in in_turn]
         like = ordered[0][1]
         joined = like.new_zeros(self._cut.length(wanted), *like.shape[1:])
         for span, piece in ordered:
@@ -464,11 +469,6 @@ class Pass:
                 self._unread[number] -= 1
                 if not self._unread[number]:
                     self._table[number] = None
-
-
-def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
-    span, writer, _ = piece
-    return span, writer
 
 
 def _want_gradient(thing: Any) -> None:

@@ -156,7 +156,6 @@ class _Simulation:
         return in_turn and not self._busy[rank][lane] and not self._num_awaited[rank][position]
 
     def _start_what_can(self, ended: set[int]) -> None:
-        """What ends on these ranks allow."""
         again = ended.union(*(self._held_up[rank] for rank in ended))
         for rank in ended:
             self._held_up[rank].clear()
@@ -257,7 +256,6 @@ class Count:
 
 
 def in_order(lanes: Iterable[str]) -> list[str]:
-    """Lanes as they are drawn, from the top."""
     seen = dict.fromkeys(lanes)
     return [lane for lane in LANES if lane in seen] + [lane for lane in seen if lane not in LANES]
 

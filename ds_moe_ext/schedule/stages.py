@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does the tasks of a layer, and who sees them."""
+"""Who does the tasks of a layer: stages, and the table by which a pass finds what they need.
+
+A ``Stage`` is the work of one op and its adjoint side by side; a ``Crew`` has one for each op of a
+layer. ``Binding`` is a schedule with its crew, looked up once: ``Table`` has a place for each piece
+that a task writes, and ``Step`` where a task reads, writes and frees.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,15 +18,14 @@ from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import Lane, Op, Schedule, Span, Task, Value
 
 Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
+Done = tuple[tuple[Any, ...], Saved]  # what a task writes, in order, and what its adjoint needs
 
 
 @runtime_checkable
 class Stage(Protocol):
     """The work of one task. ``backward`` is the adjoint of ``forward`` at what it saved."""
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
-        """What the task writes, in order, and what its adjoint will need."""
-        ...
+    def forward(self, span: Span, *reads: Any) -> Done: ...
 
     def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         """Gradients of the reads that have one, in order; None where there is none.
@@ -138,17 +142,17 @@ class Table:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Table:
-        """Of a schedule; see ``Schedule.once``."""
         pieces = _Pieces(schedule)
 
         def step(position: int, task: Task) -> Step:
             own = pieces.read_by[position]
             reads = tuple(pieces.reading(value, task.lane) for value in task.reads)
+            plain = tuple(read for read in reads if isinstance(read, int))
             return Step(
                 task=task,
                 is_seen=task.op.begins is None,
                 reads=reads,
-                plain_reads=_plain(reads),
+                plain_reads=plain if len(plain) == len(reads) else None,
                 foreign_reads=tuple(
                     number
                     for number, read in enumerate(reads)
@@ -218,17 +222,12 @@ class Binding:
     @cached_property
     def training(self) -> tuple[Place, ...]:
         """What a thread does in each task, as a person is told."""
-        return self._places(is_evaluation=False)
+        names = (self.crews[number].name for number in self.crew_numbers)
+        return tuple(map(Place, names, self.schedule.tasks))
 
     @cached_property
     def evaluation(self) -> tuple[Place, ...]:
-        """The same, in a pass without gradients."""
-        return self._places(is_evaluation=True)
-
-    def _places(self, *, is_evaluation: bool) -> tuple[Place, ...]:
-        names = (self.crews[number].name for number in self.crew_numbers)
-        pairs = zip(names, self.schedule.tasks)
-        return tuple(Place(name, task, is_evaluation) for name, task in pairs)
+        return tuple(replace(place, is_evaluation=True) for place in self.training)
 
 
 def _in_row(
@@ -241,11 +240,6 @@ def _in_row(
     ends = [wanted.start, *(span.stop for span, _ in cut)]
     is_row = ends == [*(span.start for span, _ in cut), wanted.stop]
     return tuple(number for _, number in cut) if is_row else None
-
-
-def _plain(reads: Sequence[int | Reading]) -> tuple[int, ...] | None:
-    plain = tuple(read for read in reads if isinstance(read, int))
-    return plain if len(plain) == len(reads) else None
 
 
 def _graded(values: Iterable[Value]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ pieces it moves: a layer whose copies the layer before launches has two, any oth
     backward    attention'[i]   beside  gather'[i+1,0]    expert'[i]    beside  gather'[i+1,1]
 
 Who begins a move, and who waits for it, is said by the tasks that the layers themselves run
-(``wires.LayerTasks``): JOIN waits for what was gathered, HAVE_AGAIN for what was gathered again,
+(``orders.LayerTasks``): JOIN waits for what was gathered, HAVE_AGAIN for what was gathered again,
 and the adjoint of START for the gradients that went home.
 """
 
@@ -69,7 +69,7 @@ def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule
             f"the layers of the step have the numbers {numbers}; give one layer at least, and each "
             "a number of its own"
         )
-    layers = [each._replace(backward=_primed(each.backward)) for each in layers]
+    layers = [each._replace(backward=_with_primes(each.backward)) for each in layers]
     step = _Step(layers, leads)
     step.run()
     tokens = () if leads else _tokens(layers[0].forward.inputs)
@@ -212,19 +212,19 @@ def _tokens(values: Iterable[Value]) -> tuple[Value, ...]:
     return tuple(value for value in values if value.kind.by_token)
 
 
-def _primed(backward: Schedule) -> Schedule:
+def _with_primes(backward: Schedule) -> Schedule:
     """Backward with values that are not forward's."""
     tasks = (
-        replace(task, reads=_with_prime(task.reads), writes=_with_prime(task.writes))
+        replace(task, reads=tuple(map(primed, task.reads)), writes=tuple(map(primed, task.writes)))
         for task in backward.tasks
     )
-    return Schedule(tuple(tasks), _with_prime(backward.inputs), _with_prime(backward.outputs))
+    inputs, outputs = (tuple(map(primed, ends)) for ends in (backward.inputs, backward.outputs))
+    return Schedule(tuple(tasks), inputs, outputs)
 
 
-def _with_prime(values: Iterable[Value]) -> tuple[Value, ...]:
-    return tuple(
-        value._replace(kind=replace(value.kind, name=f"{value.kind.name}'")) for value in values
-    )
+def primed(value: Value) -> Value:
+    """A value of backward: that of forward, with a prime."""
+    return value._replace(kind=replace(value.kind, name=f"{value.kind.name}'"))
 
 
 def _untokened(layers: Sequence[LayerTasks]) -> tuple[Value, ...]:

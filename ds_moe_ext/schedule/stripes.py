@@ -37,7 +37,7 @@ from itertools import pairwise, zip_longest
 
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.orders import ARRIVED, COMPUTED, RETURNED, ROUTE, TARGET_WEIGHTS, WEIGHTS
-from ds_moe_ext.schedule.step import LOSS, in_lanes
+from ds_moe_ext.schedule.step import LOSS, in_lanes, primed
 from ds_moe_ext.schedule.task import (
     GATHER,
     PARAM,
@@ -221,7 +221,6 @@ class _Step:
         self._run(task)
 
     def _copies(self, layer: int, span: Span) -> Value:
-        """Those that a stripe computes with."""
         return Value(COPIES, layer, span if layer in self._revised else None)
 
     def turn(self, layer: int) -> None:
@@ -303,7 +302,6 @@ def _dispatch(layer: int, span: Span) -> Task:
 
 
 def _gather(layer: int, whole: Span) -> Task:
-    """The copies of the plan."""
     return Task(GATHER, layer, whole, (Value(WEIGHTS, layer),), (Value(COPIES, layer),))
 
 
@@ -333,13 +331,8 @@ def _combine(layer: int, span: Span, *, is_offloaded: bool) -> Task:
 
 def _grads(values: Iterable[Value]) -> tuple[Value, ...]:
     """With a prime; the loss begins them."""
-    return tuple(
-        value
-        if value.kind == LOSS
-        else value._replace(kind=replace(value.kind, name=f"{value.kind.name}'"))
-        for value in values
-        if value.kind.has_gradient
-    )
+    graded = (value for value in values if value.kind.has_gradient)
+    return tuple(value if value.kind == LOSS else primed(value) for value in graded)
 
 
 # Which attention rank runs which samples of a ZP group, in which stripe. Pure.
@@ -358,7 +351,6 @@ class Samples:
         return self.stop - self.start
 
     def weight(self, num_samples_C: Sequence[int]) -> float:
-        """Its share of the batch that it is of."""
         return self.num_samples / num_samples_C[self.sender]
 
 

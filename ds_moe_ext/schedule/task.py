@@ -16,8 +16,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from torch.autograd import profiler
-
 Made = TypeVar("Made")
 
 
@@ -127,11 +125,9 @@ class Cut(NamedTuple):
         return len(self.bounds) - 1
 
     def first(self, span: Span) -> int:
-        """First token of a span."""
         return self.bounds[span.start]
 
     def length(self, span: Span) -> int:
-        """Number of tokens of a span."""
         return self.bounds[span.stop] - self.bounds[span.start]
 
 
@@ -241,7 +237,6 @@ class Schedule:
         return " ".join(str(task) for task in self.tasks)
 
     def in_lane(self, lane: Lane) -> str:
-        """What a lane does, as text."""
         return " ".join(str(task) for task in self.tasks if task.lane == lane)
 
     @cached_property
@@ -287,15 +282,6 @@ class Schedule:
             written[value.kind, value.layer].append(value)
         wanted = (*(value for task in self.tasks for value in task.reads), *self.outputs)
         return {v: tuple(w for w in written[v.kind, v.layer] if v.touches(w)) for v in wanted}
-
-    @cached_property
-    def num_readers(self) -> dict[Value, int]:
-        """How often each written value is read; an output is read once more, after the end."""
-        count = dict.fromkeys(self.written, 0)
-        for value in (*(v for task in self.tasks for v in task.reads), *self.outputs):
-            for source in self.sources[value]:
-                count[source] += 1
-        return count
 
     @cached_property
     def last_adjoint(self) -> dict[int, int]:
@@ -404,25 +390,3 @@ def _covers(spans: Iterable[Span | None], wanted: Span | None) -> bool:
         if span.start <= reached:
             reached = max(reached, span.stop)
     return reached >= wanted.stop
-
-
-# Ranges for profilers: what a task computes, issues or waits for stands under its name.
-
-
-def in_ranges(schedule: Schedule, do: Callable[[int], None]) -> Callable[[int], None]:
-    """What does a task of a schedule, by its position: within a range where a profiler is on, else
-    as it is."""
-    # Of the process: whether its callbacks are this thread's or of all, torch keeps apart.
-    if not profiler._is_profiler_enabled:
-        return do
-    names = schedule.once(_names)
-
-    def do_in_range(position: int) -> None:
-        with profiler.record_function(names[position]):
-            do(position)
-
-    return do_in_range
-
-
-def _names(schedule: Schedule) -> tuple[str, ...]:
-    return tuple(task.label for task in schedule.tasks)

@@ -153,8 +153,6 @@ def _nowhere() -> str:
 
 @dataclass(eq=False)
 class Watch:
-    """Of this process."""
-
     patience: Patience = field(default_factory=Patience)  # of the run that was attached last
     remedy: str = JOINED  # likewise, of ranks that call the model unequally
     has_failed: bool = False  # since a pass went through last
@@ -171,8 +169,12 @@ class Watch:
     _hearing: Hearing = field(default_factory=Hearing)
 
     @property
+    def _launch(self) -> Wires:
+        assert self._wires is not None, "there are no others"
+        return self._wires
+
+    @property
     def is_on(self) -> bool:
-        """Whether there are others."""
         return self._wires is not None
 
     def has_begun(self, met: object) -> bool:
@@ -191,7 +193,7 @@ class Watch:
             atexit.register(_end, ends, thread)
             name = "ds_moe_ext_watch_store"
             threading.Thread(target=self._watch_store, args=[ends], name=name, daemon=True).start()
-            sys.excepthook = _AfterHook(self, sys.excepthook)
+            sys.excepthook = _after_hook(self, sys.excepthook)
 
     def at(self, place: Callable[[], str]) -> None:
         """What the calling thread does from now on; asked when somebody is told of it."""
@@ -209,11 +211,11 @@ class Watch:
         try:
             yield
         except BaseException as error:
-            is_theirs = bool(self._reason) and not self.has_failed
-            if is_theirs and isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
-                self._fails_now()
-                raise BrokenOff(f"{self._reason} (this rank was in {where})") from error
-            if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
+            is_plain = isinstance(error, RuntimeError) and not isinstance(error, BrokenOff)
+            is_theirs = bool(self._reason) and is_plain
+            if not self.has_failed and (
+                is_theirs or (_is_of_network(error) and self._listen_for_ends())
+            ):
                 self._fails_now()
                 raise BrokenOff(f"{self._reason} (this rank was in {where})") from error
             self.failed(error, where)
@@ -222,7 +224,6 @@ class Watch:
             self._num_passes -= 1
 
     def place_of(self, thread: int) -> Callable[[], str]:
-        """Says what a thread does."""
         return self._places.get(thread, _nowhere)
 
     # What failing ranks do.
@@ -243,19 +244,29 @@ class Watch:
             where = self.place_of(threading.get_ident())()
         elif self._latest is not None:
             where += f", after {self._latest()}"
-        self._reason = f"rank {wires.rank} failed in {where}: {_text(error)}"
-        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, self._reason))
+        text = f"{type(error).__name__}: {error}"[:2000]
+        self._tell_others(f"rank {wires.rank} failed in {where}: {text}")
+
+    def _tell_others(self, reason: str) -> None:
+        """Why their exchanges with this rank come to nothing."""
+        self._reason = reason
+        self._told = self._with_store(lambda store: _post_failure(store, self._launch.rank, reason))
 
     def _fails_now(self) -> None:
         self.has_failed, self._failed_s = True, time.monotonic()
 
     def went_through(self) -> None:
         """A pass of this rank went through, after it had failed: it goes on, and so do others."""
-        wires = self._wires
         self.has_failed, self._reason = False, ""
-        if self._told and wires is not None:
+        if self._told and self._wires is not None:
             self._told = False
-            self._with_store(lambda store: _take_back(store, wires.rank))
+            key = _FAILURE.format(self._wires.rank)
+
+            def take_back(store: Store) -> None:
+                store.delete_key(key)
+                store.add(_FAILURES, -1)
+
+            self._with_store(take_back)
 
     def linger(self) -> None:
         """Stay for a moment, where others may need the store of this process to learn why it
@@ -263,14 +274,11 @@ class Watch:
         wires = self._wires
         if wires is None or not self._told or wires.rank:
             return
-        end_s = time.monotonic() + LINGER_S
-        while time.monotonic() < end_s and self._num_readers() < wires.world_size - 1:
+        found, end_s = [0], time.monotonic() + LINGER_S
+        while time.monotonic() < end_s and found[-1] < wires.world_size - 1:
+            if not self._with_store(lambda store: found.append(store.add(_READERS, 0))):
+                return
             time.sleep(0.1)
-
-    def _num_readers(self) -> int:
-        found: list[int] = []
-        self._with_store(lambda store: found.append(store.add(_READERS, 0)))
-        return found[0] if found else sys.maxsize
 
     # What waiting ranks do.
 
@@ -287,9 +295,9 @@ class Watch:
             self._fails_now()
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
         note = (
-            f"ds_moe_ext: rank {self._rank} was in {wait.where()} when the exchange with other "
-            "ranks failed, and none of them said why. Where the connection was closed one of them "
-            f"has ended; where time was out one has not come: {self.remedy}"
+            f"ds_moe_ext: rank {self._launch.rank} was in {wait.where()} when the exchange with "
+            "other ranks failed, and none of them said why. Where the connection was closed one of "
+            f"them has ended; where time was out one has not come: {self.remedy}"
         )
         error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
@@ -317,20 +325,18 @@ class Watch:
         silent = _silent(before, self._beats(group))
         if not silent:
             return False
-        self._reason = reason = (
+        self._tell_others(
             f"{_ranks(silent)} ended, or stopped, without a word: nothing has been heard for "
             f"{listen_s} s; see what the launcher and the system (as its killer of processes "
             "that take too much memory) say of it"
         )
-        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
         return True
 
     def _beats(self, group: Any = None) -> dict[int, bytes]:
         """What other ranks have counted to: those of a communicator, and the next ones of the
         world, round it. In a large one nobody needs to look at all, which would be more than a
         store can bear: who has stopped has some before it that look, and who finds it tells all."""
-        wires, found = self._wires, dict[int, bytes]()
-        assert wires is not None
+        wires, found = self._launch, dict[int, bytes]()
         size = wires.world_size
         nearest = [(wires.rank + step) % size for step in range(1, min(NEAREST + 1, size))]
         members = () if group is None else wires.ranks_of(group)
@@ -348,19 +354,14 @@ class Watch:
     def _beat(self, now_s: float) -> None:
         if now_s - self._hearing.told_s >= BEAT_S:
             self._hearing.told_s = now_s
-            key, text = _BEAT.format(self._rank), str(now_s)
+            key, text = _BEAT.format(self._launch.rank), str(now_s)
             self._with_store(lambda store: store.set(key, text))
 
     def explain_last(self, error: BaseException) -> None:
         """Say why a collective that is not ours has failed, and with it this process."""
         if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
             self._fails_now()
-            print(f"ds_moe_ext: {self._reason}", file=sys.stderr, flush=True)
-
-    @property
-    def _rank(self) -> int:
-        assert self._wires is not None
-        return self._wires.rank
+            _say(self._reason)
 
     def _watch(self, ends: threading.Event) -> None:
         latest, latest_s = self._latest, time.monotonic()
@@ -383,11 +384,11 @@ class Watch:
                 self._hearing.silence = Silence()
             if self._posted and not late:
                 self._posted = False
-                self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
+                self._with_store(lambda store: store.delete_key(_WAIT.format(self._launch.rank)))
         self._says_it_ends()
 
     def _says_it_ends(self) -> None:
-        self._with_store(lambda store: store.set(_BEAT.format(self._rank), _ENDED.decode()))
+        self._with_store(lambda store: store.set(_BEAT.format(self._launch.rank), _ENDED.decode()))
 
     def _look_at(self, late: Sequence[Waiting], now_s: float) -> None:
         if self.has_failed:  # what is left of the pass that failed
@@ -415,18 +416,16 @@ class Watch:
         if self._num_passes:
             self._find_reason()
         if self._reason:
-            assert self._wires is not None
-            self._wires.break_off_all()
+            self._launch.break_off_all()
         else:
             self._tell_stops(now_s)
 
     def _look_for_ends(self, now_s: float) -> None:
         """End all waits where a rank is not heard of for as long as the key says, but for one that
         ended as it should and that no step needs."""
-        wires, ends_after_s = self._wires, self.patience.ends_after_s
+        ends_after_s = self.patience.ends_after_s
         if ends_after_s is None or self.has_failed or self._reason:
             return
-        assert wires is not None
         looked_s = self._hearing.silence.looked_s
         if looked_s is not None and now_s - looked_s < BEAT_S:  # nobody counts more often
             return
@@ -440,18 +439,16 @@ class Watch:
         ]
         if not silent:
             return
-        self._reason = reason = (
+        self._tell_others(
             f"{_ranks(silent)} stopped, or ended, without a word: nothing has been heard for "
             f"{ends_after_s} s ({WHERE}.ends_after_s)"
         )
-        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
         self._break_off_all()
 
     def _tell_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
         which a step alone has need."""
-        wires, heard = self._wires, self._hearing.heard
-        assert wires is not None
+        heard = self._hearing.heard
         if heard is None:
             self._hearing.heard = Heard(now_s, self._beats())
         elif now_s - heard.since_s > self.patience.told_after_s:
@@ -464,18 +461,15 @@ class Watch:
             self._with_store(lambda store: first.extend(store.add(key, 1) == 1 for key in keys))
             new = [rank for rank, is_first in zip(silent, first) if is_first]
             if new:
-                print(
-                    f"ds_moe_ext: {_ranks(new)} ended, or stopped, or is in one long call that "
+                _say(
+                    f"{_ranks(new)} ended, or stopped, or is in one long call that "
                     f"lets no thread run: nothing has been heard for {now_s - heard.since_s:.0f} "
-                    f"s. Rank {wires.rank} is in no exchange of MoE layers; where it needs them, "
-                    "it goes on waiting",
-                    file=sys.stderr,
-                    flush=True,
+                    f"s. Rank {self._launch.rank} is in no exchange of MoE layers; where it needs "
+                    "them, it goes on waiting"
                 )
 
     def _break_off(self, waits: Iterable[Waiting]) -> None:
-        wires = self._wires
-        assert wires is not None
+        wires = self._launch
         for wait in waits:
             if not wait.is_broken:
                 wait.is_broken = True
@@ -483,8 +477,7 @@ class Watch:
 
     def _find_reason(self) -> bool:
         """Look whether another rank has failed; whether the store answers."""
-        wires = self._wires
-        assert wires is not None
+        wires = self._launch
 
         def look(store: Store) -> None:
             if store.add(_FAILURES, 0) <= 0 or self.has_failed:
@@ -500,8 +493,7 @@ class Watch:
 
     def _tell(self, wait: Waiting, now_s: float) -> None:
         """Say for whom this rank waits, unless a lower one that waits there too says so."""
-        wires = self._wires
-        assert wires is not None
+        wires = self._launch
         own, where = wires.rank, wait.where()
         found: dict[int, str] = {}
         ranks = sorted(rank for rank in wires.ranks_of(wait.group) if rank != own)
@@ -529,12 +521,10 @@ class Watch:
                 for rank in ranks
             ]
             waited_s = now_s - wait.since_s
-            print(
-                f"ds_moe_ext: rank {own} has waited {waited_s:.0f} s in {where} for other "
+            _say(
+                f"rank {own} has waited {waited_s:.0f} s in {where} for other "
                 f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
-                f"they do not come: {self.remedy}",
-                file=sys.stderr,
-                flush=True,
+                f"they do not come: {self.remedy}"
             )
 
     def _with_store(self, work: Callable[[Store], object]) -> bool:
@@ -576,17 +566,16 @@ class Watch:
             "s: the process that keeps it, which is rank 0 or a launcher, has stopped"
         )
         if waited_s == self.patience.told_after_s:
-            print(f"ds_moe_ext: {what}", file=sys.stderr, flush=True)
+            _say(what)
         if ends_after_s is not None and waited_s > ends_after_s:
             self._reason = f"{what} ({WHERE}.ends_after_s)"
             self._break_off_all()
 
     def _break_off_all(self) -> None:
         """Those of the host too, for another thread may wait there."""
-        assert self._wires is not None
         for wait in [*self.waits.values()]:
             wait.is_broken = True
-        self._wires.break_off_all()
+        self._launch.break_off_all()
 
 
 WATCH = Watch()
@@ -641,19 +630,17 @@ class Waiting:
             raise self._watch.explained(self, RuntimeError("it was broken off"))
 
 
-@dataclass(frozen=True, eq=False)
-class _AfterHook:
+def _after_hook(watch: Watch, before: Callable[..., Any]) -> Callable[..., None]:
     """In the place of ``sys.excepthook``: an error that nobody caught ends this process."""
 
-    watch: Watch
-    before: Callable[..., Any]
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        self.watch.explain_last(error)
-        self.watch.failed(error, "its script")
-        self.before(kind, error, trace)
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        watch.explain_last(error)
+        watch.failed(error, "its script")
+        before(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):  # which comes to all
-            self.watch.linger()
+            watch.linger()
+
+    return hook
 
 
 _FAILURES = "ds_moe_ext/failures"  # how many there are
@@ -671,19 +658,17 @@ def _end(ends: threading.Event, watching: threading.Thread) -> None:
     watching.join(PATIENCE_S)
 
 
+def _say(text: str) -> None:
+    print(f"ds_moe_ext: {text}", file=sys.stderr, flush=True)
+
+
 def _post_failure(store: Store, rank: int, reason: str) -> None:
     store.set(_FAILURE.format(rank), reason)
     store.set(_READERS, "0")
     store.add(_FAILURES, 1)
 
 
-def _take_back(store: Store, rank: int) -> None:
-    store.delete_key(_FAILURE.format(rank))
-    store.add(_FAILURES, -1)
-
-
 def _silent(before: Mapping[int, bytes], after: Mapping[int, bytes]) -> list[int]:
-    """Ranks that count no more."""
     return [rank for rank, beat in before.items() if after.get(rank) == beat]
 
 
@@ -695,7 +680,3 @@ def _is_of_network(error: BaseException) -> bool:
     """Whether a collective has failed: torch's own class of it, or gloo, which has none."""
     is_torchs = type(error).__module__.startswith("torch.distributed")
     return is_torchs or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]

@@ -35,7 +35,7 @@ from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.shares import SHARES
-from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
+from ds_moe_ext.strict import NOT_A_KEY, all_at_least, nearest
 
 KEY = "ds_moe_ext.auto"
 BASE = "ep"
@@ -83,8 +83,10 @@ class Auto(Choosing):
     # strategies with the keys of their own blocks, by name
     blocks: Mapping[str, Strategy] = field(default_factory=dict, hash=False, metadata=NOT_A_KEY)
 
+    has_uneven_homes = True
+
     def __post_init__(self) -> None:
-        at_least(f"{KEY}.interval", self.interval, 1)
+        all_at_least(KEY, self, interval=1)
         if not 0 <= self.margin < 1:
             raise ValueError(f"{KEY}.margin is {self.margin}; it must be at least 0 and below 1")
         for name in self.candidates or ():
@@ -124,16 +126,7 @@ class Auto(Choosing):
         names = USUAL if self.candidates is None else self.candidates
         return {name: self.strategies[name] for name in names}
 
-    @property
-    def _first(self) -> Strategy:
-        """What runs until costs have been measured."""
-        return self.strategies[BASE]
-
     # What the candidates say together.
-
-    @property
-    def has_uneven_homes(self) -> bool:
-        return True
 
     def rhythm(self) -> Rhythm:
         rhythms = [each.rhythm() for each in self._candidates.values()]
@@ -170,8 +163,8 @@ class Auto(Choosing):
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        if not _are_costs_known(job):
-            return self._first.plan(job)
+        if not all(pool.expert_bytes for pool in job.pools):  # costs have not been measured
+            return self.strategies[BASE].plan(job)
         choice, plans = self._chosen(job)
         # What follows is asked of all layers together, step by step: it may come from another.
         return tuple(replace(plan, successor=None, choice=choice) for plan in plans)
@@ -182,8 +175,12 @@ class Auto(Choosing):
         if past is not None and past.choice is not None and past.step % self.interval:
             return past.choice, self.strategies[past.choice.name].plan(job)
         job = replace(job, present=())  # which are one candidate's
-        sample = _sampled(job)
-        scale = len(job.homes) / len(sample.homes)
+        num_layers = len(job.homes)
+        sample = job
+        if num_layers > SAMPLED:
+            places = np.linspace(0, num_layers - 1, SAMPLED)
+            sample = job.of(sorted({round(place) for place in places}))
+        scale = num_layers / len(sample.homes)
         priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
         present = None if past is None or past.choice is None else past.choice.name
         ratios = {} if past is None else past.ratios
@@ -223,7 +220,7 @@ class Auto(Choosing):
                 f"{job.free_bytes / 1e6:,.0f} MB are free for them"
             )
             del remaining[best]
-        return BASE, self._first.plan(job), left_out
+        return BASE, self.strategies[BASE].plan(job), left_out
 
 
 def _price(strategy: Strategy, job: Job) -> float:
@@ -240,15 +237,10 @@ def _price(strategy: Strategy, job: Job) -> float:
 def _wanted_bytes(name: str, plans: Sequence[Plan], job: Job) -> int:
     """What copies take of a rank's memory: as the plans hold it, and as it was seen, where they
     ran."""
-    pools = {layer: pool for pool in job.pools for layer in pool.layers}
-    each = [pools[layer].expert_bytes for layer in range(len(plans))]
+    each = [job.pool_of(layer).expert_bytes for layer in range(len(plans))]
     held = int(copied_bytes_C(plans, each, accumulates=job.accumulates).max())
     seen = 0 if job.past is None else job.past.taken.get(name, 0)
     return max(held, seen) if held else 0
-
-
-def _are_costs_known(job: Job) -> bool:
-    return all(pool.expert_bytes for pool in job.pools)
 
 
 def _costs(job: Job) -> TaskCosts:
@@ -262,12 +254,3 @@ def _costs(job: Job) -> TaskCosts:
         expert_start_s=costs.expert.alpha_s,
         all_reduce=job.pipelines.all_reduce,
     )
-
-
-def _sampled(job: Job) -> Job:
-    """The job of a few of its layers."""
-    num_layers = len(job.homes)
-    if num_layers <= SAMPLED:
-        return job
-    places = np.linspace(0, num_layers - 1, SAMPLED)
-    return job.of(sorted({round(place) for place in places}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ds_moe_ext.planning.strategy import Job, Keys, Plan, Strategy, register
 from ds_moe_ext.schedule.graphs import WARM_UPS
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.strict import at_least, one_of
+from ds_moe_ext.strict import all_at_least, one_of
 
 KEY = "ds_moe_ext.ep"
 INDEX, ONE_HOT = "index", "one_hot"  # orders, by their JSON names
@@ -33,7 +33,7 @@ class ExpertParallel(Strategy):
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        at_least(f"{KEY}.static_capacity", self.static_capacity, 1)
+        all_at_least(KEY, self, static_capacity=1)
         one_of(f"{KEY}.order", self.order, (INDEX, ONE_HOT))
         if self.order == ONE_HOT and self.static_capacity is None:
             raise ValueError(
@@ -66,35 +66,29 @@ class ExpertParallel(Strategy):
         )
 
     def remarks(self, job: Job) -> tuple[str, ...]:
-        return (*self._about_sending(job), *self._about_graphs(), *self._about_capacity(job))
-
-    def _about_sending(self, job: Job) -> tuple[str, ...]:
-        if not self.send_once:
-            return ()
-        if job.node_C.size == 1:
-            return (f"{KEY}.send_once has no effect: one cell has all experts, and no row travels",)
-        return (
-            "send once: each token's row travels once to a rank, however many of its experts "
-            "are there, and one row comes back",
-        )
-
-    def _about_graphs(self) -> tuple[str, ...]:
-        if not self.cuda_graphs:
-            return ()
-        return (
-            f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
-            f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it takes, "
-            "gradients of all its experts among it, as often as batches are under way. "
-            f"{KEY}.cuda_graphs has no effect on a CPU",
-        )
-
-    def _about_capacity(self, job: Job) -> tuple[str, ...]:
-        if self.static_capacity is None:
-            return ()
-        sent = [self.static_capacity * home.num_experts for home in job.homes]
-        return (
-            f"static capacity: in every pass each rank sends {self.static_capacity} rows to each "
-            f"expert, at most {max(sent):,} a layer, with zeros where it has fewer; rows over it "
-            "are dropped"
-            + (", put in place by products with masks (order)" if self.orders_by_masks else ""),
-        )
+        said = []
+        if self.send_once and job.node_C.size == 1:
+            said.append(
+                f"{KEY}.send_once has no effect: one cell has all experts, and no row travels"
+            )
+        elif self.send_once:
+            said.append(
+                "send once: each token's row travels once to a rank, however many of its experts "
+                "are there, and one row comes back"
+            )
+        if self.cuda_graphs:
+            said.append(
+                f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
+                f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it "
+                "takes, gradients of all its experts among it, as often as batches are under way. "
+                f"{KEY}.cuda_graphs has no effect on a CPU"
+            )
+        if self.static_capacity is not None:
+            sent = max(self.static_capacity * home.num_experts for home in job.homes)
+            masks = ", put in place by products with masks (order)" if self.orders_by_masks else ""
+            said.append(
+                f"static capacity: in every pass each rank sends {self.static_capacity} rows to "
+                f"each expert, at most {sent:,} a layer, with zeros where it has fewer; rows over "
+                f"it are dropped{masks}"
+            )
+        return tuple(said)

@@ -9,9 +9,9 @@ its pipeline over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -32,7 +32,6 @@ from ds_moe_ext.planning.strategy import (
     Keys,
     Overlay,
     Plan,
-    Pool,
     Rhythm,
     Site,
     Strategy,
@@ -44,7 +43,7 @@ from ds_moe_ext.schedule import orders
 from ds_moe_ext.schedule.orders import PIPELINES, Pipeline
 from ds_moe_ext.schedule.task import Lane, Schedule
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strict import NOT_A_KEY, at_least, one_of
+from ds_moe_ext.strict import NOT_A_KEY, all_at_least, one_of
 
 KEY = "ds_moe_ext.esp"
 
@@ -57,8 +56,7 @@ class TwoDegrees:
     backward: int | None = None  # in backward
 
     def __post_init__(self) -> None:
-        for direction, degree in vars(self).items():
-            at_least(f"{KEY}.degree.{direction}", degree, 1)
+        all_at_least(f"{KEY}.degree", self, forward=1, backward=1)
 
 
 @register("esp")
@@ -82,10 +80,12 @@ class ExpertSharding(Overlay):
     # where experts compute
     placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
+    splits_experts = True
+
     def __post_init__(self) -> None:
         if isinstance(self.degree, int):
-            at_least(f"{KEY}.degree", self.degree, 1)
-        at_least(f"{KEY}.max_degree", self.max_degree, 1)
+            all_at_least(KEY, self, degree=1)
+        all_at_least(KEY, self, max_degree=1)
         for key, known in (("schedule", PIPELINES), ("solver", SOLVERS)):
             one_of(f"{KEY}.{key}", vars(self)[key], known)
         package = SOLVERS[self.solver].package
@@ -169,10 +169,6 @@ class ExpertSharding(Overlay):
     def with_gradients_left(self) -> ExpertSharding:
         return self.without_slices() if self.slice_gradients is None else self
 
-    @property
-    def splits_experts(self) -> bool:
-        return True
-
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (*self.placing.uses(), *along_nodes(self.ways))
 
@@ -190,21 +186,18 @@ class ExpertSharding(Overlay):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = self.placing.plan(job)
-        if job.pipelines is None:
-            forward, backward = self.degrees
-            piped = Piped(forward or 1, backward or 1, way=self.ways[0])
-            return tuple(_piped(piped, plan) for plan in plans)
-        pipes = self._pipes(job, job.pipelines, plans)
-        return tuple(_piped(piped, plan) for piped, plan in zip(pipes, plans))
+        forward, backward = self.degrees
+        pipes = (Piped(forward or 1, backward or 1, way=self.ways[0]),) * len(plans)
+        if job.pipelines is not None:
+            pipes = self._pipes(job, job.pipelines, plans)
+        return tuple(map(_piped, pipes, plans))
 
     def _pipes(self, job: Job, measured: Measured, plans: Sequence[Plan]) -> tuple[Piped, ...]:
         """How each layer runs, with the rows and the copies that these plans make."""
-        pools = {layer: pool for pool in job.pools for layer in pool.layers}
-        balances = [
-            _balance(plan, job.rows[layer], job.node_C, pools[layer])
+        return tuple(
+            _balanced(self, measured, layer, _balance(job, layer, plan))
             for layer, plan in enumerate(plans)
-        ]
-        return tuple(_balanced(self, measured, *each) for each in enumerate(balances))
+        )
 
     def describe(self, job: Job) -> str:
         told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
@@ -264,9 +257,10 @@ def _balanced(esp: ExpertSharding, measured: Measured, layer: int, balance: Bala
 STEP = 16  # parts of one, in which balances are told apart: degrees hang on no less
 
 
-def _balance(plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Balance:
-    """What a plan makes of the rows that it is made for. Copies that it adds when it has counted
-    rows are left out: to find them takes as long as in the step itself."""
+def _balance(job: Job, layer: int, plan: Plan) -> Balance:
+    """What a layer's plan makes of the rows that it is made for. Copies that it adds when it has
+    counted rows are left out: to find them takes as long as in the step itself."""
+    rows_CE, node_C, pool = job.rows[layer], job.node_C, job.pool_of(layer)
     num_cells, total = len(rows_CE), int(rows_CE.sum())
     if not total:
         return EVEN
@@ -326,15 +320,16 @@ def _each(choices: Iterable[int | str]) -> str:
 def _piped(piped: Piped, plan: Plan) -> Plan:
     """The plan of where experts compute, and all that follow it, with how rows travel."""
     successor = plan.successor
+
+    def following(rows_CE: np.ndarray) -> Plan:
+        assert successor is not None
+        return _piped(piped, successor(rows_CE))
+
     return replace(
         plan,
         forward_degree=piped.forward_degree,
         backward_degree=piped.backward_degree,
         reductions=piped.placed,
         way=piped.way,
-        successor=None if successor is None else partial(_next, piped, successor),
+        successor=successor and following,
     )
-
-
-def _next(piped: Piped, successor: Callable[[np.ndarray], Plan], rows_CE: np.ndarray) -> Plan:
-    return _piped(piped, successor(rows_CE))

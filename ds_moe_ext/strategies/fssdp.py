@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many experts can be copied while attention computes: HECATE's ``t``, by what was measured.
+"""Fully sharded sparse data parallelism: HECATE.
 
-The paper divides what the links between nodes carry by an expert's bytes (spec rules 11 and 50), as
-if all links were busy all the time. Where it is known what a gather takes by who sends what to
-whom, ``t`` is how many experts one gets through. Which experts will be hot is not known when ``t``
-is asked for, and where they live decides which cards are busiest: seconds are the mean of some
-draws.
+Before each step ``plan`` copies hot experts (Algorithm 1, ``_wanted``), as many as are hidden
+behind attention (``Gathers``) and fit into memory. By the paper's share these are its plans
+(``_by_paper``); else copies divide rows by time (``_divided``), and present plans stay as long as
+they take what was planned (``_staying``). Now and then experts get new ``homes``.
 """
 
 from __future__ import annotations
@@ -45,49 +44,53 @@ from ds_moe_ext.planning.strategy import (
     Plan,
     Pool,
     Rhythm,
-    Strategy,
     register,
 )
 from ds_moe_ext.strategies.shares import (
     PAPER,
-    PRICED,
     REPAIR,
-    SHARES,
     STEADY,
-    check_share,
-    compile_for,
-    idle_repair,
+    Copying,
+    most_copies,
     repaired,
-    repairs,
     rule_seconds,
     saves,
     shared_by_time,
     swapped,
 )
-from ds_moe_ext.strict import at_least, in_json, one_of
+from ds_moe_ext.strict import all_at_least, in_json, one_of
 
+WHERE = "ds_moe_ext.fssdp"
+NEAREST = "nearest"  # the paper's share, by a name of its own
+GAIN = "gain"  # a way to choose new homes, by its JSON name
+RESHARD_INTERVAL = 100  # steps, where nobody says
+ENOUGH = 1.01  # times the least seconds of any division, at which dividing rows is not worth it
 DRAWS = 64  # of all cells: on more cells fewer, where chance evens out
 
 
 class Gathers:
-    """Of the copies of a layer's hot experts."""
+    """What the copies of a layer's hot experts take, and how many are hidden: ``t``.
+
+    The paper divides what the links between nodes carry by an expert's bytes (spec rules 11 and
+    50), as if all links were busy all the time. Where it is known what a gather takes by who sends
+    what to whom, ``t`` is how many experts one gets through. Which experts will be hot is not known
+    when ``t`` is asked for, and where they live decides which cards are busiest: seconds are the
+    mean of some draws.
+    """
 
     def __init__(
-        self, pool: Pool, num_experts: int, copies_per_cell: int, node_C: np.ndarray
+        self, pool: Pool, num_experts: int, copies_per_cell: int, nodes: tuple[int, ...]
     ) -> None:
-        self._pool, self._copies_per_cell, self._node_C = pool, max(copies_per_cell, 1), node_C
-        (self._home,) = even_homes([num_experts], len(node_C))
+        self._pool, self._copies_per_cell = pool, max(copies_per_cell, 1)
+        self._node_C = np.array(nodes)
+        (self._home,) = even_homes([num_experts], len(nodes))
         drawn = np.random.default_rng(0)
-        num_draws = max(DRAWS // len(node_C), 2)
+        num_draws = max(DRAWS // len(nodes), 2)
         self._loads = [drawn.permutation(num_experts) + 1 for _ in range(num_draws)]
         self._seconds: dict[int, float] = {}
 
     def hidden(self, window_s: float) -> int:
-        """Experts whose copies come while other work goes on, ``t``.
-
-        Args:
-            window_s: seconds of the forward of what runs beside the copies: attention.
-        """
+        """Experts whose copies come within so many seconds of other work: attention's forward."""
         return bisect_right(range(1, self._home.num_experts + 1), window_s, key=self.seconds)
 
     def seconds(self, num_copied: int) -> float:
@@ -110,27 +113,13 @@ class Gathers:
         return self._seconds[num_copied]
 
 
-@lru_cache(maxsize=64)
-def gathers_of(
-    pool: Pool, num_experts: int, copies_per_cell: int, nodes: tuple[int, ...]
-) -> Gathers:
-    """The same ones every time, so that none is priced twice; takes what ``Gathers`` does."""
-    return Gathers(pool, num_experts, copies_per_cell, np.array(nodes))
-
-
-# Fully sharded sparse data parallelism: HECATE.
-
-
-WHERE = "ds_moe_ext.fssdp"
-NEAREST = "nearest"  # the paper's share, by a name of its own
-RESHARD_INTERVAL = 100  # steps, where nobody says
-ENOUGH = 1.01  # times the least seconds of any division, at which dividing rows is not worth it
-GAIN = "gain"  # a way to choose new homes, by its JSON name
+gathers_of = lru_cache(maxsize=64)(Gathers)
+"""The same ones every time, so that none is priced twice."""
 
 
 @register("fssdp")
 @dataclass(frozen=True, kw_only=True)
-class FullySharded(Strategy):
+class FullySharded(Copying):
     """HECATE's two planners and its calibration (sections 4 and 5 of the paper)."""
 
     # experts of a layer that are copied at most (t); null: as many as can be sent while attention
@@ -158,70 +147,34 @@ class FullySharded(Strategy):
     # memory of a rank for copies; null: most of what is free, and on a CPU as much as the rank's
     # own experts and their gradients take, one of each layer at least
     copy_bytes: int | None = None
-    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
-    # as they are
-    sum_copies_in_float32: bool = False
-    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are,
-    # and copies are chosen by that, too (docs/priced_share.md); "planned", in the parts that are
-    # best for the rows that are predicted; "paper", or "nearest", HECATE's rule: the nearest
-    # copies, in even parts
-    share: str = PRICED
-    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
-    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
-    repair: int | None = None
+
+    has_uneven_homes = True
 
     def __post_init__(self) -> None:
-        check_share(f"{WHERE}.share", self.share, NEAREST)
+        self._check_share(WHERE, NEAREST)
         one_of(f"{WHERE}.resharding", self.resharding, (GAIN, PAPER))
-        keys = ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes", "repair")
-        for key in keys:
-            at_least(f"{WHERE}.{key}", vars(self)[key], 0)
-        at_least(f"{WHERE}.window", self.window, 1)
-        at_least(f"{WHERE}.plan_interval", self.plan_interval, 1)
-
-    @property
-    def by_share(self) -> Mapping[str, Strategy]:
-        return {name: replace(self, share=share) for name, share in SHARES.items()}
-
-    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
-        compile_for(self.share)
-        return self
-
-    @property
-    def _is_papers(self) -> bool:
-        return self.share in (PAPER, NEAREST)
+        all_at_least(WHERE, self, overlap_degree=0, copies_per_rank=0, reshard_interval=0)
+        all_at_least(WHERE, self, copy_bytes=0, window=1, plan_interval=1)
 
     @property
     def _repair(self) -> int:
         """Copies of a rank that are left to be added once rows are known."""
-        # Calibration adds what fits.
-        return repairs(self.share, self.repair, 0 if self.calibrate else REPAIR)
-
-    @property
-    def has_uneven_homes(self) -> bool:
-        return True
+        return self.repairs(0 if self.calibrate else REPAIR)  # calibration adds what fits
 
     def with_homes_that_stay(self) -> FullySharded:
         return replace(self, reshard_interval=self.reshard_interval or 0)
-
-    @property
-    def sums_copies_in_float32(self) -> bool:
-        return self.sum_copies_in_float32
 
     @property
     def keys(self) -> Keys:
         return Keys(homes=f"{WHERE}.reshard_interval")
 
     def rhythm(self) -> Rhythm:
-        given = self.reshard_interval
-        every = RESHARD_INTERVAL if given is None else given
-        every = every if self.heterogeneous_sharding else 0
-        steady_every = STEADY_STEPS if self.plan_interval is None else 0
+        every = RESHARD_INTERVAL if self.reshard_interval is None else self.reshard_interval
         return Rhythm(
             window=self.window,
             plan_every=self.plan_interval or 1,
-            steady_every=steady_every,
-            shard_every=every,
+            steady_every=STEADY_STEPS if self.plan_interval is None else 0,
+            shard_every=every if self.heterogeneous_sharding else 0,
         )
 
     @property
@@ -233,7 +186,7 @@ class FullySharded(Strategy):
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        if self._is_papers:
+        if self.is_papers:
             return self._by_paper(job, self._wanted(job))
         stay = self._staying(job)
         others = [layer for layer in range(len(job.homes)) if layer not in stay]
@@ -271,12 +224,28 @@ class FullySharded(Strategy):
                 is_home = np.array_equal(target.holds_EC, home.holds_EC)
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
-        shares = _nearest(job, targets)
-        fits_L = self._copies_that_fit(job)
-        return tuple(
-            self._plan_of(home, share, rows_CE, prices[layer], int(fits_L[layer]))
-            for layer, (home, share, rows_CE) in enumerate(zip(job.homes, shares, job.rows))
-        )
+        shares: Sequence[NearestCopy] = [
+            plan.share for plan in job.present if isinstance(plan.share, NearestCopy)
+        ]
+        # Where all targets are the present ones their shares are, with what they have prepared.
+        is_present = all(share.target is target for share, target in zip(shares, targets))
+        if len(shares) < len(targets) or not is_present:
+            shares = NearestCopy.of_layers(targets, job.node_C)
+        fits_L, plans = self._copies_that_fit(job), []
+        for layer, (home, share, rows_CE) in enumerate(zip(job.homes, shares, job.rows)):
+            left = int(fits_L[layer]) - most_copies(home, share.target)
+            calibrated = partial(_calibrated, home, share, prices[layer], left)
+            plans.append(
+                Plan(
+                    home,
+                    share.target,
+                    share,
+                    rematerialize=self.rematerialize,
+                    revise=calibrated if self.calibrate and left > 0 else None,
+                    predicted_CE=rows_CE,
+                )
+            )
+        return tuple(plans)
 
     def _staying(self, job: Job) -> dict[int, Plan]:
         """Present plans of copies by which the predicted rows take as long as those that they were
@@ -331,15 +300,14 @@ class FullySharded(Strategy):
         def targets(halvings: int) -> Sequence[Placement]:
             return self._wanted(job, halvings) if halvings else wanted
 
-        def halved_target(layer: int) -> Placement:
-            return targets(1)[layer]
+        def target(layer: int, halvings: int) -> Placement:
+            return targets(halvings)[layer]
 
         most = int(np.minimum(planned_L, degree_L).max(initial=0))
         halved = range(most.bit_length() + 1 if job.drift < STEADY else 1)
-        pools = {layer: pool for pool in job.pools for layer in pool.layers}
         for layer, (home, rows_CE) in enumerate(zip(job.homes, job.rows)):
-            pool = pools[layer]
-            each = (targets(halvings)[layer] for halvings in halved)
+            pool = job.pool_of(layer)
+            each = map(partial(target, layer), halved)
             most_s = rule_seconds(papers[layer].share, rows_CE, job.node_C, pool)
             share = shared_by_time(each, rows_CE, job.node_C, pool, self.share, most_s=most_s)
             share = swapped(
@@ -347,7 +315,7 @@ class FullySharded(Strategy):
                 share,
                 rows_CE,
                 pool,
-                halved=partial(halved_target, layer),
+                halved=partial(target, layer, 1),
                 most_copies=int(planned_L[layer]),
                 most_experts=int(degree_L[layer]),
             )
@@ -365,8 +333,7 @@ class FullySharded(Strategy):
                 rematerialize=self.rematerialize,
             )
             if self.calibrate or plan.share is share:
-                held_C = (plan.target.holds_EC & ~home.holds_EC).sum(axis=0)
-                room = int(fits_L[layer] - held_C.max())
+                room = int(fits_L[layer]) - most_copies(home, plan.target)
                 plan = repaired(
                     plan, share, pool, room if self.calibrate else min(self._repair, room)
                 )
@@ -410,7 +377,7 @@ class FullySharded(Strategy):
             self._copies_planned(job)[layers],
             pool.prices,
             # Planned shares divide rows so well that homes matter to experts without copies alone.
-            nearest_flow if self._is_papers else least_flow,
+            nearest_flow if self.is_papers else least_flow,
         )
 
     def _move_costs(self, pool: Pool) -> MoveCosts:
@@ -436,7 +403,7 @@ class FullySharded(Strategy):
             )
         if self.overlap_degree is not None:
             said.append(self._idle_sharding(job))
-        said += idle_repair(WHERE, self.share, self.repair)
+        said += self.idle_repair(WHERE)
         return tuple(filter(None, said))
 
     def describe(self, job: Job) -> str:
@@ -572,36 +539,6 @@ class FullySharded(Strategy):
         # Gradients of copies wait for the last micro-batch, those of all layers.
         return layers_held, layers_held if job.accumulates else 1
 
-    def _plan_of(
-        self,
-        home: Placement,
-        share: NearestCopy,
-        rows_CE: np.ndarray,
-        prices: Prices,
-        fits: int,
-    ) -> Plan:
-        revise = None
-        if self.calibrate:
-            copies_C = (share.target.holds_EC & ~home.holds_EC).sum(axis=0)
-            revise = _revision(home, share, prices, copies_left=fits - int(copies_C.max()))
-        return Plan(
-            home,
-            share.target,
-            share,
-            rematerialize=self.rematerialize,
-            revise=revise,
-            predicted_CE=rows_CE,
-        )
-
-
-def _nearest(job: Job, targets: Sequence[Placement]) -> Sequence[NearestCopy]:
-    """Shares of the nearest copies, one a target; the present ones where all targets are, with what
-    they have prepared."""
-    present = [plan.share for plan in job.present if isinstance(plan.share, NearestCopy)]
-    if len(present) == len(targets) and all(s.target is t for s, t in zip(present, targets)):
-        return present
-    return NearestCopy.of_layers(targets, job.node_C)
-
 
 def _num_rows_L(job: Job) -> np.ndarray:
     """Of each layer, int64 ``[L]``; 1 where there are none."""
@@ -616,20 +553,19 @@ def _merged(
     return tuple(all_plans[layer] for layer in range(len(all_plans)))
 
 
-def _revision(
-    home: Placement, share: NearestCopy, prices: Prices, *, copies_left: int
-) -> Callable[[np.ndarray], Destination] | None:
-    """What adds copies once rows are known, where there is room for some."""
-    if copies_left <= 0:
-        return None
-    return partial(
-        _calibrated,
+def _calibrated(
+    home: Placement, share: NearestCopy, prices: Prices, copies_left: int, rows_CE: np.ndarray
+) -> Destination:
+    """Where the rows of a pass go, now that they are known: copies are added where they pay."""
+    better = calibrate(
         home,
         share.target,
+        rows_CE,
+        copies_left=copies_left,
         prices=prices,
         node_C=share.node_C,
-        copies_left=copies_left,
     )
+    return Destination(better, NearestCopy(better, share.node_C))
 
 
 def _ms(seconds: float) -> str:
@@ -649,17 +585,3 @@ def _span(values: np.ndarray, unit: str = "") -> str:
     """The smallest and the largest, or the one value of all."""
     low, high = (f"{value:.3g}" for value in (values.min(), values.max()))
     return f"{low if low == high else f'{low} to {high}'} {unit}".rstrip()
-
-
-def _calibrated(
-    home: Placement,
-    target: Placement,
-    rows_CE: np.ndarray,
-    *,
-    prices: Prices,
-    node_C: np.ndarray,
-    copies_left: int,
-) -> Destination:
-    """Where the rows of a pass go, now that they are known."""
-    better = calibrate(home, target, rows_CE, copies_left=copies_left, prices=prices, node_C=node_C)
-    return Destination(better, NearestCopy(better, node_C))

@@ -9,8 +9,6 @@ while rows travel (Algorithms 1 and 2 of the paper). Shape letters: C cells, E e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -44,58 +42,48 @@ from ds_moe_ext.planning.strategy import (
     Pool,
     Rhythm,
     Site,
-    Strategy,
     register,
 )
 from ds_moe_ext.schedule.orders import Beside
 from ds_moe_ext.strategies.shares import (
     PAPER,
-    PRICED,
-    SHARES,
     STEADY,
-    check_share,
-    compile_for,
-    idle_repair,
+    Copying,
+    most_copies,
     repaired,
-    repairs,
     rule_seconds,
     saves,
     shared_by_time,
 )
-from ds_moe_ext.strict import at_least, one_of
+from ds_moe_ext.strict import all_at_least, one_of
 
+WHERE = "ds_moe_ext.prophet"
 LOCAL = "local"  # the paper's share, by a name of its own
 LINKS = "links"  # a model of costs, by its JSON name
 PRICES = (LINKS, PAPER)
 
-Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices, int], BlockPlan]
 
-
-def _greedy(
-    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices, fits: int
-) -> BlockPlan:
+def _greedy(search: _Search, rows_CE: np.ndarray, most: int) -> BlockPlan:
     return place_experts(
-        home,
+        search.home,
         rows_CE,
-        prices=prices,
-        num_excluded=strategy.num_excluded,
-        balance=strategy.balance,
-        max_copied=fits,
+        prices=search.prices,
+        num_excluded=search.strategy.num_excluded,
+        balance=search.strategy.balance,
+        max_copied=most,
     )
 
 
-def _shadow(
-    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices, fits: int
-) -> BlockPlan:
-    return shadow_experts(home, rows_CE, prices=prices, max_copied=fits)
+def _shadow(search: _Search, rows_CE: np.ndarray, most: int) -> BlockPlan:
+    return shadow_experts(search.home, rows_CE, prices=search.prices, max_copied=most)
 
 
-PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
+PLANNERS = {"prophet": _greedy, "shadow": _shadow}
 
 
 @register("prophet")
 @dataclass(frozen=True, kw_only=True)
-class ProProphet(Strategy):
+class ProProphet(Copying):
     """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper)."""
 
     # steps that a plan is kept, unless cells become unbalanced under it; null: 10 without the
@@ -121,51 +109,20 @@ class ProProphet(Strategy):
     # memory at a time. False keeps those of all layers until backward; null does so where a rank
     # has room for twice as many as are wanted.
     rematerialize: bool | None = None
-    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
-    # as they are
-    sum_copies_in_float32: bool = False
     # by which plans are made and steps foretold: "links", by who sends what over which link, with
     # what starts cost; "paper", equations (1), (4) and (5) to the letter
     prices: str = LINKS
-    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are
-    # (docs/priced_share.md); "planned", in the parts that are best for the rows that are predicted;
-    # "paper", or "local", the paper's rule: local copy, else home
-    share: str = PRICED
-    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
-    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
-    repair: int | None = None
 
     def __post_init__(self) -> None:
-        check_share("ds_moe_ext.prophet.share", self.share, LOCAL)
-        at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
-        at_least("ds_moe_ext.prophet.repair", self.repair, 0)
-        at_least("ds_moe_ext.prophet.num_excluded", self.num_excluded, 0)
+        self._check_share(WHERE, LOCAL)
+        all_at_least(WHERE, self, frequency=1, num_excluded=0)
         if not 0 <= self.balance < np.inf:
-            raise ValueError(
-                f"ds_moe_ext.prophet.balance is {self.balance}; it must be at least 0 and finite"
-            )
+            raise ValueError(f"{WHERE}.balance is {self.balance}; it must be at least 0 and finite")
         for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
-            one_of(f"ds_moe_ext.prophet.{key}", vars(self)[key], known)
-
-    @property
-    def by_share(self) -> Mapping[str, Strategy]:
-        return {name: replace(self, share=share) for name, share in SHARES.items()}
-
-    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
-        compile_for(self.share)
-        return self
-
-    @property
-    def is_papers(self) -> bool:
-        """Whether copies divide rows by the paper's rule."""
-        return self.share in (PAPER, LOCAL)
+            one_of(f"{WHERE}.{key}", vars(self)[key], known)
 
     def remarks(self, job: Job) -> tuple[str, ...]:
-        return tuple(idle_repair("ds_moe_ext.prophet", self.share, self.repair))
-
-    @property
-    def sums_copies_in_float32(self) -> bool:
-        return self.sum_copies_in_float32
+        return self.idle_repair(WHERE)
 
     def rhythm(self) -> Rhythm:
         return Rhythm(window=1, plan_every=1)
@@ -182,7 +139,7 @@ class ProProphet(Strategy):
         num_cells = job.homes[0].num_cells
         if self.num_excluded is not None and self.num_excluded >= num_cells:
             raise ValueError(
-                f"ds_moe_ext.prophet.num_excluded is {self.num_excluded}, but experts are spread "
+                f"{WHERE}.num_excluded is {self.num_excluded}, but experts are spread "
                 f"over {num_cells} cells, of which one is an expert's home; give at most "
                 f"{num_cells - 1}, or null"
             )
@@ -217,7 +174,7 @@ class ProProphet(Strategy):
             job.node_C,
             pool,
             self._copies_that_fit(job, pool, frees=frees),
-            repairs(self.share, self.repair),
+            self.repairs(),
         )
 
     def describe(self, job: Job) -> str:
@@ -243,7 +200,7 @@ class ProProphet(Strategy):
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         if self.prices != PAPER:
             return super().forecast(job, layer, plan, rows_CE)
-        pool = next(pool for pool in job.pools if layer in pool.layers)
+        pool = job.pool_of(layer)
         if not pool.expert_bytes:
             return None
         prices = self._prices(job, pool, layer)
@@ -322,7 +279,8 @@ class _Search:
         strategy, home = self.strategy, self.home
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
         kept = 0 if is_steady else min(self.repair, self.fits // 2)  # where forecasts may fail
-        found = self._found(rows_CE, self._most(self.fits - kept))
+        most = self.fits - kept
+        found = self._found(rows_CE, home.num_experts if self._num_foreign <= most else most)
         if present is not None and self._is_as_fast(present, found, rows_CE):
             return self._followed(present, rows_CE, age=0)
         share = None
@@ -350,14 +308,9 @@ class _Search:
         num_own_C = self.home.holds_EC.sum(axis=0)
         return self.home.num_experts - int(num_own_C.min())
 
-    def _most(self, fits: int) -> int:
-        """Experts that may be copied, where so many copies fit."""
-        return self.home.num_experts if self._num_foreign <= fits else fits
-
     def _found(self, rows_CE: np.ndarray, most: int) -> BlockPlan:
         """By the chosen planner, so many copied experts at most."""
-        planner = PLANNERS[self.strategy.planner]
-        return planner(self.strategy, self.home, rows_CE, self.prices, most)
+        return PLANNERS[self.strategy.planner](self, rows_CE, most)
 
     def _is_as_fast(self, present: Plan, found: BlockPlan, rows_CE: np.ndarray) -> bool:
         """Whether the present copies stay, by the model: a search ends where cells are balanced,
@@ -379,16 +332,17 @@ class _Search:
             plans.append(found.first(len(plans[-1].selected) // 2))
         papers = LocalElseHome(self.home, found.target)
         papers_s = rule_seconds(papers, rows_CE, self.node_C, self.pool)
-        share = self._share([plan.target for plan in plans], rows_CE, papers_s)
+        share = shared_by_time(
+            [plan.target for plan in plans],
+            rows_CE,
+            self.node_C,
+            self.pool,
+            self.strategy.share,
+            most_s=papers_s,
+        )
         narrowed = next(plan for plan in plans if plan.target is share.levels.target)
         is_worth = saves(share, self.home, rows_CE, or_s=papers_s)
         return (narrowed if is_worth else found.first(0)), share
-
-    def _share(
-        self, targets: Sequence[Placement], rows_CE: np.ndarray, most_s: float = math.inf
-    ) -> LevelShare:
-        name = self.strategy.share
-        return shared_by_time(targets, rows_CE, self.node_C, self.pool, name, most_s=most_s)
 
     def _carried(self, found: BlockPlan) -> Carried:
         rule, num_experts = SPLITS[self.strategy.split], len(found.selected)
@@ -425,11 +379,12 @@ class _Search:
         followed = replace(followed, by_paper=partial(LocalElseHome, self.home))
         if plan.target is plan.home:
             return followed
-        share = share or self._share((plan.target,), rows_CE)
-        if rule_seconds(plan.share, rows_CE, self.node_C, self.pool) < share.planned_s:
+        node_C, pool = self.node_C, self.pool
+        if share is None:
+            share = shared_by_time((plan.target,), rows_CE, node_C, pool, self.strategy.share)
+        if rule_seconds(plan.share, rows_CE, node_C, pool) < share.planned_s:
             return followed
-        held_C = (plan.target.holds_EC & ~self.home.holds_EC).sum(axis=0)
-        room = min(self.repair, self.fits - int(held_C.max()))
+        room = min(self.repair, self.fits - most_copies(self.home, plan.target))
         return repaired(replace(followed, share=share), share, self.pool, room)
 
     def _next(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``ds_moe_ext`` block of a JSON file, read strictly into records.
 
-The records are the schema: a field is a key, its type the rule, its default the default. What is
-wrong is one ``ValueError`` that names the key, the value, the rule and the remedy. Null means
-automatic.
+``read_settings`` gives ``Settings`` and the chosen strategy. The records are the schema, as
+``strict`` has it; null means automatic.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ds_moe_ext.planning.strategy import Choosing, Overlay, Strategy, class_at, 
 from ds_moe_ext.schedule.watch import Patience
 from ds_moe_ext.strategies import auto, ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
 from ds_moe_ext.strict import (
-    at_least,
+    all_at_least,
     check_object,
     fields_of,
     nearest,
@@ -60,9 +59,7 @@ class ReportSettings:
                 f"{BLOCK}.report.path is '', which names no folder; name one ('.' is where the job "
                 "starts), or write null for no files"
             )
-        at_least(f"{BLOCK}.report.trace_step", self.trace_step, 0)
-        at_least(f"{BLOCK}.report.max_steps", self.max_steps, 2)
-        at_least(f"{BLOCK}.report.write_every_s", self.write_every_s, 0)
+        all_at_least(f"{BLOCK}.report", self, trace_step=0, max_steps=2, write_every_s=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +71,7 @@ class TraceSettings:
     num_steps: int = 1  # steps in it
 
     def __post_init__(self) -> None:
-        at_least(f"{BLOCK}.trace.first_step", self.first_step, 0)
-        at_least(f"{BLOCK}.trace.num_steps", self.num_steps, 1)
+        all_at_least(f"{BLOCK}.trace", self, first_step=0, num_steps=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +124,7 @@ class Settings(RunSettings):
     options: Mapping[str, Any] = field(default_factory=dict)  # keys of a strategy of the user's own
 
     def __post_init__(self) -> None:
-        at_least(f"{BLOCK}.expert_parallel_size", self.expert_parallel_size, 1)
-        at_least(f"{BLOCK}.expert_sharding_size", self.expert_sharding_size, 1)
+        all_at_least(BLOCK, self, expert_parallel_size=1, expert_sharding_size=1)
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(
                 f"{BLOCK}.capacity_factor is {self.capacity_factor}; it must be above 0 and "
@@ -140,8 +135,13 @@ class Settings(RunSettings):
                 f"{BLOCK}.capacity_factor is {self.capacity_factor}, but {BLOCK}.gate is "
                 f"{self.gate}, which gives every expert as many rows; leave capacity_factor out"
             )
-        if self.moe_layer_pattern is not None:
-            _compiles("moe_layer_pattern", self.moe_layer_pattern)
+        try:
+            re.compile(self.moe_layer_pattern or "")
+        except (OverflowError, RecursionError, re.error) as error:
+            raise ValueError(
+                f"{BLOCK}.moe_layer_pattern is {self.moe_layer_pattern!r}, which is no regular "
+                f"expression ({error}); mend it"
+            ) from error
         if self.options and self.placing in registered():
             raise ValueError(
                 f"{BLOCK}.options has no effect with the built-in strategy {self.placing!r}; its "
@@ -155,15 +155,8 @@ class Settings(RunSettings):
 
 
 def read_file(path: str | Path, told: str) -> Any:
-    """A JSON file that a user gives for its block.
-
-    Args:
-        path: of the file, or a name of ``configs/strategies``.
-        told: what was given, the beginning of an error.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """A JSON file that a user gives for its block, or one of ``configs/strategies`` by its name;
+    ``told`` says what was given, the beginning of an error."""
     try:
         return read_document(file_of("strategies", path))
     except ValueError as error:
@@ -182,9 +175,6 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     Returns:
         The settings, and the chosen strategy; None for the strategy where the block is absent or
         not enabled.
-
-    Raises:
-        ValueError: what is wrong, in one sentence, with some hundred characters of a value.
     """
     try:
         return _read(document)
@@ -246,21 +236,21 @@ def _is_code(name: Any) -> bool:
 def misspelt(document: Mapping[str, Any]) -> str:
     """What to tell of keys that are nearly ``BLOCK``, which nobody reads; empty if there are none.
     One that begins with no letter is taken to be switched off. Pure."""
-    near = [key for key in document if isinstance(key, str) and _is_near(key)]
+
+    def is_near(key: str) -> bool:
+        if key == BLOCK or not key[:1].isalpha():
+            return False
+        given, ours = (re.sub("[^a-z0-9]", "", name.lower()) for name in (key, BLOCK))
+        given = given.replace("deepspeed", "ds")
+        return given.startswith(ours) or SequenceMatcher(None, given, ours).ratio() > NEAR
+
+    near = [key for key in document if isinstance(key, str) and is_near(key)]
     if not near:
         return ""
     return (
         f"nobody reads the key {', '.join(map(repr, near))} of the configuration; did you mean "
         f"{BLOCK!r}? (to switch it off, set {BLOCK}.enabled to false)"
     )
-
-
-def _is_near(key: str) -> bool:
-    if key == BLOCK or not key[:1].isalpha():
-        return False
-    given, ours = (re.sub("[^a-z0-9]", "", name.lower()) for name in (key, BLOCK))
-    given = given.replace("deepspeed", "ds")
-    return given.startswith(ours) or SequenceMatcher(None, given, ours).ratio() > NEAR
 
 
 def _fields(cls: type) -> set[str]:
@@ -304,12 +294,3 @@ def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Strateg
         return read_record(class_at(name, f"{BLOCK}.{key}"), settings.options, f"{BLOCK}.options")
     one_of(f"{BLOCK}.{key}", name, blocks)
     return blocks[name]
-
-
-def _compiles(key: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (OverflowError, RecursionError, re.error) as error:
-        raise ValueError(
-            f"{BLOCK}.{key} is {pattern!r}, which is no regular expression ({error}); mend it"
-        ) from error

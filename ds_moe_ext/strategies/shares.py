@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How copies divide rows, as strategies take it from their JSON."""
+"""What strategies that copy experts have in common: above all how copies divide rows.
+
+``Copying`` has their JSON keys; ``shared_by_time`` finds the share under which a layer takes least
+time and how many copies that needs, ``swapped`` other copies, ``saves`` whether any pay, and
+``repaired`` adds copies once rows are known.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,8 +27,8 @@ from ds_moe_ext.planning.priced_plans import (
     swap_copies,
 )
 from ds_moe_ext.planning.prices import RowPrices
-from ds_moe_ext.planning.strategy import Destination, Plan, Pool
-from ds_moe_ext.strict import one_of
+from ds_moe_ext.planning.strategy import Destination, Plan, Pool, Strategy
+from ds_moe_ext.strict import all_at_least, one_of
 
 PRICED, PLANNED, PAPER = "priced", "planned", "paper"  # shares, by their JSON names
 SHARES = {", paper share": PAPER, ", priced share": PRICED}
@@ -37,31 +42,64 @@ WORTH_S = 1e-4
 """What dividing anew has to save: it takes about so long between gate and dispatch."""
 
 
-def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know."""
-    one_of(key, value, (*SWEEPS_OF, PAPER, papers))
+@dataclass(frozen=True, kw_only=True)
+class Copying(Strategy):
+    """Keys of all strategies that copy experts."""
 
+    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are,
+    # and copies are chosen by that, too (docs/priced_share.md); "planned", in the parts that are
+    # best for the rows that are predicted; "paper", the paper's rule, which has a name of its own
+    share: str = PRICED
+    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
+    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
+    repair: int | None = None
+    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
+    # as they are
+    sum_copies_in_float32: bool = False
 
-def compile_for(share: str) -> None:
-    """Compile what divides rows as a run starts, and not in the step that needs it first; a warning
-    says where nothing can be compiled."""
-    if share in SWEEPS_OF:
-        is_compiled()
+    def _check_share(self, where: str, papers: str) -> None:
+        """Refuse a share that is neither known nor the paper's by its own name."""
+        one_of(f"{where}.share", self.share, (*SWEEPS_OF, PAPER, papers))
+        all_at_least(where, self, repair=0)
 
+    @property
+    def is_papers(self) -> bool:
+        """Whether copies divide rows by the paper's rule."""
+        return self.share not in SWEEPS_OF
 
-def repairs(share: str, given: int | None, usual: int = REPAIR) -> int:
-    """Copies of a rank that are left to be added once rows are known: as many as are given, or the
-    usual; none where rows are not priced."""
-    return (usual if given is None else given) if share == PRICED else 0
+    @property
+    def by_share(self) -> Mapping[str, Strategy]:
+        return {name: replace(self, share=share) for name, share in SHARES.items()}
 
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        """Compiles what divides rows as a run starts, and not in the step that needs it first; a
+        warning says where nothing can be compiled."""
+        if not self.is_papers:
+            is_compiled()
+        return self
 
-def idle_repair(where: str, share: str, repair: int | None) -> Iterator[str]:
-    """That ``repair`` was asked for where no rows are priced, for a person."""
-    if repair and share != PRICED:
-        yield (
-            f"{where}.repair is {repair}, but copies are added once rows are known only where "
-            f'these are priced; set {where}.share to "{PRICED}", or leave repair out'
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        return self.sum_copies_in_float32
+
+    def repairs(self, usual: int = REPAIR) -> int:
+        """Copies of a rank that are left to be added once rows are known; none where rows are not
+        priced."""
+        return (usual if self.repair is None else self.repair) if self.share == PRICED else 0
+
+    def idle_repair(self, where: str) -> tuple[str, ...]:
+        """That ``repair`` was asked for where no rows are priced, for a person."""
+        if not self.repair or self.share == PRICED:
+            return ()
+        return (
+            f"{where}.repair is {self.repair}, but copies are added once rows are known only where "
+            f'these are priced; set {where}.share to "{PRICED}", or leave repair out',
         )
+
+
+def most_copies(home: Placement, target: Placement) -> int:
+    """Copies on the cell that holds most."""
+    return int((target.holds_EC & ~home.holds_EC).sum(axis=0).max())
 
 
 def _row_prices(pool: Pool, num_cells: int) -> RowPrices:
@@ -110,17 +148,10 @@ def swapped(
     most_copies: int,
     most_experts: int,
 ) -> LevelShare:
-    """The share of other copies, where that is better on the rows that are predicted.
+    """The share of other copies than a planner chose, where that is better on the predicted rows.
 
-    Args:
-        home: where the experts live.
-        share: of copies that a planner chose.
-        rows_CE: that are predicted, int64 ``[C, E]``.
-        pool: with what rows cost.
-        halved: gives the planner's target with half as many copies in a cell; where there are
-            several nodes, the other half may cover these.
-        most_copies: in a cell (m).
-        most_experts: that are copied (t).
+    ``halved`` gives the planner's target with half as many copies in a cell: where there are
+    several nodes, the other half may cover these. At most m copies in a cell, of t experts.
     """
     node_C = share.levels.node_C
     levels_of = levels_by(pool, node_C)
@@ -135,28 +166,15 @@ def swapped(
 
 
 def saves(share: LevelShare, home: Placement, rows_CE: np.ndarray, *, or_s: float) -> bool:
-    """Whether copies save more than next to nothing on the rows that are predicted.
-
-    Args:
-        share: of the copies.
-        home: where the experts live.
-        rows_CE: that are predicted.
-        or_s: seconds by another share, which counts where it takes less.
-    """
+    """Whether copies save more than next to nothing on the rows that are predicted; ``or_s`` are
+    seconds by another share, which counts where it takes less."""
     least_s = min(share.planned_s, or_s)
     return share.alone(home, rows_CE).planned_s > (1 + TOLERANCE) * least_s
 
 
 def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
-    """The plan, to which copies are added once rows are known, where the forecast failed and that
-    pays. Only where it has been measured what copies cost.
-
-    Args:
-        plan: of copies by a forecast.
-        share: how these divide rows.
-        pool: with what rows and copies cost.
-        num_slots: copies that a cell gets at most.
-    """
+    """The plan, to which copies are added once rows are known, at most so many to a cell, where the
+    forecast failed and that pays. Only where it has been measured what copies cost."""
     if num_slots <= 0 or not pool.expert_bytes:
         return plan
     levels, copy_s = share.levels, plan.added_trips * (pool.copy_latency_s + pool.copied_s)
@@ -167,8 +185,4 @@ def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
         copy_price=round(copy_s / levels.prices.unit_s),
         num_slots=num_slots,
     )
-    return replace(plan, revise=partial(_destination, repair))
-
-
-def _destination(repair: Repair, rows_CE: np.ndarray) -> Destination:
-    return Destination(*repair(rows_CE))
+    return replace(plan, revise=lambda rows_CE: Destination(*repair(rows_CE)))

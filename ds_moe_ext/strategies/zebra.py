@@ -18,7 +18,7 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.schedule.stripes import A2E, E2A, check_stripes, default_stripes
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.strict import at_least
+from ds_moe_ext.strict import all_at_least
 
 WHERE = "ds_moe_ext.zebra"
 MOST = 2**20  # ranks, and stripes
@@ -37,8 +37,7 @@ class Profile:
     variant: Literal["corrected", "printed"] = "corrected"
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "samples", "num_repeats"):
-            at_least(f"{WHERE}.profile.{name}", vars(self)[name], 1)
+        all_at_least(f"{WHERE}.profile", self, sequence_length=1, samples=1, num_repeats=1)
 
 
 @register("zebra")
@@ -65,9 +64,11 @@ class Zebra(Strategy):
     # places of the attention ranks in a group; null: as said above
     attention_cells: list[int] | None = None
 
+    has_uneven_homes = True
+
     def __post_init__(self) -> None:
+        all_at_least(WHERE, self, attention_size=1, expert_size=1, num_micro_batches=1)
         for name in ("attention_size", "expert_size", "num_micro_batches"):
-            at_least(f"{WHERE}.{name}", vars(self)[name], 1)
             if (vars(self)[name] or 0) > MOST:
                 raise ValueError(
                     f"{WHERE}.{name} is {vars(self)[name]}, more than any run has; give at most "
@@ -105,10 +106,6 @@ class Zebra(Strategy):
                 f"{WHERE}.attention_cells is {cells}, which are not {self.attention_size} of the "
                 f"{size} places of a group, 0 to {size - 1}; mend it, or leave it out"
             )
-
-    @property
-    def has_uneven_homes(self) -> bool:
-        return True
 
     @property
     def roles(self) -> Roles:

@@ -36,22 +36,13 @@ START_S = 20e-6  # of a transfer
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run.
+    """A run."""
 
-    Attributes:
-        loads: a name of ``loads.sources``.
-        inter: bytes a second of a node's card.
-        experts: of a layer.
-        expert_width: of each.
-        slow_cells: that take three times as long for a row.
-        balances: strategies that copy may gain little; for a reader.
-    """
-
-    loads: str
-    inter: float = 50e9
-    experts: int = 32
-    expert_width: int = 4096
-    slow_cells: int = 0
+    loads: str  # a name of ``loads.sources``
+    inter: float = 50e9  # bytes a second of a node's card
+    experts: int = 32  # of a layer
+    expert_width: int = 4096  # of each
+    slow_cells: int = 0  # that take three times as long for a row
 
     @property
     def job(self) -> Job:

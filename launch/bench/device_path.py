@@ -16,8 +16,8 @@ a rank computes, and what issues it. They take turns, a step each. Of a step, a 
 its tokens, in the model's own size; else a step is nothing but MoE layers.
 
 Loads are as of a run that has settled: tokens change places, so that as many choose an expert as
-before. ``--moving`` draws them anew. A static capacity is ``--capacity_factor`` times the mean;
-where ``--ranks 1`` has all experts, passes may be replayed, too (``"ep, CUDA graphs"``).
+before. A static capacity is 1.25 times the mean; where ``--ranks 1`` has all experts, passes may be
+replayed, too (``"ep, CUDA graphs"``).
 
 Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
 Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
@@ -42,9 +42,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fake_world import WAYS, Batch, Ours, Sizes, Way, fake_world
+import torch.distributed as dist
+from fake_world import WAYS, Batch, Block, Ours, Sizes, Way, fake_world
 from host_path import no_collector, passes
-from layer_speed import SHAPES
+from layer_speed import SHAPES, Problem, Shape, auto_ep_layer
 from rich.console import Console
 from rich.table import Table
 from rotation import covered_us, kernels_of, rotated
@@ -54,13 +55,12 @@ from ds_moe_ext.hosts.steps.costs import WATCHED
 
 NUM_PROFILED = 2
 AFTER_BACKWARD = 2  # the moment of `passes`
+AUTO_EP = "DeepSpeed AutoEP"
 COUNTED = (
-    "ep",
-    "ep, static capacity",
-    "esp, degree 2",
-    "fssdp",
-    "prophet",
+    *("ep", "ep, static capacity", "esp, degree 2", "fssdp", "prophet"),
+    *("esp, degree 2, over fssdp", "esp, degree 2, over prophet", AUTO_EP),
 )
+"""If no others are named."""
 
 
 HEADS = {"mixtral_8x7b": (32, 8), "qwen3_30b_a3b": (32, 4), "small": (4, 2)}
@@ -98,6 +98,41 @@ class Attention(nn.Module):
         return y_TD
 
 
+class AutoEpExperts(nn.Module):
+    """One AutoEP layer, which is told the choices as ours is. Collective."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        shape = Shape(sizes.width, sizes.expert_width, sizes.experts, sizes.top_k, sizes.tokens)
+        problem = Problem.of(shape, sizes.tokens, device=sizes.device, dtype=sizes.dtype)
+        self.layer = auto_ep_layer({}, problem, ep_size=dist.get_world_size())
+        self.layer.set_deepspeed_parallelism()
+        self.layer.router = nn.Module()
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
+        from deepspeed.moe.ep_count import count_tokens_per_expert
+
+        counts_E = count_tokens_per_expert(expert_TK, self.layer.num_experts)
+        self.layer.router.forward = lambda *given: (score_TK, expert_TK, counts_E)
+        out = self.layer(x_TD[None])
+        return (out[0] if isinstance(out, tuple) else out).view_as(x_TD)
+
+
+class AutoEp(Ours):
+    """DeepSpeed's layers in the place of ours. Collective."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        self.name, self._has_own_lanes = AUTO_EP, True
+        self._blocks = nn.ModuleList([Block(AutoEpExperts(sizes)) for _ in range(sizes.layers)])
+        self.model = nn.ModuleDict({"blocks": self._blocks})
+
+    def after_step(self, number: int) -> None:
+        """Nothing is planned."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One contender's, milliseconds a layer and step."""
@@ -122,14 +157,18 @@ PADDED = "ep, static capacity"
 NAMED = {way.name: way for way in (*WAYS, GRAPHS)}
 
 
-def way_of(name: str, capacity: int, hardware: Path | None) -> Way:
-    """With rows padded to a capacity where they are padded, and on a cluster that is named."""
+def build(name: str, sizes: Sizes, hardware: Path | None) -> Ours:
+    """With rows padded to 1.25 times their mean where they are, and on a cluster that is named.
+    Collective."""
+    if name == AUTO_EP:
+        return AutoEp(sizes)
     block = dict(NAMED[name].block)
     if name == PADDED:
-        block["ep"] = {**block["ep"], "static_capacity": capacity}
+        mean = sizes.tokens * sizes.top_k / sizes.experts
+        block["ep"] = {**block["ep"], "static_capacity": math.ceil(1.25 * mean)}
     if hardware is not None:
         block["hardware"] = str(hardware)
-    return replace(NAMED[name], block=block)
+    return Ours(replace(NAMED[name], block=block), sizes)
 
 
 def synchronize() -> None:
@@ -155,12 +194,7 @@ def take_step(contender: Ours, batch: Batch, number: int) -> tuple[float, float,
 
 
 def measure(
-    contenders: Sequence[Ours],
-    sizes: Sizes,
-    warm_ups: int,
-    rounds: int,
-    *,
-    is_settled: bool,
+    contenders: Sequence[Ours], sizes: Sizes, warm_ups: int, rounds: int
 ) -> dict[str, Measured]:
     """All of them, turn by turn. Collective."""
     num_profiled = NUM_PROFILED if sizes.device.type == "cuda" else 0
@@ -168,7 +202,7 @@ def measure(
     profiled: dict[str, list[tuple[float, float]]] = {each.name: [] for each in contenders}
     with no_collector():
         for number in range(warm_ups + rounds + num_profiled):
-            batch = Batch.of(sizes, number + 1, is_settled=is_settled)
+            batch = Batch.of(sizes, number + 1, is_settled=True)
             for contender in rotated(contenders, number):
                 if number >= warm_ups + rounds:
                     events = kernels_of(partial(take_step, contender, batch, number + 1))
@@ -226,14 +260,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["small"])
-    add("--only", nargs="+", choices=NAMED, default=list(COUNTED))
+    add("--only", nargs="+", choices=(*NAMED, AUTO_EP), default=list(COUNTED))
     add("--ranks", type=int, default=8)
     add("--rank", type=int, default=3, help="for which of them the process stands")
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=4096, help="of a rank")
     add("--warm_ups", type=int, default=WATCHED[-1].stop + 1)
-    add("--moving", action="store_true", help="loads are drawn anew in each step, as of one rank")
-    add("--capacity_factor", type=float, default=1.25, help="of a static capacity")
     add("--attention", action="store_true", help="before the experts of each block")
     add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
@@ -246,7 +278,6 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         device_name = torch.cuda.get_device_name()
     console, results = Console(width=None if sys.stdout.isatty() else 120), []
-    is_settled = not given.moving
     with fake_world(given.ranks, given.rank % given.ranks):
         for name in given.shapes:
             shape = SHAPES[name]
@@ -260,20 +291,18 @@ def main() -> None:
                 torch.bfloat16,
                 device,
             )
-            mean = given.tokens * shape.top_k / shape.num_experts
-            capacity = math.ceil(given.capacity_factor * mean)
             contenders, skipped = [], {}
             for contender in given.only:
                 try:
-                    built = Ours(way_of(contender, capacity, given.hardware), sizes)
+                    built = build(contender, sizes, given.hardware)
                     if given.attention:
                         built.attend([Attention(sizes, name) for _ in range(sizes.layers)])
-                    take_step(built, Batch.of(sizes, 0, is_settled=is_settled), 0)
+                    take_step(built, Batch.of(sizes, 0, is_settled=True), 0)
                     contenders.append(built)
                 except Exception as error:
                     skipped[contender] = f"{type(error).__name__}: {error}"
                     console.print(f"not run: {contender}: {skipped[contender]}", markup=False)
-            found = measure(contenders, sizes, given.warm_ups, given.rounds, is_settled=is_settled)
+            found = measure(contenders, sizes, given.warm_ups, given.rounds)
             title = f"{name}, {given.tokens} tokens, one of {given.ranks} ranks"
             console.print(table_of(f"{title}: a layer, {device_name}", found))
             measured = {k: asdict(v) for k, v in found.items()}

@@ -346,10 +346,10 @@ def describe(experts: nn.Module) -> ExpertsDescription:
 class Block(nn.Module):
     """A transformer's block of which only the experts are left, if nobody lets it attend."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.attention: nn.Module | None = None
-        self.experts: nn.Module = Experts(sizes)
+        self.experts = experts
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
         if self.attention is not None:
@@ -363,7 +363,7 @@ class Ours:
 
     def __init__(self, way: Way, sizes: Sizes) -> None:
         self.name = way.name
-        self._blocks = nn.ModuleList([Block(sizes) for _ in range(sizes.layers)])
+        self._blocks = nn.ModuleList([Block(Experts(sizes)) for _ in range(sizes.layers)])
         self.model = nn.ModuleDict({"blocks": self._blocks})
         # A device has lanes of its own, which one thread issues.
         self._has_own_lanes = way.has_threads or sizes.device.type == "cuda"

@@ -152,17 +152,19 @@ class _Counter:
         finally:
             self._state.is_inside = before
 
-    def fetch(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A method or function for which the host waits."""
+    def calls(
+        self, to: Counter[Place], name: str, counts: Callable[..., bool], stock: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """A method or function each of whose calls counts, if it does by its arguments."""
 
-        def fetched(tensor: Any, *args: Any, **named: Any) -> Any:
-            if not _is_hosts(tensor):
-                self.add(self.counts.waits, name)
+        def called(*args: Any, **named: Any) -> Any:
+            if counts(*args, **named):
+                self.add(to, name)
             with self.inside():
-                out = stock(tensor, *args, **named)
+                out = stock(*args, **named)
                 return _of_host(out) if name == "cpu" else out
 
-        return fetched
+        return called
 
     def to(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def to(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -193,79 +195,44 @@ class _Counter:
 
         return copy_
 
-    def index(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Of an index that is a mask the host must know how many are true; of one number, which."""
-
-        def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
-            if not _is_hosts(tensor) and any(map(_must_be_known, _parts(index))):
-                self.add(self.counts.waits, name)
-            with self.inside():
-                return stock(tensor, index, *value)
-
-        return indexed
-
-    def repeat(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def repeat_interleave(tensor: Tensor, *args: Any, **named: Any) -> Any:
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
-            lengths = tensors[0] if tensors else tensor if not args and not named else None
-            if lengths is not None and not _is_hosts(lengths) and "output_size" not in named:
-                self.add(self.counts.waits, "repeat_interleave")
-            with self.inside():
-                return stock(tensor, *args, **named)
-
-        return repeat_interleave
-
-    def made(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that copies what Python has."""
-
-        def made(*args: Any, **named: Any) -> Any:
-            if named.get("device") is not None:
-                self.add(self.counts.copies, name)
-            with self.inside():
-                return stock(*args, **named)
-
-        return made
-
-    def new_tensor(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def new_tensor(tensor: Tensor, *args: Any, **named: Any) -> Any:
-            if not _is_hosts(tensor):
-                self.add(self.counts.copies, "new_tensor")
-            with self.inside():
-                return stock(tensor, *args, **named)
-
-        return new_tensor
-
-    def collective(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **named: Any) -> Any:
-            self.add(self.counts.collectives, name)
-            with self.inside():
-                return stock(*args, **named)
-
-        return called
-
     def pairs(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_isend_irecv(ops: list[Any]) -> Any:
-            self.add(self.counts.collectives, "batch_isend_irecv")
-            with self._lock:
-                self.counts.parcels += len(ops)
-            with self.inside():
-                return stock(ops)
+        """What sends and receives in pairs, ours or torch's: lists of parcels are its last
+        arguments."""
 
-        return batch_isend_irecv
-
-    def post(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Ours, of what is sent and received in pairs."""
-
-        def post(pairs: comm.Pairs, receives: Sequence[Any], sends: Sequence[Any]) -> Any:
-            num_parcels = len(receives) + len(sends)
+        def moved(*args: Any) -> Any:
+            num_parcels = sum(len(each) for each in args if isinstance(each, Sequence))
             if num_parcels:
-                self.add(self.counts.collectives, "post")
+                self.add(self.counts.collectives, stock.__name__)
             with self._lock:
                 self.counts.parcels += num_parcels
             with self.inside():
-                return stock(pairs, receives, sends)
+                return stock(*args)
 
-        return post
+        return moved
+
+
+def _always(*args: Any, **named: Any) -> bool:
+    return True
+
+
+def _of_devices(tensor: Any, *args: Any, **named: Any) -> bool:
+    return not _is_hosts(tensor)
+
+
+def _names_device(*args: Any, **named: Any) -> bool:
+    return named.get("device") is not None
+
+
+def _is_indexed(tensor: Tensor, index: Any, *value: Any) -> bool:
+    """By a mask the host must know how many are true; by one number, which."""
+    return not _is_hosts(tensor) and any(map(_must_be_known, _parts(index)))
+
+
+def _is_repeated(tensor: Tensor, *args: Any, **named: Any) -> bool:
+    """By lengths that the host must know."""
+    tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+    lengths = tensors[0] if tensors else tensor if not args and not named else None
+    return lengths is not None and not _is_hosts(lengths) and "output_size" not in named
 
 
 class _Following(TorchFunctionMode):
@@ -336,33 +303,32 @@ def counted() -> Iterator[HostCounts]:
     counter = _Counter(HostCounts())
     with ExitStack() as changed:
 
-        def change(owner: Any, name: str, around: Callable[..., Any], *told: Any) -> None:
-            new = around(*told, getattr(owner, name))
+        def change(owner: Any, name: str, around: Callable[..., Any], *given: Any) -> None:
+            new = around(*given, getattr(owner, name))
             changed.enter_context(mock.patch.object(owner, name, new))
 
-        for name in FETCHES:
-            for owner in (Tensor, torch):
-                if hasattr(owner, name):
-                    change(owner, name, counter.fetch, name)
-        for name in COPIES:
-            change(torch, name, counter.made, name)
+        counts = counter.counts
+
+        def count(owner: Any, name: str, to: Counter[Place], when: Callable[..., bool]) -> None:
+            change(owner, name, counter.calls, to, name, when)
+
         for owner in (Tensor, torch):
-            change(owner, "repeat_interleave", counter.repeat)
+            for name in FETCHES:
+                if hasattr(owner, name):
+                    count(owner, name, counts.waits, _of_devices)
+            count(owner, "repeat_interleave", counts.waits, _is_repeated)
+        for name in COPIES:
+            count(torch, name, counts.copies, _names_device)
         for name in ("__getitem__", "__setitem__"):
-            change(Tensor, name, counter.index, name)
-        for name, around in {
-            "to": counter.to,
-            "copy_": counter.copy_,
-            "new_tensor": counter.new_tensor,
-        }.items():
-            change(Tensor, name, around)
+            count(Tensor, name, counts.waits, _is_indexed)
+        count(Tensor, "new_tensor", counts.copies, _of_devices)
+        change(Tensor, "to", counter.to)
+        change(Tensor, "copy_", counter.copy_)
         change(torch, "from_numpy", _from_numpy)
-        for name in COLLECTIVES:
-            change(dist.ProcessGroup, name, counter.collective, name)
-        for name in ("send", "recv"):
-            change(dist.ProcessGroup, name, counter.collective, name)
+        for name in (*COLLECTIVES, "send", "recv"):
+            count(dist.ProcessGroup, name, counts.collectives, _always)
         change(dist, "batch_isend_irecv", counter.pairs)
-        change(comm.Pairs, "post", counter.post)
+        change(comm.Pairs, "post", counter.pairs)
         changed.enter_context(_Following())
         yield counter.counts
 

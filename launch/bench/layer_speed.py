@@ -91,9 +91,9 @@ class Problem:
 
     @classmethod
     def of(
-        cls, shape: Shape, num_tokens: int, *, skew: float, device: torch.device, dtype: torch.dtype
+        cls, shape: Shape, num_tokens: int, *, device: torch.device, dtype: torch.dtype
     ) -> Problem:
-        """Random weights; expert ``e``'s logit is biased by ``-skew * log(1 + e)``."""
+        """Random weights."""
         generator = torch.Generator(device).manual_seed(1)
 
         def rand(*size: int, scale: float = 1.0) -> Tensor:
@@ -102,9 +102,6 @@ class Problem:
 
         e, d, f = shape.num_experts, shape.width, shape.expert_width
         gate_ED, x_TD = rand(e, d, scale=d**-0.5), rand(num_tokens, d)
-        # The last input is always one: its column of the router biases the routing.
-        x_TD[:, -1] = 1.0
-        gate_ED[:, -1] = -skew * torch.arange(1, e + 1, device=device).log()
         up_EFD, down_EDF = rand(e, 2 * f, d, scale=d**-0.5), rand(e, d, f, scale=f**-0.5)
         return cls(shape, gate_ED, up_EFD, down_EDF, x_TD, rand(num_tokens, d))
 
@@ -192,8 +189,9 @@ def _mixtral_block(problem: Problem, implementation: str) -> Any:
     return block
 
 
-def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contender:
-    """DeepSpeed AutoEP's layer, converted from a Mixtral block by DeepSpeed's own replacement."""
+def auto_ep_layer(settings: Mapping[str, str], problem: Problem, *, ep_size: int) -> Any:
+    """DeepSpeed AutoEP's layer, converted from a Mixtral block by DeepSpeed's own replacement: of
+    the first rank of those that divide the experts."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
@@ -206,8 +204,13 @@ def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contend
     block_settings = {"enabled": True, "preset_model": "mixtral", **settings}
     converter = AutoEP(host, parse_autoep_config(block_settings))
     (spec,) = converter.ep_parser()
-    converter.replace_moe_layer(spec, ep_size=1, ep_rank=0)
-    layer: Any = host.model.layers[0].mlp
+    converter.replace_moe_layer(spec, ep_size=ep_size, ep_rank=0)
+    return host.model.layers[0].mlp
+
+
+def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contender:
+    """DeepSpeed AutoEP on one rank."""
+    layer = auto_ep_layer(settings, problem, ep_size=1)
 
     def call(x: Tensor) -> Tensor:
         out = layer(x[None])
@@ -575,7 +578,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", type=int, help="tokens in the batch; default: 8192, for small 1024")
     add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
     add("--repetitions", type=int, default=20)
-    add("--routing", choices=("uniform", "skewed"), default="uniform")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", type=Path, help="file for the results")
     return parser.parse_args()
@@ -625,11 +627,10 @@ def main() -> int:
     for name in arguments.shapes:
         shape = SHAPES[name]
         num_tokens = arguments.tokens or shape.num_tokens
-        skew = 1.0 if arguments.routing == "skewed" else 0.0
-        problem = Problem.of(shape, num_tokens, skew=skew, device=device, dtype=dtype)
+        problem = Problem.of(shape, num_tokens, device=device, dtype=dtype)
         contenders, skipped = gather(_chosen(builders, arguments.only), problem)
         measured = measure(contenders, problem, arguments.repetitions, console)
-        title = f"{name}, {num_tokens} tokens, {arguments.routing} routing, {dtype}, {device}"
+        title = f"{name}, {num_tokens} tokens, {dtype}, {device}"
         console.print(table_of(title, measured, shape.num_flops(num_tokens)))
         for contender, reason in skipped.items():
             console.print(f"[yellow]not run: {contender}: {reason}[/]")

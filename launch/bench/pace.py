@@ -78,19 +78,19 @@ def bare(start: float, end: float, apart: Sequence[Moments]) -> float:
     return end - start - sum(covered)
 
 
-class _Attention(torch.autograd.Function):
-    """Hands x on, a while later."""
+class PacedAttention(torch.autograd.Function):
+    """Hands x on, a while later: x is a share of the batch whose attention is paced."""
 
     @staticmethod
-    def forward(ctx: Any, pace: Pace, x_TD: Tensor) -> Tensor:
-        ctx.pace = pace
-        pace.hold(time.perf_counter(), pace.attention_s)
+    def forward(ctx: Any, pace: Pace, x_TD: Tensor, share: float = 1.0) -> Tensor:
+        ctx.pace, ctx.seconds = pace, share * pace.attention_s
+        pace.hold(time.perf_counter(), ctx.seconds)
         return x_TD.view_as(x_TD)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
-        ctx.pace.hold(time.perf_counter(), BACKWARD * ctx.pace.attention_s)
-        return None, grad_TD
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor, None]:
+        ctx.pace.hold(time.perf_counter(), BACKWARD * ctx.seconds)
+        return None, grad_TD, None
 
 
 class _Experts(torch.autograd.Function):
@@ -164,7 +164,7 @@ class Block(nn.Module):
         self.experts: nn.Module = PacedExperts(pace, shape)
 
     def forward(self, x_TD: Tensor, expert_T1: Tensor) -> Tensor:
-        x_TD = _Attention.apply(self.pace, x_TD)
+        x_TD = PacedAttention.apply(self.pace, x_TD)
         return x_TD + self.experts(x_TD, expert_T1, x_TD.new_ones(expert_T1.shape))
 
 

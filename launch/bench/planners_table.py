@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rival_planners import (
     A100,
+    Layer,
     Layout,
     PricedCluster,
     Way,
@@ -64,53 +65,40 @@ from ds_moe_ext.strategies.prophet import ProProphet
 
 COPY_TRIPS = 2  # weights to a copy, gradients back
 
-Layouts = Callable[[Sequence[Placement], np.ndarray, np.ndarray, PricedCluster], Sequence[Layout]]
-"""Plans a step: from homes, rows planned on and rows to come ``[L, C, E]``."""
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is planned, and for what."""
+
+    homes: Sequence[Placement]  # of each layer
+    planned_LCE: np.ndarray  # rows planned on
+    actual_LCE: np.ndarray  # rows to come
+    cluster: PricedCluster
 
 
 @dataclass(frozen=True)
 class Planner:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: as printed.
-        layouts: plans a step.
-        way: of the rows.
-        shard_degree: ``t`` of the choice of homes; None never chooses.
-    """
-
-    name: str
-    layouts: Layouts
-    way: Way = to_home
+    name: str  # as printed
+    layouts: Callable[[Step], Sequence[Layout]]  # plans a step
+    way: Way = to_home  # of the rows
 
 
 @dataclass(frozen=True)
 class Score:
-    """Means over steps and layers.
+    """Means over steps and layers."""
 
-    Attributes:
-        balance: rows of the busiest rank over the mean.
-        spread: standard deviation of the ranks' rows.
-        remote: share of rows that leave their rank.
-        abroad: share of rows that leave their node.
-        copies: copies that a rank holds in a layer.
-        late: copies of these that are made after the gate.
-        plain_s: seconds of a layer by equation (6).
-        hidden_s: by equation (8).
-        priced_s: of its experts and exchanges, by what rows cost.
-        open_s: and of the way of copies that are made after the gate, weights there and gradients
-            back, on the busiest link.
-        plan_s: processor seconds of planning a layer.
-    """
-
-    balance: float
-    remote: float
-    abroad: float
-    copies: float
-    late: float
-    priced_s: float
+    balance: float  # rows of the busiest rank over the mean
+    remote: float  # share of rows that leave their rank
+    abroad: float  # share of rows that leave their node
+    copies: float  # that a rank holds in a layer
+    late: float  # copies of these that are made after the gate
+    priced_s: float  # of a layer's experts and exchanges, by what rows cost
+    # and of the way of copies that are made after the gate, weights there and gradients back, on
+    # the busiest link
     open_s: float
-    plan_s: float
+    plan_s: float  # processor seconds of planning a layer
 
 
 def planned_steps(
@@ -143,9 +131,9 @@ def score(
     homes = even_homes([num_experts] * num_layers, num_ranks)
     for planned_LCE, rows_LCE in planned_steps(runs, window, age):
         started = time.process_time()
-        layouts = planner.layouts(homes, planned_LCE, rows_LCE, cluster)
+        layouts = planner.layouts(Step(homes, planned_LCE, rows_LCE, cluster))
         sendings = [
-            planner.way(home, layout, planned_CE, cluster)
+            planner.way(Layer(home, layout, planned_CE, cluster))
             for home, layout, planned_CE in zip(homes, layouts, planned_LCE)
         ]
         plan_s = (time.process_time() - started) / num_layers
@@ -186,38 +174,26 @@ def _added(before: Sequence[Placement], after: Sequence[Placement]) -> int:
     return sum(int((b.holds_EC & ~a.holds_EC).sum()) for a, b in zip(before, after))
 
 
-def materialized(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    degree: int,
-    copies: int,
-) -> list[Layout]:
+def materialized(step: Step, *, degree: int, copies: int) -> list[Layout]:
     """HECATE's targets, guarded."""
-    prices, node_C = cluster.prices, cluster.node_C
+    prices, node_C = step.cluster.prices, step.cluster.node_C
     targets = materialize(
-        homes,
-        list(planned_LCE.sum(axis=1)),
+        step.homes,
+        list(step.planned_LCE.sum(axis=1)),
         overlap_degree=degree,
         copies_per_cell=copies,
         node_C=node_C,
     )
-    targets = guarded(homes, targets, RoutedRows.of(list(planned_LCE), node_C), prices=prices)
+    targets = guarded(
+        step.homes, targets, RoutedRows.of(list(step.planned_LCE), node_C), prices=prices
+    )
     return [Layout.of(target) for target in targets]
 
 
-def as_it_comes(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    strategy: Strategy,
-) -> list[Layout]:
+def as_it_comes(step: Step, *, strategy: Strategy) -> list[Layout]:
     """What a strategy of the product plans, and makes of the rows to come; loads are taken to move,
     memory to be plenty, and attention to hide as many copies as the strategy asks for."""
+    cluster, homes = step.cluster, step.homes
     prices, block = cluster.prices, cluster.block
     pool = Pool(
         layers=tuple(range(len(homes))),
@@ -227,7 +203,7 @@ def as_it_comes(
         copy_bytes_per_s=block.copy_bytes_per_s,
     )
     job = Job(
-        rows=tuple(np.ascontiguousarray(planned_LCE)),
+        rows=tuple(np.ascontiguousarray(step.planned_LCE)),
         homes=tuple(homes),
         node_C=cluster.node_C,
         pools=(pool,),
@@ -236,61 +212,42 @@ def as_it_comes(
         free_bytes=int(block.weight_bytes) * 4 * sum(home.num_experts for home in homes),
     )
     layouts = []
-    for plan, rows_CE in zip(strategy.plan(job), actual_LCE):
+    for plan, rows_CE in zip(strategy.plan(job), step.actual_LCE):
         target, rule = plan.destination_of(np.ascontiguousarray(rows_CE))
         layouts.append(replace(Layout.of(target, plan.target), rule=rule))
     return layouts
 
 
-def replicated(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    balance: float,
-) -> list[Layout]:
+def replicated(step: Step, *, balance: float) -> list[Layout]:
     """What Pro-Prophet's planner finds, by equation (8)."""
     search = partial(place_experts, num_excluded=0, balance=balance)
-    prices = replace(cluster.block, is_scheduled=True)
-    plans = (search(home, rows_CE, prices=prices) for home, rows_CE in zip(homes, planned_LCE))
+    prices = replace(step.cluster.block, is_scheduled=True)
+    plans = (
+        search(home, rows_CE, prices=prices) for home, rows_CE in zip(step.homes, step.planned_LCE)
+    )
     return [Layout.of(plan.target) for plan in plans]
 
 
-def at_home(homes: Sequence[Placement], *_: object) -> list[Layout]:
+def at_home(step: Step) -> list[Layout]:
     """No copies."""
-    return [Layout.of(home) for home in homes]
+    return [Layout.of(home) for home in step.homes]
 
 
-def redundant(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    more: int,
-) -> list[Layout]:
+def redundant(step: Step, *, more: int) -> list[Layout]:
     """EPLB's slots, so many more of each rank than ``ep`` needs."""
-    _, num_ranks, num_experts = planned_LCE.shape
+    _, num_ranks, num_experts = step.planned_LCE.shape
     slots = partial(
         balanced_slots,
         num_ranks=num_ranks,
         slots=-(-num_experts // num_ranks) + more,
     )
-    return [Layout.of_slots(slots(rows_CE.sum(axis=0))) for rows_CE in planned_LCE]
+    return [Layout.of_slots(slots(rows_CE.sum(axis=0))) for rows_CE in step.planned_LCE]
 
 
-def relaid(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    slots: int,
-) -> list[Layout]:
+def relaid(step: Step, *, slots: int) -> list[Layout]:
     """LAER-MoE's slots."""
-    seconds = partial(cluster.row_prices.seconds, node_C=cluster.node_C)
-    found = (laid_out(rows_CE, slots, cluster.node_C, seconds) for rows_CE in planned_LCE)
+    seconds = partial(step.cluster.row_prices.seconds, node_C=step.cluster.node_C)
+    found = (laid_out(rows_CE, slots, step.cluster.node_C, seconds) for rows_CE in step.planned_LCE)
     return [Layout.of_slots(slots_EC) for slots_EC in found]
 
 
@@ -299,18 +256,11 @@ Policy = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 rank at which each is at home and the node of each rank."""
 
 
-def after_gate(
-    homes: Sequence[Placement],
-    planned_LCE: np.ndarray,
-    actual_LCE: np.ndarray,
-    cluster: PricedCluster,
-    *,
-    policy: Policy,
-) -> list[Layout]:
+def after_gate(step: Step, *, policy: Policy) -> list[Layout]:
     """A policy's, on the rows to come, whatever else is planned on."""
     return [
-        Layout.of_quotas(home, policy(rows_CE.sum(axis=0), home.owner_E, cluster.node_C))
-        for home, rows_CE in zip(homes, actual_LCE)
+        Layout.of_quotas(home, policy(rows_CE.sum(axis=0), home.owner_E, step.cluster.node_C))
+        for home, rows_CE in zip(step.homes, step.actual_LCE)
     ]
 
 

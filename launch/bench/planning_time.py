@@ -43,8 +43,8 @@ from ds_moe_ext.hosts.steps import planning
 from ds_moe_ext.hosts.steps.costs import STEPS, Costs, Measured
 from ds_moe_ext.hosts.steps.planning import Checks, Planning
 from ds_moe_ext.moe import layer as moe_layer
+from ds_moe_ext.moe.copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.layer_copies import Copies, in_order
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.load_models import TRAINED, zipf_rows, zipf_steps
 from ds_moe_ext.planning.loads import LoadWindow

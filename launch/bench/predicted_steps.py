@@ -33,7 +33,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ds_moe_ext.core.share import LocalElseHome
-from ds_moe_ext.moe.copy_flights import Airfield
+from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.moe.layer import RoutedExperts, SawSlice
 from ds_moe_ext.planning.layer_pipelines import NOWHERE, Placed
 from ds_moe_ext.planning.prophet_planner import Split
@@ -282,21 +282,21 @@ def paced(times: Times) -> Iterator[None]:
 
         return {op: stage_of(op, stage) for op, stage in stages(self, device, lanes).items()}
 
-    def paced_began(self: Airfield) -> Mark:
+    def paced_began(self: Copies) -> Mark:
         return time.perf_counter()
 
     def paced_saw(
-        self: Airfield, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0
+        self: Copies, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0
     ) -> None:
-        span, num_pieces = Span(piece, piece + 1), len(self.trips.gathers)
+        span, num_pieces = Span(piece, piece + 1), len(self.transfers.gathers)
         if not is_adjoint and (op.name, self.place.layer, span, False) in times.ran:
             span = Span(0, num_pieces)  # all once more, for backward
         times.hold((op.name, self.place.layer, span, is_adjoint), start)
 
     with (
         mock.patch.object(RoutedExperts, "_stages", paced_stages),
-        mock.patch.object(Airfield, "began", paced_began),
-        mock.patch.object(Airfield, "saw", paced_saw),
+        mock.patch.object(Copies, "began", paced_began),
+        mock.patch.object(Copies, "saw", paced_saw),
     ):
         yield
 

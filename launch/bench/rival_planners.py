@@ -151,9 +151,19 @@ Sending = Callable[[np.ndarray], np.ndarray]
 """Rows that each sender sends of each expert to each rank, int64 ``[C, E, C]``, of its rows ``[C,
 E]``."""
 
-Way = Callable[[Placement, Layout, np.ndarray, PricedCluster], Sending]
-"""How the copies of a layer divide rows, said before these are known: from its home, its layout and
-the rows planned on ``[C, E]``."""
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What is known of a layer before its rows are."""
+
+    home: Placement
+    layout: Layout
+    planned_CE: np.ndarray  # rows planned on
+    cluster: PricedCluster
+
+
+Way = Callable[[Layer], Sending]
+"""How the copies of a layer divide rows."""
 
 
 def by_rule(rule: Rule) -> Sending:
@@ -167,46 +177,35 @@ def by_rule(rule: Rule) -> Sending:
     return sent
 
 
-def by_own_rule(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def by_own_rule(layer: Layer) -> Sending:
     """As the plan says."""
-    assert layout.rule is not None
-    return by_rule(layout.rule)
+    assert layer.layout.rule is not None
+    return by_rule(layer.layout.rule)
 
 
-def to_nearest(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def to_nearest(layer: Layer) -> Sending:
     """HECATE's way: rows without a copy at hand go to the nearest ones."""
-    return by_rule(NearestCopy(layout.target, cluster.node_C))
+    return by_rule(NearestCopy(layer.layout.target, layer.cluster.node_C))
 
 
-def to_home(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def to_home(layer: Layer) -> Sending:
     """Pro-Prophet's way: rows without a copy at hand go home."""
-    return by_rule(LocalElseHome(home, layout.target))
+    return by_rule(LocalElseHome(layer.home, layer.layout.target))
 
 
-def by_planned_parts(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def by_planned_parts(layer: Layer) -> Sending:
     """In the parts that would have been best for the rows planned on."""
-    return by_rule(_by_levels(layout, planned_CE, cluster, sweeps=0))
+    return by_rule(_by_levels(layer, sweeps=0))
 
 
-def by_priced(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def by_priced(layer: Layer) -> Sending:
     """Divided anew when rows are known, as the product does it, where these are others."""
-    return by_rule(_by_levels(layout, planned_CE, cluster, sweeps=SWEEPS))
+    return by_rule(_by_levels(layer, sweeps=SWEEPS))
 
 
-def _by_levels(
-    layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster, *, sweeps: int
-) -> LevelShare:
-    return LevelShare.planned(levels_by(cluster)(layout.target), planned_CE, sweeps=sweeps)
+def _by_levels(layer: Layer, *, sweeps: int) -> LevelShare:
+    levels = levels_by(layer.cluster)(layer.layout.target)
+    return LevelShare.planned(levels, layer.planned_CE, sweeps=sweeps)
 
 
 def levels_by(cluster: PricedCluster) -> Callable[[Placement], RowLevels]:
@@ -216,10 +215,9 @@ def levels_by(cluster: PricedCluster) -> Callable[[Placement], RowLevels]:
     return partial(RowLevels, node_C=cluster.node_C, prices=prices)
 
 
-def by_optimum(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def by_optimum(layer: Layer) -> Sending:
     """As is best for the rows that come; by a solver, after the gate."""
+    layout, cluster = layer.layout, layer.cluster
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
         routed = Routed(rows_CE, layout.target, cluster.node_C)
@@ -234,23 +232,20 @@ def by_optimum(
     return sent
 
 
-def evenly(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def evenly(layer: Layer) -> Sending:
     """By the layout's weights, wherever rows come from."""
-    return partial(_in_parts, weight_CEC=layout.weight_EC[None])
+    return partial(_in_parts, weight_CEC=layer.layout.weight_EC[None])
 
 
-def evenly_on_node(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def evenly_on_node(layer: Layer) -> Sending:
     """By the layout's weights over the ranks of the sender's node, or over all if none has any."""
+    weight_EC, node_C = layer.layout.weight_EC, layer.cluster.node_C
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
-        is_near_CC = cluster.node_C[:, None] == cluster.node_C
-        near_CEC = layout.weight_EC * is_near_CC[:, None]
+        is_near_CC = node_C[:, None] == node_C
+        near_CEC = weight_EC * is_near_CC[:, None]
         has_near_CE1 = near_CEC.any(axis=2, keepdims=True)
-        return _in_parts(rows_CE, np.where(has_near_CE1, near_CEC, layout.weight_EC))
+        return _in_parts(rows_CE, np.where(has_near_CE1, near_CEC, weight_EC))
 
     return sent
 
@@ -264,16 +259,15 @@ def _in_parts(rows_CE: np.ndarray, weight_CEC: np.ndarray) -> np.ndarray:
     return np.diff(ends_CEC, axis=2, prepend=0)
 
 
-def in_turn(
-    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Sending:
+def in_turn(layer: Layer) -> Sending:
     """By the layout's weights, which are all rows of an expert: ranks keep of their own what they
     can, of the rest senders in order meet ranks in order."""
+    weight_EC = layer.layout.weight_EC
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
-        kept_CE = np.minimum(rows_CE, layout.weight_EC.T)
+        kept_CE = np.minimum(rows_CE, weight_EC.T)
         last_CE1 = (rows_CE - kept_CE).cumsum(axis=0)[..., None]
-        end_EC = (layout.weight_EC - kept_CE.T).cumsum(axis=1)
+        end_EC = (weight_EC - kept_CE.T).cumsum(axis=1)
         first_CE1 = np.concatenate([np.zeros_like(last_CE1[:1]), last_CE1[:-1]])
         start_EC = np.concatenate([np.zeros_like(end_EC[:, :1]), end_EC[:, :-1]], axis=1)
         sent_CEC = np.minimum(last_CE1, end_EC) - np.maximum(first_CE1, start_EC)

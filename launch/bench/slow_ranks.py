@@ -3,14 +3,14 @@
 
 `torchrun --nproc_per_node 4 launch/bench/slow_ranks.py --attention_us 100`
 
-The first ranks are new, the others old: there attention and experts take longer, by two factors.
-Attention and experts only take time, so that few cores stand for any
-number of devices; engines, strategies and what travels are real. The contenders are DeepSpeed
-engines in the same processes that take turns, a step each, in an order that rotates; ratios are
-paired by round. They have the same batches, and must have the same losses. The simulator is given
-the same durations and the link that was measured, and no other overhead. All experts have equally
-many rows, for a token's experts follow from its place: the gate only weighs them. Shape letters: B
-samples, T tokens of a sample or of all, K choices of a token, E experts, D model width.
+The first half of the ranks are new, the others old: there attention takes 2.5 times as long and
+experts 1.25 times. Both only take time, so that few cores stand for any number of devices; engines,
+strategies and what travels are real. The contenders are DeepSpeed engines in the same processes
+that take turns, a step each, in an order that rotates; ratios are paired by round. They have the
+same batches, and must have the same losses. The simulator is given the same durations and the link
+that was measured, and no other overhead. All experts have equally many rows, for a token's experts
+follow from its place: the gate only weighs them. Shape letters: B samples, T tokens of a sample or
+of all, K choices of a token, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
-from pace import BACKWARD, Pace, PacedExperts
+from pace import BACKWARD, Pace, PacedAttention, PacedExperts
 from rich.console import Console
 from rotation import rotated
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from torch.nn import functional
 
 from ds_moe_ext.core.comm import all_gather_counts, all_to_all_by_pairs
 from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.planning.bench import Bench, HostClock
+from ds_moe_ext.planning.probe import levels_of, measure_pairs
 from ds_moe_ext.planning.zebra_costs import (
     MoeModel,
     RankClass,
@@ -60,63 +63,17 @@ class Shape:
     """Of a model, and of what each rank brings to a step."""
 
     layers: int  # blocks, each with experts
-    experts: int  # of a layer
-    top_k: int  # experts of a token
-    width: int  # of the model
-    expert_width: int  # rows of an expert's weights
-    length: int  # tokens of a sample
-    samples: int  # of a rank's batch
+    experts: int = 8  # of a layer
+    top_k: int = 2  # experts of a token
+    width: int = 128  # of the model
+    expert_width: int = 16  # rows of an expert's weights
+    length: int = 64  # tokens of a sample
+    samples: int = 8  # of a rank's batch
 
     @property
     def tokens(self) -> int:
         """Of a rank's batch."""
         return self.samples * self.length
-
-
-@dataclass
-class _Begun:
-    """What a block computes before its experts, in one direction."""
-
-    pace: Pace  # of the rank; ``attention_s`` is that of its whole batch
-    share: float  # of that batch
-    at_s: float = 0.0  # moment of ``time.perf_counter`` at which it began
-
-    def begin(self) -> None:
-        self.at_s = time.perf_counter()
-
-    def end(self, times: float) -> None:
-        """Let the thread sleep until it has taken so many times as long as forward."""
-        self.pace.hold(self.at_s, times * self.share * self.pace.attention_s)
-
-
-class _Enter(torch.autograd.Function):
-    """Begins forward, and ends backward."""
-
-    @staticmethod
-    def forward(ctx: Any, begun: _Begun, x_BTD: Tensor) -> Tensor:
-        ctx.begun = begun
-        begun.begin()
-        return x_BTD.view_as(x_BTD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[None, Tensor]:
-        ctx.begun.end(BACKWARD)
-        return None, grad_BTD
-
-
-class _Leave(torch.autograd.Function):
-    """Ends forward, and begins backward."""
-
-    @staticmethod
-    def forward(ctx: Any, begun: _Begun, x_TD: Tensor, score_TK: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.begun = begun
-        begun.end(1.0)
-        return x_TD.view_as(x_TD), score_TK.view_as(score_TK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor, grad_TK: Tensor) -> tuple[None, Tensor, Tensor]:
-        ctx.begun.begin()
-        return None, grad_TD, grad_TK
 
 
 class Block(nn.Module):
@@ -133,13 +90,11 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        begun = _Begun(self.pace, x_BTD.shape[0] / self.shape.samples)
-        x_BTD = _Enter.apply(begun, x_BTD)
+        x_BTD = PacedAttention.apply(self.pace, x_BTD, x_BTD.shape[0] / self.shape.samples)
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         x_TD = self.norm(x_BTD).flatten(0, 1)
         expert_TK = balanced(len(x_TD), self.shape.top_k, self.shape.experts)
         score_TK = self.gate(x_TD).gather(1, expert_TK).softmax(dim=-1)
-        x_TD, score_TK = _Leave.apply(begun, x_TD, score_TK)
         return x_BTD + self.experts(x_TD, expert_TK, score_TK).view_as(x_BTD)
 
 
@@ -318,31 +273,17 @@ class Contender:
         return float(seconds_C.max()), float(loss_C.mean())
 
 
-def measured_link(shape: Shape, repeats: int = 15) -> Link:
-    """Of a rank's card, by exchanges in which each rank sends to one other: two sizes, of which one
-    is that of a rank's batch of rows; the medians of the slowest rank. Collective."""
-    group, here, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    assert group is not None, "torchrun makes it"
-    most = shape.tokens * shape.top_k
-    sizes = (max(1, most // 16), most)
-
-    def seconds(num_rows: int) -> float:
-        rows_ND = torch.zeros(num_rows, shape.width)
-        sent_C = [num_rows * (peer == (here + 1) % size) for peer in range(size)]
-        received_C = [num_rows * (peer == (here - 1) % size) for peer in range(size)]
-        found = []
-        for _ in range(repeats):
-            dist.barrier()
-            start_s = time.perf_counter()
-            all_to_all_by_pairs(rows_ND, sent_C, received_C, group)
-            found.append(time.perf_counter() - start_s)
-        mine = torch.tensor([statistics.median(found)], dtype=torch.float64)
-        return float(all_gather_counts(mine, group).max())
-
-    short_s, long_s = map(seconds, sizes)
-    row_s = max((long_s - short_s) / (sizes[1] - sizes[0]), 1e-12)
-    row_bytes = shape.width * ELEMENT_BYTES
-    return Link(bytes_per_s=row_bytes / row_s, latency_s=max(short_s - row_s * sizes[0], 0.0))
+def measured_link(shape: Shape) -> Link:
+    """Of a rank's card, by exchanges of pairs: two sizes, of which one is that of a rank's batch of
+    rows. Collective."""
+    num_ranks = dist.get_world_size()
+    level = levels_of(num_ranks, num_ranks, all_to_all_by_pairs).within
+    bench = Bench(HostClock(), torch.device("cpu"), num_warm_ups=1, num_repeats=15)
+    itself_CC = np.eye(num_ranks, dtype=bool)
+    most = shape.tokens * shape.top_k * shape.width * ELEMENT_BYTES
+    link = measure_pairs(level, bench, np.fliplr(itself_CC) & ~itself_CC, (most // 16, most))
+    assert link is not None, "there are two ranks or more"
+    return link
 
 
 # The comparison.
@@ -422,16 +363,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--attention_us", type=float, default=100.0, help="forward, a token and layer, new rank")
     add("--expert_us", type=float, default=80.0, help="likewise, all experts of the token")
-    add("--attention_slower", type=float, default=2.5, help="on an old rank, so many times")
-    add("--expert_slower", type=float, default=1.25)
-    add("--attention_size", type=int, help="new ranks; half of all if left out")
     add("--stripes", type=int, nargs="+", default=[4], help="R")
     add("--layers", type=int, default=4)
-    add("--experts", type=int, default=8, help="of a layer")
-    add("--top_k", type=int, default=2)
-    add("--width", type=int, default=128)
-    add("--length", type=int, default=64, help="tokens of a sample")
-    add("--samples", type=int, default=8, help="of a rank and step")
     add("--rounds", type=int, default=9)
     add("--warm_ups", type=int, default=2, help="rounds that are not counted")
     add("--json", type=Path, help="write the figures here")
@@ -446,22 +379,12 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
-    shape = Shape(
-        layers=given.layers,
-        experts=given.experts,
-        top_k=given.top_k,
-        width=given.width,
-        expert_width=16,
-        length=given.length,
-        samples=given.samples,
-    )
+    shape = Shape(layers=given.layers)
     link = measured_link(shape)
     attention_s, expert_s = given.attention_us / 1e6, given.expert_us / 1e6
     new = RankClass(attention_s=attention_s, expert_s=expert_s)
-    old = RankClass(
-        attention_s=given.attention_slower * attention_s, expert_s=given.expert_slower * expert_s
-    )
-    attention_size = given.attention_size or num_ranks // 2
+    old = RankClass(attention_s=2.5 * attention_s, expert_s=1.25 * expert_s)
+    attention_size = num_ranks // 2
     simulator = Simulator(shape, new, old, attention_size, num_ranks - attention_size, link)
     own = new if rank < attention_size else old
     pace = Pace(own.attention_s * shape.tokens, own.expert_s / shape.top_k)

@@ -62,10 +62,6 @@ def _left_out(skipped: Mapping[str, str]) -> Iterator[Figure]:
         yield Figure(name, f"not run: {reason}")
 
 
-def _known(values: Sequence[float]) -> bool:
-    return not any(map(math.isnan, values))
-
-
 def _document(folder: Path, name: str = JSON) -> Any:
     return json.loads((folder / name).read_text("utf-8"))
 
@@ -143,6 +139,17 @@ def read_devices(folder: Path) -> Iterator[Figure]:
                 waits = statistics.median(issued_ms) > kernels_ms
                 yield Figure(f"{name}: bound by", "host" if waits else "device")
         yield from _left_out(result["skipped"])
+
+
+def read_exchanges(folder: Path) -> Iterator[Figure]:
+    """Rows and copies by size (``bench/exchange_speed.py``)."""
+    document = _document(folder)
+    for result in document["results"]:
+        what = f"{result['way']} of {result['bytes'] / MIB:.4g} MiB"
+        yield spread(f"{what}: time", result["seconds"], "ms", 1e3)
+        rates = [result["bytes"] / each for each in result["seconds"]]
+        yield spread(f"{what}: rate", rates, "GB/s", 1e-9)
+    yield from _left_out(document["skipped"])
 
 
 def read_cluster(folder: Path) -> Iterator[Figure]:
@@ -350,35 +357,39 @@ def layer(place: Place) -> Iterator[Row]:
         yield Row("layer", shape, _layer(place, shape, only), read_layers)
 
 
-WAYS = (
-    *("ep", "ep, static capacity", "esp, degree 2", "fssdp", "prophet"),
-    *("esp, degree 2, over fssdp", "esp, degree 2, over prophet"),
-)
-
-
 def device_path(place: Place) -> Iterator[Row]:
     """One GPU that stands for one of eight ranks: how much of a step it is busy."""
     sizes = place.pick(
         "--rounds 6 --hardware configs/hardware/dgx_h100.json",
         "--layers 2 --tokens 128 --rounds 2 --warm_ups 2",
     )
-    ways = " ".join(f'"{way}"' for way in WAYS)
     real = (("qwen3_30b_a3b", " --attention"), ("qwen3_30b_a3b", ""), ("mixtral_8x7b", ""))
     for shape, attention in place.pick(real, (("small", " --attention"),)):
         command = (
             f"python3 launch/bench/device_path.py --shapes {shape}{attention} {sizes} "
-            f"--only {ways} --json $HERE/figures.json"
+            "--json $HERE/figures.json"
         )
         name = shape + (", with attention" if attention else "")
         yield Row("device_path", name, command, read_devices)
 
 
 def links(place: Place) -> Iterator[Row]:
-    """What links and the device reach: a hardware file."""
+    """What links and the device reach: a hardware file, and rows and copies by size."""
     start, quick = place.torchrun(), place.pick("", " --quick")
     command = f"{start} -m ds_moe_ext.profile_run{quick} --out $HERE/hardware.json"
     command += " && cp $HERE/hardware.json $OUT/"
     yield Row("links", "hardware", command, read_cluster)
+    sizes = place.pick(
+        "--mib 1 4 16 64 256 --expert_mib 9 84 336",  # Qwen3-30B's, DeepSeek-V3's, Mixtral 8x7B's
+        "--mib 0.25 1 --expert_mib 0.5 --repetitions 5",
+    )
+    alone = place.ranks == 1
+    command = (
+        f"{place.torchrun(2) if alone else start} launch/bench/exchange_speed.py {sizes} "
+        "--json $HERE/figures.json"
+    )
+    shared = place.shares(2 if alone else place.devices)
+    yield Row("links", "exchanges", command, read_exchanges, is_shared=shared)
 
 
 STRATEGIES = ("ep", "fssdp", "prophet", "esp", "auto")

@@ -21,7 +21,7 @@ from ds_moe_ext.core import kernels
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import Moved, indices_of
 from ds_moe_ext.moe.feed_forward import _product, _product_grad
-from ds_moe_ext.moe.order import Padding
+from ds_moe_ext.moe.order import Padding, Seat
 from ds_moe_ext.moe.route import Route, one_cell_route, weighing_grads
 from ds_moe_ext.schedule.task import Span
 from tests.gpu.layers import CPU, ON_CUDA
@@ -87,7 +87,7 @@ def test_sums_of_padded_rows(
     """Some choices have no row, and some rows are no choice's."""
     tokens, top_k, width = sizes
     expert_TE = torch.rand(tokens, 8, device=device).argsort(dim=1)
-    whole, _ = Padding(3, Placement.block(8, 1), 0).route(expert_TE[:, :top_k])
+    whole, _ = Padding(3, Placement.block(8, 1), Seat(0)).route(expert_TE[:, :top_k])
     route = whole.on(Span(0, 1))
     assert route.row_of_choices is route.padded_row_N
     check_sums(route, width, dtype, is_wide)

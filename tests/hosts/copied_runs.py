@@ -45,7 +45,7 @@ SLOW = Hardware(
 )
 """Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
 
-COPIES = "ds_moe_ext.moe.copy_flights"
+COPIES = "ds_moe_ext.moe.copies"
 
 Tensors = Mapping[int, Sequence[Tensor]]
 

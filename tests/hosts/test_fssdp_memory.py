@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import Part
-from ds_moe_ext.moe.copy_memory import Slab
+from ds_moe_ext.moe.copy_memory import CopyMemory
 from ds_moe_ext.schedule.executor import Steps
 from tests.hosts.copied_runs import COPIES, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
@@ -42,7 +42,7 @@ class Census:
     most_copies: int = 0
     most_grads: int = 0
     most_layers: int = 0
-    _slabs: WeakSet[Slab] = field(default_factory=WeakSet)
+    _slabs: WeakSet[CopyMemory] = field(default_factory=WeakSet)
     _grads: dict[StorageWeakRef, int] = field(default_factory=dict)
 
     def count(self) -> None:
@@ -66,22 +66,22 @@ class Census:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take it while this lasts."""
-        make_room, restore = Slab.make_room, Slab.restore
+        make_room, restore = CopyMemory.make_room, CopyMemory.restore
 
-        def counted_room(slab: Slab, *arguments: Any) -> Any:
+        def counted_room(slab: CopyMemory, *arguments: Any) -> Any:
             room = make_room(slab, *arguments)
             self._slabs.add(slab)
             self.count()
             return room
 
-        def counted_restore(slab: Slab) -> Any:
+        def counted_restore(slab: CopyMemory) -> Any:
             room = restore(slab)
             self.count()
             return room
 
         with (
-            mock.patch.object(Slab, "make_room", counted_room),
-            mock.patch.object(Slab, "restore", counted_restore),
+            mock.patch.object(CopyMemory, "make_room", counted_room),
+            mock.patch.object(CopyMemory, "restore", counted_restore),
             mock.patch(f"{COPIES}.sparse_reduce_scatter", self.reduce),
         ):
             yield

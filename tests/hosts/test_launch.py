@@ -118,7 +118,7 @@ def test_the_main_job_trains_and_reports(
     assert {span["name"] for span in report["timeline"]} == {
         "order", "dispatch", "expert", "combine", "restore"
     }  # fmt: skip
-    assert "<svg" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "data:image/svg+xml" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     events = json.loads(trace.read_text())["traceEvents"]
     # 2 ranks x 2 steps x 2 layers x (5 forward + 4 backward) tasks.
     assert sum(event["ph"] == "X" for event in events) == 72

@@ -20,7 +20,7 @@ import torch
 
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.moe.copy_flights import Flight
+from ds_moe_ext.moe.copies import Prefetch
 from ds_moe_ext.planning.strategy import Job, followers
 from tests.hosts.copied_runs import SLOW, divides_anew
 from tests.hosts.megatron_jobs import Training
@@ -248,23 +248,23 @@ def test_nothing_is_carried_from_one_chunk_of_a_stage_to_the_next(hardware: str)
 def recalled(rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]) -> list[bool]:
     """Of each layer whose copies are freed after forward: whether they are gathered again in the
     order in which their backward passes come."""
-    gathered: dict[int, list[Flight]] = defaultdict(list)
-    needed: dict[int, list[Flight]] = defaultdict(list)
-    recall, have_again = Flight.recall, Flight.have_again
+    gathered: dict[int, list[Prefetch]] = defaultdict(list)
+    needed: dict[int, list[Prefetch]] = defaultdict(list)
+    recall, have_again = Prefetch.recall, Prefetch.have_again
 
-    def then_recall(flight: Flight) -> None:
-        if flight._slab.is_released:
+    def then_recall(flight: Prefetch) -> None:
+        if flight.memory.is_released:
             gathered[flight.copies.place.layer].append(flight)
         recall(flight)
 
-    def then_have(flight: Flight) -> None:
-        if flight._slab.is_released or flight in gathered[flight.copies.place.layer]:
+    def then_have(flight: Prefetch) -> None:
+        if flight.memory.is_released or flight in gathered[flight.copies.place.layer]:
             needed[flight.copies.place.layer].append(flight)
         have_again(flight)
 
     with (
-        mock.patch.object(Flight, "recall", then_recall),
-        mock.patch.object(Flight, "have_again", then_have),
+        mock.patch.object(Prefetch, "recall", then_recall),
+        mock.patch.object(Prefetch, "have_again", then_have),
     ):
         train_skewed(rank, world_size, run, settings, SKEW)
     return [flights == needed[layer] for layer, flights in gathered.items() if flights]

@@ -132,7 +132,9 @@ def test_ranks_that_share_a_gpu_are_marked() -> None:
     marked = {
         place: {row.stage for row in rows_of(place) if row.is_shared} for place in (ALONE, EIGHT)
     }
-    assert marked == {ALONE: {"tests", "parity", "run", "slow_parity"}, EIGHT: set()}
+    assert marked == {ALONE: {"tests", "links", "parity", "run", "slow_parity"}, EIGHT: set()}
+    alone = [row for row in rows_of(ALONE) if row.stage == "links"]
+    assert "--nproc_per_node 1 " in alone[0].command and "--nproc_per_node 2 " in alone[1].command
 
 
 def test_all_gpu_tests_are_in() -> None:
@@ -323,7 +325,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
             assert row["figures"], row
     named = {figure["what"] for row in document["rows"] for figure in row["figures"]}
     assert named >= {"a step, priced over measured", "memory, priced over measured"}
-    assert named >= {"memory, read and written", "passed"}
+    assert named >= {"DeepEP", "memory, read and written", "passed"}
     again = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

@@ -151,7 +151,7 @@ def test_open_copies_take_their_time_both_ways() -> None:
     for planned, links in ((target, 0), (home.with_copies(copies_EC[0]), 1), (home, 2)):
         planner = planners_table.Planner(
             "a test",
-            lambda homes, *_, planned=planned: [Layout.of(target, planned) for _ in homes],
+            lambda step, planned=planned: [Layout.of(target, planned) for _ in step.homes],
             to_home,
         )
         found = planners_table.score(planner, [RUN_ILCE], cluster, window=0)

@@ -16,6 +16,7 @@ import pytest
 from planners_table import Policy, on_own_node, over_all
 from rival_planners import (
     A100,
+    Layer,
     Layout,
     PricedCluster,
     balanced_slots,
@@ -278,7 +279,9 @@ def test_laer_plans_for_the_way_its_rows_go() -> None:
     """What it counts of a layout is what the table sends, up to whole rows."""
     cluster = PricedCluster.of(replace(A100, ranks_per_node=4), rows=500, width=64)
     slots_EC = laid_out(LOADS[0], 3, NODE_C, lambda sent_CC: float(sent_CC.max()))
-    way = evenly_on_node(Placement.block(16, 8), Layout.of_slots(slots_EC), LOADS[0], cluster)
+    way = evenly_on_node(
+        Layer(Placement.block(16, 8), Layout.of_slots(slots_EC), LOADS[0], cluster)
+    )
     off_CC = way(LOADS[0]).sum(axis=1) - sent(LOADS[0], slots_EC, NODE_C)
     assert np.abs(off_CC).max() < 16  # experts: a row of each
 

@@ -46,10 +46,10 @@ from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal, Tell, check_outp
 from ds_moe_ext.hosts.attachment.router_gates import Router, host, routers_of, warn_if_causal
 from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.moe import dispatch
+from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.copy_memory import Weights, check_repeats
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
-from ds_moe_ext.moe.layer_copies import in_order
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.planning.exchange_costs import BY_NODES, Way

@@ -21,10 +21,10 @@ from ds_moe_ext.core.hardware import Hardware, Link
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, bytes_of
 from ds_moe_ext.hosts.steps.pipeline_costs import Pipelines
+from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.moe.copy_memory import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.layer_copies import Copies
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning import layer_pipelines
 from ds_moe_ext.planning.bench import Bench, clock_of

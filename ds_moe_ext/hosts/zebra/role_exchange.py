@@ -21,9 +21,9 @@ from ds_moe_ext.core.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import one_of_each
 from ds_moe_ext.hosts.zebra.passage import AddGrad, Answer, Question, RandomState, Stripe
-from ds_moe_ext.moe.copy_memory import Slab, Weights
+from ds_moe_ext.moe.copies import Copies
+from ds_moe_ext.moe.copy_memory import CopyMemory, Weights
 from ds_moe_ext.moe.copy_memory import whole as whole_grads
-from ds_moe_ext.moe.layer_copies import Copies
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.executor import OnDevice, lanes_for, to_the_end
 from ds_moe_ext.schedule.stages import Saved, Stage, Uncut
@@ -231,8 +231,8 @@ class StripeGather:
             part = copies.place.part(held.target, wanted)
         else:
             copies.learn_types(weights)
-            held, wanted, part = Held(plan.home, {}), plan.target, copies.trips.whole
-        room = Slab().make_room(part.received, copies.like)
+            held, wanted, part = Held(plan.home, {}), plan.target, copies.transfers.whole
+        room = CopyMemory().make_room(part.received, copies.like)
         there = {**copies.by_expert(weights, plan.home), **held.copies}
         copies.moved(to_the_end(sparse_all_gather(part, there, room, copies.place.group)))
         return (Held(wanted, {**held.copies, **room}),), (weights, wanted)
@@ -248,7 +248,7 @@ class StripeGather:
             return (None,)
         own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
         copies.lanes.keep(one_of_each(waiting.values()))
-        part, place = copies.trips.part_to(target), copies.place
+        part, place = copies.transfers.part_to(target), copies.place
         reduction = sparse_reduce_scatter(
             part, {**own, **waiting}, place.group, in_float32=place.in_float32
         )
