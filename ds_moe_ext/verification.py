@@ -414,47 +414,32 @@ class _Layers:
     def _of_layer(
         self, name: str, pairs: Sequence[tuple[LayerSeen, LayerSeen]]
     ) -> Iterator[Compared]:
-        yield from self._of(Stage.INPUT, name, [(off.input, on.input) for off, on in pairs])
-        choices = list(
-            self._of(Stage.CHOICES, name, [(off.choices, on.choices) for off, on in pairs])
-        )
-        sizes = list(
-            self._of(Stage.SCORES, name, [(off.score_sizes, on.score_sizes) for off, on in pairs])
-        )
-        flipped = _flipped(pairs)
-        is_tied = 0 < flipped <= MOST_TIES and all(each.is_equal for each in sizes)
-        if is_tied:
-            self.num_ties += max(1, round(flipped * _num_choices(pairs)))
+        def held(stage: Stage, field: str) -> list[Compared]:
+            shown = _shown(pairs, field)
+            tolerance = self.tolerance
+            return [_held(stage, name, *zip(*shown), tolerance=tolerance)] if shown else []
+
+        yield from held(Stage.INPUT, "input")
+        choices, sizes = held(Stage.CHOICES, "choices"), held(Stage.SCORES, "score_sizes")
+        num_choices = sum(int(off.num_choices) for off, _ in pairs if off.num_choices is not None)
+        # Each choice that fell on another expert takes a one away and sets one.
+        squares = [float(((on - off) ** 2).sum()) for off, on in _shown(pairs, "choices")]
+        flipped = sum(squares) / 2 / max(1, num_choices)
+        if 0 < flipped <= MOST_TIES and all(each.is_equal for each in sizes):
+            self.num_ties += max(1, round(flipped * num_choices))
             self.tolerance += 4 * flipped**0.5
         else:
             yield from choices
-            yield from self._of(Stage.SCORES, name, [(off.scores, on.scores) for off, on in pairs])
-        yield from self._of(Stage.OUTPUT, name, [(off.output, on.output) for off, on in pairs])
-
-    def _of(
-        self,
-        stage: Stage,
-        name: str,
-        pairs: Sequence[tuple[np.ndarray | None, np.ndarray | None]],
-    ) -> Iterator[Compared]:
-        shown = [(off, on) for off, on in pairs if off is not None and on is not None]
-        if shown:
-            off, on = zip(*shown)
-            yield _held(stage, name, off, on, tolerance=self.tolerance)
+            yield from held(Stage.SCORES, "scores")
+        yield from held(Stage.OUTPUT, "output")
 
 
-def _flipped(pairs: Sequence[tuple[LayerSeen, LayerSeen]]) -> float:
-    """Share of the choices that fell on another expert: each takes a one away and sets one."""
-    squares = [
-        float(((on.choices - off.choices) ** 2).sum())
-        for off, on in pairs
-        if off.choices is not None and on.choices is not None
-    ]
-    return sum(squares) / 2 / max(1, _num_choices(pairs))
-
-
-def _num_choices(pairs: Sequence[tuple[LayerSeen, LayerSeen]]) -> int:
-    return sum(int(off.num_choices) for off, _ in pairs if off.num_choices is not None)
+def _shown(
+    pairs: Sequence[tuple[LayerSeen, LayerSeen]], field: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of what both runs show of a layer."""
+    found = [(vars(off)[field], vars(on)[field]) for off, on in pairs]
+    return [(off, on) for off, on in found if off is not None and on is not None]
 
 
 def _held(

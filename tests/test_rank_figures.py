@@ -25,10 +25,11 @@ from ds_moe_ext.report.rank_figures import (
     OwnSteps,
     RankFigures,
     RanksSeen,
+    exchanges_s,
+    exposed_s,
     is_told,
 )
 from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
-from ds_moe_ext.report.spans import exchanges_s, exposed_s
 from ds_moe_ext.report.summary import ranks_line, scores_line
 from tests.test_report import worked
 

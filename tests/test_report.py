@@ -290,9 +290,9 @@ def test_summary_worked_by_hand() -> None:
     assert summary is not None
     assert summary.mean == pytest.approx(1.325)
     assert summary.worst_layer == 1
-    assert (summary.moment.layer, summary.moment.step) == ("m.1.a", 20)
+    assert (summary.moment.layer, summary.moment.at) == ("m.1.a", 20)
     # Layer a: 5, 3, 2, 2 rows, mean 3; layer b: 14 and 6 over a mean of 10.
-    assert (summary.hot.layer, summary.hot.expert) == ("m.0.a", 0)
+    assert (summary.hot.layer, summary.hot.at) == ("m.0.a", 0)
     assert summary.hot.ratio == pytest.approx(5 / 3)
     assert summary.drift is None and summary.num_rows == 32
 
@@ -364,7 +364,7 @@ def test_drift_compares_quarters() -> None:
     run = record((layer("a", (0, 1)),), rows_ILE)
     summary = summarize(run)
     assert summary is not None and summary.drift is not None
-    assert (summary.drift.first, summary.drift.last) == (1.5, 1.0)
+    assert summary.drift == (1.5, 1.0)
     assert "improved, from 1.50 in the first quarter to 1.00 in the last" in page_of(run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_moe_ext.report.spans import Moment, bound_by, seen_after
+from ds_moe_ext.report.timeline import Moment, bound_by, seen_after
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.orders import (
     ARRIVED,

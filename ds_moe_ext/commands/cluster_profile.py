@@ -75,9 +75,7 @@ def tell(hardware: Hardware, given: argparse.Namespace) -> None:
 
 def table_of(hardware: Hardware) -> Table:
     """Latencies, rates and fits, a line each."""
-    table = Table(title=escape(hardware.name), title_justify="left")
-    for heading in ("where", "what"):
-        table.add_column(heading)
+    table = Table("where", "what", title=escape(hardware.name), title_justify="left")
     for heading in ("latency", "rate", "r²"):
         table.add_column(heading, justify="right")
     whole = [] if hardware.copy is None else [("over all ranks", "copy", hardware.copy)]

@@ -71,9 +71,7 @@ def _are_in(hosts: Sequence[PatchedHost], console: Console, *, is_brief: bool) -
         if is_brief and not any(row.failure for row in rows):
             console.print(f"{title}: all {len(rows)} patches are in", highlight=False)
             continue
-        table = Table(title=title, title_justify="left")
-        for heading in ("patch", "state", "target", "why"):
-            table.add_column(heading)
+        table = Table("patch", "state", "target", "why", title=title, title_justify="left")
         for row in rows:
             table.add_row(row.id, "out" if row.failure else "in", row.target, row.reason)
         console.print(table)

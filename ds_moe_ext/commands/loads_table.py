@@ -64,8 +64,7 @@ def table_of(loads: Loads) -> Table:
         f"{loads.tokens_ILC().mean():,.0f} {'rows' if loads.top_k is None else 'tokens'}, "
         f"{num_experts} experts{choices}"
     )
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("of a layer in a step")
+    table = Table("of a layer in a step", title=escape(title), title_justify="left")
     for heading in ("mean", "least", "most"):
         table.add_column(heading, justify="right")
     figures = figures_of(loads)

@@ -30,9 +30,8 @@ def layers_table(model: str) -> Table:
     """
     with torch.device("meta"):
         built = _built(model)
-    table = Table(title=f"layers of {type(built).__name__} to replace", title_justify="left")
-    for heading in ("layer", "kind", "experts", "parameters"):
-        table.add_column(heading)
+    title, headings = f"layers of {type(built).__name__} to replace", ("layer", "kind", "experts")
+    table = Table(*headings, "parameters", title=title, title_justify="left")
     found_all = [found for finder in FINDERS for found in finder(built, any_name)]
     check_not_tied(built, found_all)
     for found in found_all:

@@ -10,15 +10,15 @@ the same bytes. Shape letters: B columns of steps, E experts, C EP ranks.
 from __future__ import annotations
 
 import base64
+import html
 import io
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from itertools import count
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,15 +86,8 @@ _STYLE = {
 
 
 def drawn(text: str, draw: Callable[[Any], None], *, wide: int, tall: int, name: str = "") -> Html:
-    """A drawing for the page, or ``text`` where it cannot be made.
-
-    Args:
-        text: what is seen on it.
-        draw: fills a figure of matplotlib's.
-        wide: pixels.
-        tall: likewise.
-        name: told after the headings above it in the name of its file.
-    """
+    """A drawing for the page, so many pixels ``wide`` and ``tall``, or the ``text`` of what is seen
+    on it where it cannot be made; ``name`` ends that of its file, behind the headings above it."""
     try:
         picture = _svg(draw, wide, tall)
     except ImportError:  # the page says so once
@@ -162,43 +155,25 @@ def why_none() -> str:
 def chart_files(page: str) -> dict[str, str]:
     """The SVG of each chart of a page, by a name made of the headings above it. Pure."""
     found: dict[str, str] = {}
-    seen = _Charts()
-    seen.feed(page)
-    for name, picture in seen.found:
-        numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    headings: dict[str, str] = {}
+    for tag, heading, source, name in _HEADING_OR_CHART.findall(page):
+        if tag:
+            headings = {each: text for each, text in headings.items() if each < tag}
+            headings[tag] = html.unescape(re.sub("<[^>]*>", "", heading))
+            continue
+        titles = [text.partition(":")[0] for text in headings.values()]
+        title = in_words(" ".join([*titles, html.unescape(name)]))[:120] or "chart"
+        numbered = (title if number == 1 else f"{title}-{number}" for number in count(1))
+        picture = base64.b64decode(source).decode("utf-8")
         found[next(each for each in numbered if each not in found)] = picture
     return found
 
 
-_HEADINGS, _CHART = ("h2", "h3", "h4"), "chart"
-
-
-class _Charts(HTMLParser):
-    """Reads a page for its charts."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.found: list[tuple[str, str]] = []
-        self._headings: dict[str, str] = {}
-        self._open = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        if tag in _HEADINGS:
-            self._headings = {each: text for each, text in self._headings.items() if each < tag}
-            self._headings[tag], self._open = "", tag
-        elif given.get("class") == _CHART:
-            titles = [text.partition(":")[0] for text in self._headings.values()]
-            name = in_words(" ".join([*titles, given["data-name"]]))
-            picture = base64.b64decode(given["src"].removeprefix(_URI)).decode("utf-8")
-            self.found.append((name[:120] or "chart", picture))
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = "" if tag == self._open else self._open
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self._headings[self._open] += data
+_HEADING_OR_CHART = re.compile(
+    rf'<(h[234])[^>]*>(.*?)</h[234]>|<img class="chart" src="{re.escape(_URI)}([^"]*)" alt="[^"]*"'
+    ' data-name="([^"]*)"',
+    re.DOTALL,
+)
 
 
 # What drawings share.
@@ -496,57 +471,36 @@ def load_heatmap(
 ) -> Html:
     """Loads of a layer's experts over the steps; beside them their copies, and who held them in the
     last step."""
-    size, (_, num_experts) = experts.high, ratio_BE.shape
-    top = 22 if copies_BE is not None else 6
+    num_experts, wide = ratio_BE.shape[1], HALF if half else WIDE
     told = f"loads of {num_experts} experts over the steps"
-    if copies_BE is not None:
+    logs_EB = np.log2(np.clip(ratio_BE, 2.0**-octaves, 2.0**octaves)).T
+    loads = _Image(logs_EB, "loads", (-octaves, octaves), experts.columns, (132, 14))
+    images, top = {"": loads}, 6
+    if copies_BE is not None and kind_EC is not None:
         told += ", their copies, and who held them in the last step"
-    loads = ", ".join(f"EP rank {cell} {ratio_text(load)}" for cell, load in experts.load_C.items())
+        copied = (0, max(most_copies, 1))
+        cells = [f"{cell}" for cell in range(kind_EC.shape[1])]
+        images, top = (
+            {
+                "loads": loads._replace(sides=(132, 626)),
+                "copies": _Image(copies_BE.T, "copies", copied, experts.columns, (wide - 610, 204)),
+                "held by EP ranks, last step": _Image(
+                    kind_EC, "holders", (0, 3), cells, (wide - 188, 14)
+                ),
+            },
+            22,
+        )
 
     def draw(figure: Any) -> None:
-        from matplotlib.colors import LinearSegmentedColormap
+        for title, image in images.items():
+            axes = _axes(figure, image.sides[0], top, right=image.sides[1])
+            _add_image(axes, image, title, experts)
+            if image.colours == "loads":
+                _name_experts(axes, experts)
 
-        wide = HALF if half else WIDE
-        logs_EB = np.log2(np.clip(ratio_BE, 2.0**-octaves, 2.0**octaves)).T[experts.order_E]
-        axes = _add_image(
-            figure,
-            132,
-            14 if copies_BE is None else 626,
-            logs_EB,
-            LinearSegmentedColormap.from_list("loads", _LOADS, 41),
-            ends=(-octaves, octaves),
-            columns=experts.columns,
-            title="" if copies_BE is None else "loads",
-            experts=experts,
-        )
-        _name_experts(axes, experts)
-        if copies_BE is None or kind_EC is None:
-            return
-        _add_image(
-            figure,
-            wide - 610,
-            204,
-            copies_BE.T[experts.order_E],
-            LinearSegmentedColormap.from_list("copies", _COPIES, 120),
-            ends=(0, max(most_copies, 1)),
-            columns=experts.columns,
-            title="copies",
-            experts=experts,
-        )
-        _add_image(
-            figure,
-            wide - 188,
-            14,
-            kind_EC[experts.order_E],
-            LinearSegmentedColormap.from_list("holders", list(_HOLDERS.values()), 4),
-            ends=(0, 3),
-            columns=[f"{cell}" for cell in range(kind_EC.shape[1])],
-            title="held by EP ranks, last step",
-            experts=experts,
-        )
-
-    tall = size * num_experts + top + 24
-    return drawn(f"{told}; {loads}", draw, wide=HALF if half else WIDE, tall=tall)
+    ranks = ", ".join(f"EP rank {cell} {ratio_text(load)}" for cell, load in experts.load_C.items())
+    tall = experts.high * num_experts + top + 24
+    return drawn(f"{told}; {ranks}", draw, wide=wide, tall=tall)
 
 
 NOBODY, HOME, COPY, LATE = range(len(_HOLDERS))
@@ -554,23 +508,33 @@ NOBODY, HOME, COPY, LATE = range(len(_HOLDERS))
 made after the gate."""
 
 
-def _add_image(
-    figure: Any,
-    left: float,
-    right: float,
-    value_EX: np.ndarray,
-    colours: Any,
-    *,
-    ends: tuple[float, float],
-    columns: Sequence[str],
-    title: str,
-    experts: Experts,
-) -> Any:
+class _Image(NamedTuple):
+    """A number for each expert in each column."""
+
+    value_EX: np.ndarray
+    colours: str  # of ``_colour_map``
+    ends: tuple[float, float]  # of these
+    columns: Sequence[str]
+    sides: tuple[float, float]  # pixels on its left and right
+
+
+def _colour_map(name: str) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours, number = {
+        "loads": (_LOADS, 41),
+        "copies": (_COPIES, 120),
+        "holders": ([*_HOLDERS.values()], 4),
+    }[name]
+    return LinearSegmentedColormap.from_list(name, colours, number)
+
+
+def _add_image(axes: Any, image: _Image, title: str, experts: Experts) -> None:
     """A pixel for each entry, stretched; lines between EP ranks. Ticks would take most of its
     time."""
-    axes = _axes(figure, left, 22 if title else 6, right=right)
+    value_EX, (least, most) = image.value_EX[experts.order_E], image.ends
     axes.set_axis_off()
-    axes.imshow(value_EX, aspect="auto", cmap=colours, vmin=ends[0], vmax=ends[1])
+    axes.imshow(value_EX, aspect="auto", cmap=_colour_map(image.colours), vmin=least, vmax=most)
     for row in np.flatnonzero(np.diff(experts.home_E)):
         axes.axhline(row + 0.5, color="#ffffff", lw=2)
     last = value_EX.shape[1] - 1
@@ -578,10 +542,9 @@ def _add_image(
     for at in sorted({0, round(last / 3), round(2 * last / 3), last}):
         side = "left" if not at else "right" if at == last else "center"
         x = at + {"left": -0.5, "right": 0.5}.get(side, 0.0)
-        axes.text(x, below, columns[at], ha=side, va="top", fontsize=8.5, color=_SOFT)
+        axes.text(x, below, image.columns[at], ha=side, va="top", fontsize=8.5, color=_SOFT)
     if title:
         axes.text(-0.5, -0.5 - 5 / experts.high, title, va="bottom", fontsize=9)
-    return axes
 
 
 def _name_experts(axes: Any, experts: Experts) -> None:
@@ -620,29 +583,25 @@ def load_scale(octaves: int, most_copies: int | None, *, has_late: bool = False)
         told += f"; copies of an expert beside its home: 0 to {most_copies}"
 
     def draw(figure: Any) -> None:
-        from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.patches import Patch
 
-        axes = _axes(figure, 20, 20, right=WIDE - 540)
-        colours = LinearSegmentedColormap.from_list("loads", _LOADS, 41)
-        axes.imshow(np.linspace(0, 1, 41)[None], aspect="auto", cmap=colours, extent=(-1, 1, 0, 1))
+        def add(name: str, left: float, right: float, ends: tuple[float, float], what: str) -> Any:
+            axes = _axes(figure, left, 20, right=WIDE - right)
+            shades = np.linspace(0, 1, 41 if name == "loads" else 99)[None]
+            axes.imshow(shades, aspect="auto", cmap=_colour_map(name), extent=(*ends, 0, 1))
+            axes.set_title(what, loc="left", fontsize=8.5)
+            axes.set_yticks([])
+            axes.spines[:].set_visible(False)
+            return axes
+
+        axes = add("loads", 20, 540, (-1, 1), about)
         axes.set_xticks([k / octaves for k in ticks], list(ticks.values()))
-        axes.set_title(about, loc="left", fontsize=8.5)
-        shown = [axes]
         if most_copies is not None:
-            axes = _axes(figure, 600, 20, right=WIDE - 820)
-            colours = LinearSegmentedColormap.from_list("copies", _COPIES, 120)
             most = max(most_copies, 1)
-            extent = (0, most, 0, 1)
-            axes.imshow(np.linspace(0, 1, 99)[None], aspect="auto", cmap=colours, extent=extent)
+            axes = add("copies", 600, 820, (0, most), "copies of an expert beside its home")
             axes.set_xticks(range(0, most + 1, -(-most // 8)))
-            axes.set_title("copies of an expert beside its home", loc="left", fontsize=8.5)
-            shown.append(axes)
             patches = [Patch(color=_HOLDERS[kind], label=name) for kind, name in kinds.items()]
             figure.legend(handles=patches, loc="center right", frameon=False)
-        for each in shown:
-            each.set_yticks([])
-            each.spines[:].set_visible(False)
 
     return drawn(told, draw, wide=WIDE, tall=58, name="colours")
 

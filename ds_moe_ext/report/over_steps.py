@@ -231,15 +231,20 @@ def balance(record: RunRecord, bins: Bins) -> Html:
 
     body = chart(drawn)
     if len(lines) > len(LINES) and record.placements is None:
-        short = short_names([layer.name for layer in record.layers])
-        small = [
-            Html("<div><h4>{}</h4>{}</div>").format(
-                dotted(short[record.layers[index].name]), chart([lines[index]], small=True)
-            )
-            for index in np.argsort(-balance_IL.mean(axis=0), kind="stable").tolist()
-        ]
-        body += multiples("Each layer, worst first", small)
+        small = [chart([line], small=True) for line in lines]
+        body += _each_layer("worst first", record, balance_IL.mean(axis=0), small)
     return section("Balance over the steps", note(_ROWS + thinned(bins, _THINNED)) + body)
+
+
+def _each_layer(order: str, record: RunRecord, worth_L: np.ndarray, drawn: Sequence[Html]) -> Html:
+    """A small chart of each layer, those with most first."""
+    short = short_names([layer.name for layer in record.layers])
+    named = [
+        Html("<div><h4>{}</h4>{}</div>").format(dotted(short[layer.name]), chart)
+        for layer, chart in zip(record.layers, drawn)
+    ]
+    places = np.argsort(-worth_L, kind="stable").tolist()
+    return multiples(f"Each layer, {order}", [named[place] for place in places])
 
 
 def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
@@ -275,15 +280,9 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
 
     body = chart(every, small=False)
     if len(every) > 1:
-        short = short_names([layer.name for layer in record.layers])
+        small = [chart([index], small=True) for index in every]
         saved_L = (home_IL - balance_IL).mean(axis=0)
-        small = [
-            Html("<div><h4>{}</h4>{}</div>").format(
-                dotted(short[record.layers[index].name]), chart([index], small=True)
-            )
-            for index in sorted(every, key=lambda index: -saved_L[index])
-        ]
-        body += multiples("Each layer, largest gain first", small)
+        body += _each_layer("largest gain first", record, saved_L, small)
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
     about = (
         f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "

@@ -46,15 +46,11 @@ from ds_moe_ext.report.over_steps import (
     thinned,
     waited_for,
 )
-from ds_moe_ext.report.record import (
-    PlacementRecord,
-    RunRecord,
-)
+from ds_moe_ext.report.record import PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import (
     BASE,
     NAN,
     Bins,
-    Drift,
     Summary,
     choice_line,
     found_s,
@@ -196,19 +192,15 @@ def _in_balance(record: RunRecord, summary: Summary) -> Html:
             " With every expert at its home only it would have computed <b>{:.2f} times the mean"
             "</b>. There were {:.1f} copies a step{}{}."
         ).format(outcome.home_balance, outcome.copies, late, moved if outcome.num_moved else "")
-    return told + _drift(summary.drift)
-
-
-def _drift(drift: Drift | None) -> str:
-    if drift is None:
-        return ""
-    change = drift.last - drift.first
-    if abs(change) < _SAME * drift.first:
-        return f" This ratio was about {drift.last:.2f} in the first and in the last quarter."
-    verb = "improved" if change < 0 else "grew worse"
-    return (
-        f" Over the run this ratio {verb}, from {drift.first:.2f} in the first quarter to "
-        f"{drift.last:.2f} in the last."
+    if summary.drift is None:
+        return told
+    first, last = summary.drift
+    if abs(last - first) < _SAME * first:
+        return told + f" This ratio was about {last:.2f} in the first and in the last quarter."
+    verb = "improved" if last < first else "grew worse"
+    return told + (
+        f" Over the run this ratio {verb}, from {first:.2f} in the first quarter to {last:.2f} in "
+        "the last."
     )
 
 
@@ -220,8 +212,8 @@ def _tiles(record: RunRecord, summary: Summary) -> Html:
     shown = [
         ("mean balance", ratio_text(summary.mean), "1 is perfect"),
         ("worst layer", ratio_text(float(summary.mean_L[summary.worst_layer])), worst),
-        ("worst moment", ratio_text(moment.ratio), f"step {moment.step:,}, {moment.layer}"),
-        ("busiest expert", ratio_text(hot.ratio), f"the mean expert: {hot.expert} of {hot.layer}"),
+        ("worst moment", ratio_text(moment.ratio), f"step {moment.at:,}, {moment.layer}"),
+        ("busiest expert", ratio_text(hot.ratio), f"the mean expert: {hot.at} of {hot.layer}"),
         ("rows computed", short_count(summary.num_rows), "in the recorded steps"),
         ("expert weights", bytes_text(weights), "on this rank"),
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -23,12 +23,17 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.report.record import BadScores, DeviceRecord, PaceRecord, RanksRecord, Span
-from ds_moe_ext.report.spans import exchanges_s, exposed_s
+from ds_moe_ext.report.summary import WAITS
+from ds_moe_ext.schedule.stripes import A2E, ATTENTION_SIDE, E2A, EXPERT_SIDE
+from ds_moe_ext.schedule.task import COMBINE, COMPUTE, DISPATCH, GRADIENTS, INTER, INTRA
 
 OFTEN, SELDOM = 10, 80
 """Steps between two tellings: until the second of these, and from then on. It is the first times a
 power of two, so that points which are thinned lie evenly."""
 MOST_POINTS = 128  # of ``PaceRecord``
+_COMPUTING = frozenset(lane.name for lane in (COMPUTE, ATTENTION_SIDE, EXPERT_SIDE))
+_SENDING = frozenset(lane.name for lane in (INTER, INTRA, A2E, E2A))
+_EXCHANGES = frozenset(op.name for op in (DISPATCH, COMBINE))
 NAN = float("nan")
 
 
@@ -81,12 +86,8 @@ class Exchanged(NamedTuple):
     @classmethod
     def of(cls, told: Sequence[RankFigures], partners: Sequence[Sequence[int]]) -> Exchanged:
         """Who comes last waits for nobody: all leave an exchange together, so that it is shortest
-        for that rank. No clocks of different ranks are compared. Pure.
-
-        Args:
-            told: by all ranks.
-            partners: lists of ranks that exchange rows with each other.
-        """
+        for that rank. No clocks of different ranks are compared; ``partners`` are lists of ranks
+        that exchange rows with each other. Pure."""
         waited_s_R, sent_s_R = np.zeros((2, len(told)))
         num_last_R = np.zeros(len(told), dtype=np.int64)
         place = {figures.rank: at for at, figures in enumerate(told)}
@@ -169,11 +170,8 @@ class OwnSteps:
         self._losses.clear()
 
     def told(self, tokens: float) -> RankFigures:
-        """What the others shall know; steps are counted anew from here. Waits for the device.
-
-        Args:
-            tokens: that came from this rank in the latest step.
-        """
+        """What the others shall know, with the ``tokens`` that came from this rank in the latest
+        step; steps are counted anew from here. Waits for the device."""
         steps_s = [after - before for before, after in pairwise(self._ends_s)]
         self._ends_s = self._ends_s[-1:]
         losses = torch.stack([loss.double() for loss in self._losses]) if self._losses else None
@@ -212,12 +210,8 @@ class RanksSeen:
     _every: int = field(default=OFTEN, init=False)  # steps between points that are kept
 
     def after_step(self, step: int, tokens: float) -> None:
-        """Take a step that has ended. Collective in some steps, by their numbers.
-
-        Args:
-            step: its number, from 0.
-            tokens: see ``OwnSteps.told``.
-        """
+        """Take a step that has ended, by its number from 0. Collective in some steps, by their
+        numbers."""
         if self.is_on:
             self.own.step_ended()
         if self.is_on and is_told(step):
@@ -287,3 +281,40 @@ def _most(told: Sequence[RankFigures]) -> dict[str, float]:
     """Bytes of the fullest rank, of each kind of memory; nan of a device that is not there."""
     most_3 = np.max([one.memory for one in told], axis=0)
     return {name: float(most) or NAN for name, most in zip(Memory._fields, most_3)}
+
+
+# What exchanges took, of the tasks of a timed step.
+
+
+def exposed_s(spans: Iterable[Span]) -> float:
+    """Seconds in which rows were exchanged or copies waited for, and nothing was computed. Pure.
+
+    What else the lane ``param`` does is hidden, or waited for; slices of dense gradients go on
+    beside what the host computes, which nobody times.
+    """
+    computed, sent = [], []
+    for span in spans:
+        if span.lane in _COMPUTING and span.name not in WAITS:
+            computed.append(span)
+        elif span.name in WAITS or (span.lane in _SENDING and span.name != GRADIENTS.name):
+            sent.append(span)
+    return _covered_s([*computed, *sent]) - _covered_s(computed)
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which one of them ran, at least."""
+    if not spans:
+        return 0.0
+    times = np.array([(span.start_s, span.end_s) for span in spans])
+    start_N, end_N = times[np.argsort(times[:, 0])].T
+    reached_N = np.maximum.accumulate(end_N)
+    gaps_s = np.maximum(start_N[1:] - reached_N[:-1], 0.0).sum()
+    return float(reached_N[-1] - start_N[0] - gaps_s)
+
+
+def exchanges_s(spans: Iterable[Span], apart: Container[str] = ()) -> tuple[float, ...]:
+    """Seconds of each exchange of rows, waiting included, in the order that a lane has them, which
+    is the same on all ranks that exchange. Pure."""
+    found = [span for span in spans if span.name in _EXCHANGES and span.layer not in apart]
+    found.sort(key=lambda span: (span.lane, span.start_s))
+    return tuple(span.end_s - span.start_s for span in found)

@@ -24,20 +24,13 @@ from ds_moe_ext.strict import MOST, NOT_A_KEY, check_object, read_record
 # the largest integer of an array, so that sums of a few stay finite.
 
 
-def _integer(least: int) -> Callable[[Any, str], int]:
-    def read(value: Any, where: str) -> int:
-        if type(value) is not int or not least <= value <= MOST:
-            raise ValueError(f"{where} is {value!r}, but must be an integer from {least} to {MOST}")
-        return value
+def _at_least(least: float, kind: type = float) -> Callable[[Any, str], Any]:
+    rule = f"{'an integer' if kind is int else 'a number'} from {least:g} to {MOST}"
 
-    return read
-
-
-def _number(least: float) -> Callable[[Any, str], float]:
-    def read(value: Any, where: str) -> float:
-        if type(value) not in (int, float) or not least <= value <= MOST:
-            raise ValueError(f"{where} is {value!r}, but must be a number from {least:g} to {MOST}")
-        return float(value)
+    def read(value: Any, where: str) -> Any:
+        if type(value) not in (int, kind) or not least <= value <= MOST:
+            raise ValueError(f"{where} is {value!r}, but must be {rule}")
+        return kind(value)
 
     return read
 
@@ -91,10 +84,10 @@ def _refuse(value: np.ndarray, is_wrong: np.ndarray, where: str, rule: str) -> N
         raise ValueError(f"{where}{index} is {value[at]}, but must be {rule}")
 
 
-Count = Annotated[int, _integer(0)]
-Positive = Annotated[int, _integer(1)]
-Amount = Annotated[float, _number(0.0)]  # seconds, or a ratio
-Moment = Annotated[float, _number(-float(MOST))]  # seconds from a start
+Count = Annotated[int, _at_least(0, int)]
+Positive = Annotated[int, _at_least(1, int)]
+Amount = Annotated[float, _at_least(0)]  # seconds, or a ratio
+Moment = Annotated[float, _at_least(-float(MOST))]  # seconds from a start
 Counts = Annotated[np.ndarray, _integers]
 Amounts = Annotated[np.ndarray, _numbers()]
 KnownAmounts = Annotated[np.ndarray, _numbers(may_lack=True)]

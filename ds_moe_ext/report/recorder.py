@@ -34,7 +34,8 @@ from ds_moe_ext.report.record import (
     TermRecord,
     TracedRecord,
 )
-from ds_moe_ext.report.spans import REDUCTION, bound_by, seen_after
+from ds_moe_ext.report.summary import REDUCTION
+from ds_moe_ext.report.timeline import bound_by, seen_after
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 
@@ -116,12 +117,7 @@ class Look(NamedTuple):
 
 
 def in_turn(step: int, rows: Sequence[Rows]) -> range:
-    """The layers whose turn it is.
-
-    Args:
-        step: its number.
-        rows: of each layer.
-    """
+    """The layers whose turn it is in a step; ``rows`` are of each layer."""
     size = sum(one.rows_CE.size for seen in rows for one in seen.passes)
     rounds = max(-(-len(rows) // MOST_LAYERS), -(-size // MOST_ENTRIES))
     rounds |= 1  # odd: records are thinned to every second step, and all layers stay in it
@@ -171,15 +167,7 @@ class StepLoads:
         added: Mapping[int, np.ndarray],
         looks: Mapping[int, Look],
     ) -> StepLoads:
-        """What a step leaves behind.
-
-        Args:
-            step: its number.
-            plans: what it ran by, one a layer.
-            rows: what each layer routed.
-            added: by layer, of plans that may add some: what ``added_EC`` says.
-            looks: by layer.
-        """
+        """Of what each layer ran by and routed; ``added`` as ``added_EC`` says, by layer."""
         num_experts = max(plan.home.num_experts for plan in plans)
         num_layers, num_cells = len(plans), plans[0].home.num_cells
         rows_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
@@ -191,20 +179,17 @@ class StepLoads:
             own = slice(plan.home.num_experts)
             rows_LE[index, own] = seen.total_E
             if plan.target is not plan.home:
-                copies_E = plan.target.num_holders_E - plan.home.num_holders_E
-                copies_LE[index, own] = copies_E
+                copies_LE[index, own] = plan.target.num_holders_E - plan.home.num_holders_E
         homes = [plan.home.owner_E + num_cells * index for index, plan in enumerate(plans)]
         routed = [rows_E[: len(home)] for rows_E, home in zip(rows_LE, homes)]
         # Sums in float64: whole numbers, and exact.
         size = num_layers * num_cells
         home_cell_rows = np.bincount(np.concatenate(homes), np.concatenate(routed), size)
-        home_cell_rows_LC = home_cell_rows.astype(np.int64).reshape(num_layers, num_cells)
-        cell_rows_LC = np.stack([seen.computed_C for seen in rows])
         return cls(
             step=step,
             rows_LE=rows_LE,
-            cell_rows_LC=cell_rows_LC,
-            home_cell_rows_LC=home_cell_rows_LC,
+            cell_rows_LC=np.stack([seen.computed_C for seen in rows]),
+            home_cell_rows_LC=home_cell_rows.astype(np.int64).reshape(num_layers, num_cells),
             copies_LE=copies_LE,
             added_LE=added_LE,
             num_passes=max(len(seen.passes) for seen in rows),
@@ -221,14 +206,6 @@ class _Times:
     num_steps: int = 0  # how many there were
     traced: TracedRecord = field(default_factory=TracedRecord)  # one of them
     began: Mark | None = None  # when that step did; None if that is not known
-
-
-@dataclass(eq=False)
-class _Ran:
-    """By what the latest step did: its plans, and by layer the copies that were not planned."""
-
-    plans: tuple[Plan, ...] = ()
-    added: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -311,7 +288,9 @@ class Recorder:
     lanes: Lanes | None = None
     _kept: _Kept = field(init=False)
     _latest: StepLoads | None = None
-    _ran: _Ran = field(default_factory=_Ran)
+    _plans: tuple[Plan, ...] = ()  # by which the latest step ran
+    # by layer, the copies in it that were not planned
+    _added: Mapping[int, np.ndarray] = field(default_factory=dict)
     _changes: _Changes = field(default_factory=_Changes)
     _times: _Times = field(default_factory=_Times)
 
@@ -350,7 +329,7 @@ class Recorder:
         """The same of each layer, float ``[L]``."""
         if self._latest is None:
             return np.ones(len(self.layers))
-        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._ran.plans]))
+        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._plans]))
         return balance_L(self._latest.cell_rows_LC[:, homes])
 
     def latest_copies(self) -> int:
@@ -360,7 +339,7 @@ class Recorder:
 
     def latest_choice(self) -> Choice | None:
         """By which the latest step ran, where one strategy chooses between several."""
-        return self._ran.plans[0].choice if self._ran.plans else None
+        return self._plans[0].choice if self._plans else None
 
     def _tokens(self, rows: Sequence[Rows]) -> float:
         """That came from this rank in a step, by the rows of the first layer; nan where nobody said
@@ -379,8 +358,8 @@ class Recorder:
     def record(self) -> RunRecord:
         """The run up to now."""
         layers = tuple(layer.record() for layer in self.layers)
-        if self._ran.plans:  # the layers may already have the homes of the next step
-            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._ran.plans)
+        if self._plans:  # the layers may already have the homes of the next step
+            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._plans)
             layers = tuple(replace(layer, home_E=home_E) for layer, home_E in zip(layers, homes))
         num_cells = self.layers[0].routed.site.plan.home.num_cells
         num_experts = max(layer.num_experts for layer in layers)
@@ -431,10 +410,8 @@ class Recorder:
                 copies_ILE=_stacked([loads.added_LE for loads in kept], shape_ILE),
                 num_passes=latest.num_passes,
                 to=tuple(
-                    tuple(
-                        map(_named, self._ran.added.get(index, np.zeros_like(plan.home.holds_EC)))
-                    )
-                    for index, plan in enumerate(self._ran.plans)
+                    tuple(map(_named, self._added.get(index, np.zeros_like(plan.home.holds_EC))))
+                    for index, plan in enumerate(self._plans)
                 ),
             )
         shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
@@ -445,7 +422,7 @@ class Recorder:
             last_step=latest.step,
             copied_to=tuple(
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
-                for plan in self._ran.plans
+                for plan in self._plans
             ),
             added=added,
         )
@@ -469,25 +446,25 @@ class Recorder:
 
     def _take_plans(self, step: int) -> None:
         plans = tuple(layer.routed.site.plan for layer in self.layers)
-        for index, (before, plan) in enumerate(zip(self._ran.plans, plans)):
+        for index, (before, plan) in enumerate(zip(self._plans, plans)):
             if plan.home is before.home:
                 continue
             num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
             if num_moved:
                 self._changes.moved[self._kept.kept_before(step), index] += num_moved
-        self._ran.plans = plans
+        self._plans = plans
         self._changes.add_choice(step, plans[0].choice)
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
-        is_kept, plans = self._kept.wants(step), self._ran.plans
-        self._ran.added = {
+        is_kept, plans = self._kept.wants(step), self._plans
+        self._added = {
             index: added_EC(plan, seen)
             for index, (plan, seen) in enumerate(zip(plans, rows))
             if plan.revise is not None
         }
         looked_at = in_turn(step, rows) if is_kept else ()
         looks = {n: Look.at(plans[n], rows[n], self._node_C) for n in looked_at}
-        self._latest = StepLoads.of(step, plans, rows, self._ran.added, looks)
+        self._latest = StepLoads.of(step, plans, rows, self._added, looks)
         if is_kept and self._kept.add(self._latest):
             self._changes.thin(self._kept)
 
@@ -585,8 +562,7 @@ def spans_of(
 
 def span_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[str]) -> Span:
     """One task, seconds from the start of ``origin``."""
-    start_s, end_s = timed.seconds_from(origin)
-    task = timed.task
+    (start_s, end_s), task = timed.seconds_from(origin), timed.task
     is_reduction = task.op == GATHER and task.adjoint_of
     return Span(
         name=REDUCTION if is_reduction else task.op.name,

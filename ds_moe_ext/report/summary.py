@@ -23,44 +23,22 @@ from ds_moe_ext.report.record import (
     RanksRecord,
     RunRecord,
 )
-from ds_moe_ext.report.spans import TRAVELS, WAITS
 from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, seconds_text, short_count
-from ds_moe_ext.schedule.task import EXPERT
+from ds_moe_ext.schedule.stripes import OFFLOADED_JOIN
+from ds_moe_ext.schedule.task import EXPERT, GATHER, HAVE_AGAIN, JOIN, START
 
 BASE = "ep"  # computes every expert at its home
 ON_CPU = "cpu"
 NAN = float("nan")
-
+REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
+TRAVELS = frozenset((GATHER.name, REDUCTION))
+"""Copies of experts on their way, and their gradients."""
+WAITS = frozenset(op.name for op in (START, JOIN, HAVE_AGAIN, OFFLOADED_JOIN))
+"""Tasks that only wait for copies of experts, or for their gradients."""
 
 OVER = " over "  # between the names of two strategies
 NOTICED = 0.005  # part of a step, from which on it is called a gain
 WORTH = 0.02  # likewise, from which on copies could be worth trying
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where and when the worst balance was seen."""
-
-    ratio: float
-    layer: str
-    step: int
-
-
-@dataclass(frozen=True)
-class HotExpert:
-    """The expert that drew most rows over the run, against the mean of its layer."""
-
-    ratio: float
-    layer: str
-    expert: int
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Mean balance in the first and in the last quarter of the recorded steps."""
-
-    first: float
-    last: float
 
 
 class Division(NamedTuple):
@@ -86,17 +64,25 @@ class Outcome(NamedTuple):
     num_moved: int  # experts that changed their homes, over the run
 
 
+class Largest(NamedTuple):
+    """Of some numbers, and where it is."""
+
+    ratio: float
+    layer: str
+    at: int  # step, or expert
+
+
 @dataclass(frozen=True, eq=False)
 class Summary:
     """The headline numbers of a run; no record is made of a run without steps or layers."""
 
-    balance_IL: np.ndarray  # rows of the busiest cell over the mean, float [I, L]
-    mean_L: np.ndarray  # mean of it over the steps, float [L]
-    mean: float  # mean over steps and layers
+    mean_L: np.ndarray  # rows of the busiest cell over the mean, mean of the steps, float [L]
+    mean: float  # of it
     worst_layer: int  # index of the layer with the largest mean
-    moment: Moment  # the largest entry
-    hot: HotExpert  # the expert that drew most rows
-    drift: Drift | None  # from the first to the last quarter; None for fewer than 8 steps
+    moment: Largest  # the worst balance, and its step
+    hot: Largest  # rows of the busiest expert over the run, over the mean expert of its layer
+    # mean balance in the first and in the last quarter; None for fewer than 8 steps
+    drift: tuple[float, float] | None
     num_rows: int  # rows computed in the recorded steps, all layers
 
 
@@ -161,16 +147,21 @@ def summarize(record: RunRecord) -> Summary | None:
     """The headline numbers of ``record``, None when it has no steps or no layers."""
     if not record.steps_I or not record.layers:
         return None
-    balance_IL = record.balance_IL()
-    mean_L = balance_IL.mean(axis=0)
+    balance_IL, rows_LE = record.balance_IL(), record.rows_ILE.sum(axis=0)
+    mean_L, mean_I = balance_IL.mean(axis=0), balance_IL.mean(axis=1)
+    quarter = len(mean_I) // 4
+    step, layer = np.unravel_index(balance_IL.argmax(), balance_IL.shape)
+    mean_rows_L = rows_LE.sum(axis=1) / [max(each.num_experts, 1) for each in record.layers]
+    hot_LE = rows_LE / np.maximum(mean_rows_L, 1e-12)[:, None]
+    hot_layer, expert = np.unravel_index(hot_LE.argmax(), hot_LE.shape)
+    names = [each.name for each in record.layers]
     return Summary(
-        balance_IL=balance_IL,
         mean_L=mean_L,
         mean=float(mean_L.mean()),
         worst_layer=int(mean_L.argmax()),
-        moment=_moment(record, balance_IL),
-        hot=_hot_expert(record),
-        drift=_drift(balance_IL),
+        moment=Largest(float(balance_IL.max()), names[layer], record.steps_I[step]),
+        hot=Largest(float(hot_LE.max()), names[hot_layer], int(expert)),
+        drift=(mean_I[:quarter].mean(), mean_I[-quarter:].mean()) if quarter >= 2 else None,
         num_rows=int(record.rows_ILE.sum()),
     )
 
@@ -178,12 +169,8 @@ def summarize(record: RunRecord) -> Summary | None:
 def outcome_of(record: RunRecord) -> Outcome:
     """Of all layers together; a run without steps is balanced."""
     of_layers = outcomes_by_layer(record)
-    return Outcome(
-        home_balance=_mean([outcome.home_balance for outcome in of_layers]),
-        balance=_mean([outcome.balance for outcome in of_layers]),
-        copies=sum(outcome.copies for outcome in of_layers),
-        num_moved=sum(outcome.num_moved for outcome in of_layers),
-    )
+    home, balance, copies, num_moved = zip(*of_layers) if of_layers else ((), (), (), ())
+    return Outcome(_mean(home), _mean(balance), sum(copies), sum(num_moved))
 
 
 def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
@@ -230,12 +217,12 @@ def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) ->
 def typical(values_G: np.ndarray) -> float:
     """Median of what is known; nan where nothing is."""
     known_G = values_G[~np.isnan(values_G)]
-    return float(np.median(known_G)) if known_G.size else float("nan")
+    return float(np.median(known_G)) if known_G.size else NAN
 
 
 def step_s_of(record: RunRecord) -> float:
     """Median seconds of a step, on the slowest rank; nan where nobody knows."""
-    return float("nan") if record.ranks is None else typical(record.ranks.pace.step_s_G)
+    return NAN if record.ranks is None else typical(record.ranks.pace.step_s_G)
 
 
 def took_line(record: RunRecord) -> str:
@@ -294,33 +281,11 @@ def ranks_line(record: RunRecord) -> str:
 
 
 def _known(balances: np.ndarray) -> float:
-    return float(balances.mean()) if balances.size else float("nan")
+    return float(balances.mean()) if balances.size else NAN
 
 
 def _mean(balances: Sequence[float] | np.ndarray) -> float:
     return float(np.mean(balances)) if len(balances) else 1.0
-
-
-def _moment(record: RunRecord, balance_IL: np.ndarray) -> Moment:
-    step, layer = np.unravel_index(balance_IL.argmax(), balance_IL.shape)
-    return Moment(
-        float(balance_IL[step, layer]), record.layers[int(layer)].name, record.steps_I[int(step)]
-    )
-
-
-def _hot_expert(record: RunRecord) -> HotExpert:
-    rows_LE = record.rows_ILE.sum(axis=0)
-    mean_L = rows_LE.sum(axis=1) / [max(layer.num_experts, 1) for layer in record.layers]
-    ratio_LE = rows_LE / np.maximum(mean_L, 1e-12)[:, None]
-    layer, expert = np.unravel_index(ratio_LE.argmax(), ratio_LE.shape)
-    return HotExpert(float(ratio_LE[layer, expert]), record.layers[int(layer)].name, int(expert))
-
-
-def _drift(balance_IL: np.ndarray) -> Drift | None:
-    quarter = len(balance_IL) // 4
-    if quarter < 2:
-        return None
-    return Drift(float(balance_IL[:quarter].mean()), float(balance_IL[-quarter:].mean()))
 
 
 # Predicted and reached.
@@ -414,10 +379,8 @@ class Saved(NamedTuple):
 def saved_of(record: RunRecord) -> Saved | None:
     """None where nothing was copied, or ranks have not told what they took."""
     ranks, outcome = record.ranks, outcome_of(record)
-    if ranks is None or not outcome.copies:
-        return None
     expert_s = expert_s_of(record)
-    if np.isnan(expert_s):
+    if ranks is None or not outcome.copies or np.isnan(expert_s):
         return None
     return Saved(
         expert_s,
@@ -488,12 +451,8 @@ def _cost(saved: Saved) -> str:
 
 
 def found_s(record: RunRecord, index: int) -> float:
-    """Seconds of a step between a choice and the next, the median; nan where nobody knows. Pure.
-
-    Args:
-        record: of the run.
-        index: of the choice.
-    """
+    """Seconds of a step between the choice of this index and the next, the median; nan where nobody
+    knows. Pure."""
     if record.ranks is None:
         return NAN
     pace, starts = record.ranks.pace, [choice.step for choice in record.choices]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of one step: which layer was at work when, what was hidden, and the critical path."""
+"""The tasks of one step: which layer was at work when, who waited for whom, and what was hidden."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from ds_moe_ext.schedule.task import (
     JOIN,
     PARAM,
     PLAN,
+    Lane,
+    Schedule,
+    Task,
 )
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the stream of what is computed
@@ -86,6 +89,62 @@ def _own(spans: Sequence[Span]) -> Sequence[Span]:
     """Without what may happen while another layer is at work: weights travel, and the host
     plans."""
     return tuple(s for s in spans if s.lane not in (PARAM.name, HOST.name)) or spans
+
+
+# Who waited for whom.
+
+Moment = tuple[float, float]  # start and end of a task, seconds
+_ROUNDING_S = 2e-6  # events of a device are told no finer
+
+
+def bound_by(
+    tasks: Sequence[Task], after: Sequence[Iterable[int]], moments: Sequence[Moment]
+) -> list[int | None]:
+    """Of each task, the position of the one that it waited for last.
+
+    By the rule of time: a task starts when the task before it in its lane and all that it waits for
+    have ended. One that only waits hands on what it waited for, until its own end.
+
+    Args:
+        tasks: of one rank, each lane's in the order in which it did them.
+        after: for each task, the positions of those that it waits for.
+        moments: of each task.
+
+    Returns:
+        A position before the task's own; None where nothing had ended yet that it waits for.
+    """
+    latest: dict[Lane, int] = {}
+    found: list[int | None] = []
+    for position, (task, awaited, (start_s, end_s)) in enumerate(zip(tasks, after, moments)):
+        before = {*awaited, latest.get(task.lane, position)} - {position}
+        work = {found[other] if tasks[other].op.is_wait else other for other in before}
+        by_s = (end_s if task.op.is_wait else start_s) + _ROUNDING_S
+        ended = [
+            (moments[other][1], other)
+            for other in work
+            if other is not None and moments[other][1] <= by_s
+        ]
+        found.append(max(ended)[1] if ended else None)
+        latest[task.lane] = position
+    return found
+
+
+def seen_after(tasks: Sequence[Task]) -> list[Iterable[int]]:
+    """For each task that a rank was seen to do, the positions of those that it waits for."""
+    tasks = [
+        replace(task, reads=(*task.reads, *task.writes)) if task.op.is_wait else task
+        for task in tasks
+    ]
+    given = dict.fromkeys(value for task in tasks for value in task.reads)
+    after: list[Iterable[int]] = []
+    computed: int | None = None
+    seen = Schedule(tuple(tasks), (*given,), ())
+    for position, (task, writers) in enumerate(zip(tasks, seen.after)):
+        # Values of both directions have the same names.
+        is_given = all(bool(tasks[w].adjoint_of) != bool(task.adjoint_of) for w in writers)
+        after.append((*writers, computed) if is_given and computed is not None else writers)
+        computed = position if task.lane == COMPUTE else computed
+    return after
 
 
 # In words.

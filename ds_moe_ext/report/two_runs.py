@@ -29,7 +29,7 @@ from ds_moe_ext.report.page import (
     octaves_of,
     seconds_by_phase,
 )
-from ds_moe_ext.report.record import PlacementRecord, RunRecord
+from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.summary import Bins, no_measure_of, outcome_of, step_s_of, verdict
 from ds_moe_ext.report.timeline import Step
 from ds_moe_ext.report.units import EN_DASH, counted, ratio_text, seconds_text
@@ -77,25 +77,22 @@ def page_beside(first: Shown, second: Shown) -> Html:
 
 def at_steps(record: RunRecord, steps: Sequence[int]) -> RunRecord:
     """The record of some of its steps only; the rest of it is of all."""
-    at = np.searchsorted(record.steps_I, steps)
-    placements = record.placements
+    at, placements = np.searchsorted(record.steps_I, steps), record.placements
+    if placements is not None:
+        added = placements.added
+        placements = replace(
+            placements,
+            copies_ILE=placements.copies_ILE[at],
+            home_cell_rows_ILC=placements.home_cell_rows_ILC[at],
+            added=None if added is None else replace(added, copies_ILE=added.copies_ILE[at]),
+        )
     return replace(
         record,
         steps_I=tuple(steps),
         rows_ILE=record.rows_ILE[at],
         cell_rows_ILC=record.cell_rows_ILC[at],
-        placements=None if placements is None else _placements_at(placements, at),
+        placements=placements,
         looks=None,
-    )
-
-
-def _placements_at(placements: PlacementRecord, at: np.ndarray) -> PlacementRecord:
-    added = placements.added
-    return replace(
-        placements,
-        copies_ILE=placements.copies_ILE[at],
-        home_cell_rows_ILC=placements.home_cell_rows_ILC[at],
-        added=None if added is None else replace(added, copies_ILE=added.copies_ILE[at]),
     )
 
 

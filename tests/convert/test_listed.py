@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ds_moe_ext.commands.conversion import description, huggingface
 from ds_moe_ext.commands.conversion.conversion import Form
-from ds_moe_ext.commands.conversion.model import Scope
-from ds_moe_ext.commands.conversion.tables import ListedModel, Table, cells
+from ds_moe_ext.commands.conversion.model import ListedModel, Scope, Table
+from ds_moe_ext.commands.conversion.tables import cells
 from tests.convert.models import assert_equal, edited
 from tests.convert.test_deepspeed import converted
 from tests.hosts import families, jobs

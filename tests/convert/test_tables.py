@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ds_moe_ext.commands.conversion import description, megatron, tables
-from ds_moe_ext.commands.conversion.model import Experts, Model, Part, Piece, pieces
-from ds_moe_ext.commands.conversion.tables import Table, cells, decoder_of, join, of_model, split
+from ds_moe_ext.commands.conversion.model import Experts, Model, Part, Piece, Table, pieces
+from ds_moe_ext.commands.conversion.tables import cells, decoder_of, join, of_model, split
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 MODELS = {

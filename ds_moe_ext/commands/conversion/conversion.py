@@ -21,9 +21,9 @@ from ds_moe_ext.commands.conversion.description import (
     read_document,
 )
 from ds_moe_ext.commands.conversion.megatron import flags_of, model_of_arguments
-from ds_moe_ext.commands.conversion.model import AnyModel
+from ds_moe_ext.commands.conversion.model import AnyModel, Table
 from ds_moe_ext.commands.conversion.stored import Maker, Pieces, Source
-from ds_moe_ext.commands.conversion.tables import Table, cells, decoder_of
+from ds_moe_ext.commands.conversion.tables import cells, decoder_of
 from ds_moe_ext.files.whole_files import why_unwritable
 
 

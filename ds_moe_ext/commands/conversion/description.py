@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,24 +12,19 @@ from ds_moe_ext.commands.conversion.model import (
     AnyModel,
     AnyPart,
     Attention,
+    DeepSpeedNames,
     Document,
     Experts,
     Family,
+    HuggingFaceNames,
+    ListedModel,
     Model,
+    Row,
     Shape,
     Weight,
     needed,
 )
-from ds_moe_ext.commands.conversion.tables import (
-    DeepSpeedNames,
-    HuggingFaceNames,
-    ListedModel,
-    Row,
-    decoder_of,
-    numbered,
-    pieces_of,
-    same_names,
-)
+from ds_moe_ext.commands.conversion.tables import decoder_of, numbered, pieces_of, same_names
 from ds_moe_ext.files.documents import file_of
 from ds_moe_ext.files.documents import read_document as read_json
 from ds_moe_ext.hosts.huggingface import DBRX_NAMES
@@ -353,7 +347,8 @@ def _longcat(document: Document) -> ListedModel:
         apart += numbered(f"{layer}.gate_up_proj", gates[:number], ups[:number])
         apart += numbered(f"{layer}.down_proj", downs)
     read = (*same_names(dense), *files)
-    tied = (Row(_LONGCAT_OUTPUT, (Weight(_LONGCAT_EMBEDDING),)),) if _longcat_tied(document) else ()
+    is_tied = _longcat_tied(document)
+    tied = (Row(_LONGCAT_OUTPUT, (Weight(_LONGCAT_EMBEDDING),)),) if is_tied else ()
     return ListedModel(
         family=Family.LONGCAT_FLASH,
         architecture="LongcatFlashForCausalLM",
@@ -361,7 +356,10 @@ def _longcat(document: Document) -> ListedModel:
         num_experts=number,
         shapes=shapes,
         huggingface=HuggingFaceNames(
-            (*read, *unread), (read,), partial(_longcat_spare, _longcat_tied(document))
+            (*read, *unread),
+            (read,),
+            # a tied output, and what is of multi-token prediction, which transformers does not read
+            lambda name: (is_tied and name == _LONGCAT_OUTPUT) or name.startswith("model.mtp."),
         ),
         deepspeed=DeepSpeedNames(
             (*same_names(dense), *tied),
@@ -376,11 +374,6 @@ def _longcat(document: Document) -> ListedModel:
 
 def _longcat_tied(document: Document) -> bool:
     return bool(document.get("tie_word_embeddings", False))
-
-
-def _longcat_spare(tied: bool, name: str) -> bool:
-    """A tied output, and what is of multi-token prediction, which transformers does not read."""
-    return (tied and name == _LONGCAT_OUTPUT) or name.startswith("model.mtp.")
 
 
 def _longcat_dense(

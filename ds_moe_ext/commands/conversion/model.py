@@ -8,11 +8,11 @@ tensor that some form keeps by itself, such as the queries of a layer or the gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 Document = Mapping[str, Any]
@@ -244,35 +244,84 @@ _BIASES = {
 """Of each part that may have one."""
 
 
-class AnyModel(Protocol):
-    """What reading and writing ask of a model, whatever its parts are."""
+# What forms call the weights of a model.
+
+
+class Row(NamedTuple):
+    """One kind of stored tensor; ``tables`` says what its name means."""
+
+    name: str  # pattern
+    parts: tuple[AnyPart, ...]  # joined along their first dim, in this order
+    is_grouped: bool = False  # joined for each group of the attention by itself
+
+
+Table = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class HuggingFaceNames:
+    """Names in safetensors files."""
+
+    files: Table  # as ``save_pretrained`` writes
+    others: tuple[Table, ...]  # that are read too
+    # of names that no part has: copies, and what the model's class does not read
+    is_spare: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class DeepSpeedNames:
+    """Names of modules in DeepSpeed's own file; experts in ours, by number."""
+
+    module: Table  # all but experts
+    experts: Table  # in the folder of experts
+    layers: tuple[str, ...]  # modules that are replaced, in model order
+    # what a slot's first weight is called when an engine starts, by ``{layer}`` of these and
+    # ``{slot}``
+    slot: str
+    # parts that it does not have, for they are zero there; by each, the part whose type they take
+    zeros: Mapping[AnyPart, AnyPart] = field(default_factory=dict)
 
     @property
-    def family(self) -> Family:
-        """That it is of."""
+    def both(self) -> Table:
+        """Of the module and of experts."""
+        return self.module + self.experts
 
-    @property
-    def num_layers(self) -> int:
-        """Of all kinds."""
+
+# A model that is a list of its weights, for families that only Hugging Face and DeepSpeed have. All
+# weights but the experts' have one name in both forms, and one piece is one weight; ``Model`` is
+# for families of which Megatron joins, cuts and renames parts.
+
+
+@dataclass(frozen=True, eq=False)
+class ListedModel:
+    """Its weights, and what two forms call them."""
+
+    family: Family  # that it is of
+    architecture: str  # its class in transformers
+    num_layers: int  # of all kinds
+    num_experts: int  # of each layer that has them
+    shapes: Mapping[AnyPart, Shape]  # of its weights
+    huggingface: HuggingFaceNames  # names in safetensors files
+    deepspeed: DeepSpeedNames  # names of modules, and of experts by number
+    unlike_megatron: str  # what Megatron-core has no counterpart of
 
     @property
     def num_moe_layers(self) -> int:
-        """How many of them have experts."""
-
-    @property
-    def num_experts(self) -> int:
-        """Of a layer that has them."""
+        """How many layers have experts."""
+        return len(self.deepspeed.layers)
 
     @property
     def num_groups(self) -> int:
-        """Of the attention, where some form joins its weights by group."""
-
-    @property
-    def shapes(self) -> Mapping[AnyPart, Shape]:
-        """Of each part that the model has, the shape of a piece."""
+        """No form joins its attention by group."""
+        return 1
 
     def places(self, scope: Scope) -> Iterator[Where]:
-        """Where the model has the parts of a scope, in model order."""
+        """Each of its weights is there once."""
+        assert scope is Scope.ONCE
+        yield Where(None, None)
+
+
+AnyModel = Model | ListedModel
 
 
 def pieces(model: AnyModel) -> Iterator[Piece]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.commands.conversion.model import AnyModel, AnyPart, Part, Piece, Shape
-from ds_moe_ext.commands.conversion.tables import Cell, Table, cells, join, split
+from ds_moe_ext.commands.conversion.model import AnyModel, AnyPart, Part, Piece, Shape, Table
+from ds_moe_ext.commands.conversion.tables import Cell, cells, join, split
 from ds_moe_ext.files.unpickle import damaged
 
 

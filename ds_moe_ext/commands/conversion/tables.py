@@ -9,9 +9,7 @@ them. Below are the tables of what Hugging Face, DeepSpeed and Megatron call the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,26 +18,19 @@ from torch import Tensor
 from ds_moe_ext.commands.conversion.model import (
     AnyModel,
     AnyPart,
+    DeepSpeedNames,
     Family,
+    HuggingFaceNames,
+    ListedModel,
     Model,
     Part,
     Piece,
-    Scope,
+    Row,
     Shape,
+    Table,
     Weight,
     Where,
 )
-
-
-class Row(NamedTuple):
-    """One kind of stored tensor."""
-
-    name: str  # pattern
-    parts: tuple[AnyPart, ...]  # joined along their first dim, in this order
-    is_grouped: bool = False  # joined for each group of the attention by itself
-
-
-Table = tuple[Row, ...]
 
 
 class Cell(NamedTuple):
@@ -119,73 +110,8 @@ def _num_groups(model: AnyModel, row: Row) -> int:
     return model.num_groups if row.is_grouped else 1
 
 
-# What two forms call the weights of one model.
-
 MASTER = "/master"
 """Ends the name of an expert's weight in the folder of experts: as the optimizer steps it."""
-
-
-@dataclass(frozen=True)
-class HuggingFaceNames:
-    """Names in safetensors files."""
-
-    files: Table  # as ``save_pretrained`` writes
-    others: tuple[Table, ...]  # that are read too
-    # of names that no part has: copies, and what the model's class does not read
-    is_spare: Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class DeepSpeedNames:
-    """Names of modules in DeepSpeed's own file; experts in ours, by number."""
-
-    module: Table  # all but experts
-    experts: Table  # in the folder of experts
-    layers: tuple[str, ...]  # modules that are replaced, in model order
-    # what a slot's first weight is called when an engine starts, by ``{layer}`` of these and
-    # ``{slot}``
-    slot: str
-    # parts that it does not have, for they are zero there; by each, the part whose type they take
-    zeros: Mapping[AnyPart, AnyPart] = field(default_factory=dict)
-
-    @property
-    def both(self) -> Table:
-        """Of the module and of experts."""
-        return self.module + self.experts
-
-
-# A model that is a list of its weights, for families that only Hugging Face and DeepSpeed have. All
-# weights but the experts' have one name in both forms, and one piece is one weight; ``Model`` is
-# for families of which Megatron joins, cuts and renames parts.
-
-
-@dataclass(frozen=True, eq=False)
-class ListedModel:
-    """Its weights, and what two forms call them."""
-
-    family: Family  # that it is of
-    architecture: str  # its class in transformers
-    num_layers: int  # of all kinds
-    num_experts: int  # of each layer that has them
-    shapes: Mapping[AnyPart, Shape]  # of its weights
-    huggingface: HuggingFaceNames  # names in safetensors files
-    deepspeed: DeepSpeedNames  # names of modules, and of experts by number
-    unlike_megatron: str  # what Megatron-core has no counterpart of
-
-    @property
-    def num_moe_layers(self) -> int:
-        """How many layers have experts."""
-        return len(self.deepspeed.layers)
-
-    @property
-    def num_groups(self) -> int:
-        """No form joins its attention by group."""
-        return 1
-
-    def places(self, scope: Scope) -> Iterator[Where]:
-        """Each of its weights is there once."""
-        assert scope is Scope.ONCE
-        yield Where(None, None)
 
 
 def decoder_of(model: AnyModel) -> Model:
@@ -195,7 +121,6 @@ def decoder_of(model: AnyModel) -> Model:
             f"a {model.family.value} model is converted between deepspeed and huggingface only: "
             f"Megatron-core has no {model.unlike_megatron}; choose these two forms"
         )
-    assert isinstance(model, Model)
     return model
 
 
@@ -269,12 +194,12 @@ def in_huggingface(model: AnyModel) -> HuggingFaceNames:
     decoder = decoder_of(model)
     files = _MIXTRAL_FILES if model.family is Family.MIXTRAL else _QWEN3_FILES
     tied = "lm_head.weight" if decoder.is_tied else None
-    return HuggingFaceNames(_HF_DENSE + files, (_HF_DENSE + _HF_MODULE,), partial(_is_spare, tied))
-
-
-def _is_spare(tied: str | None, name: str) -> bool:
-    """A tied output, and buffers that some versions saved."""
-    return name == tied or name.endswith(".rotary_emb.inv_freq")
+    return HuggingFaceNames(
+        _HF_DENSE + files,
+        (_HF_DENSE + _HF_MODULE,),
+        # a tied output, and buffers that some versions saved
+        lambda name: name == tied or name.endswith(".rotary_emb.inv_freq"),
+    )
 
 
 # DeepSpeed: names of modules in its own file; experts in ours, by number.

@@ -197,15 +197,11 @@ def ways_of(
     *,
     every_grid: bool,
 ) -> Iterator[tuple[Chosen, Way]]:
-    """Each strategy on the grids that it is to be tried on.
+    """Each strategy on the grids that it is tried on, of ``num_ranks`` that run the same layers.
 
-    Args:
-        chosen: strategies.
-        hardware: of all ranks.
-        num_ranks: of them, those that run the same layers.
-        num_experts: of a layer.
-        every_grid: all that there are; else, where none is given, experts spread within a node and
-            over as many ranks as there can be, whole and split by the ranks of a node.
+    These are all that there are where ``every_grid`` is asked for; else, where none is given,
+    experts spread within a node and over as many ranks as there can be, whole and split by the
+    ranks of a node.
     """
     for each in chosen:
         grids = list(grids_for(each.strategy, hardware, num_ranks, num_experts))

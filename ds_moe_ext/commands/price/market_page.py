@@ -9,10 +9,11 @@ from pathlib import Path
 from ds_moe_ext.commands.price.market import Market
 from ds_moe_ext.commands.price.timelines import class_names, spans, turn_spans
 from ds_moe_ext.commands.price.words import (
-    GIB,
     MEMORY,
+    ON_PAGE,
     about,
     assumed,
+    figures_of,
     grid_text,
     parts_of,
     plan_words,
@@ -25,7 +26,7 @@ from ds_moe_ext.report.charts import Stack, colours_of, stacked_bars
 from ds_moe_ext.report.markup import Html, facts_line, joined, legend, note, section, table
 from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, ratio_text, seconds_text
+from ds_moe_ext.report.units import bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
 _ABOUT_PARTS = (
@@ -45,12 +46,7 @@ def write_page(path: Path, market: Market, pays: Sequence[str]) -> None:
 
 
 def page_of(market: Market, pays: Sequence[str]) -> Html:
-    """One self-contained HTML page. Pure.
-
-    Args:
-        market: what was priced, one way at least.
-        pays: from what skew and how many tokens ways pay, in words.
-    """
+    """One self-contained HTML page of what was priced, one way at least, and of where ways pay."""
     parts = [_header(market), _ways(market), _seconds(market), _memory(market), _balance(market)]
     parts += [_plans(market, pays), *_timelines(market), _rests_on(market)]
     return html_document(f"Price of {market.case.shape.name}", parts)
@@ -80,30 +76,14 @@ def _name(market: Market, priced: Priced) -> Html:
     return Html("{} <small>{}</small>{}").format(priced.way.name, grid_text(priced.way.grid), marks)
 
 
-def _is_pipeline(market: Market) -> bool:
-    return market.case.training.parallel.pipeline > 1
-
-
 def _ways(market: Market) -> Html:
-    parts = parts_of(market)
-    headings = ["strategy and grid", "step", "tokens/s", "gain", *parts]
-    headings += ["balance", "copies", "GiB a rank"]
-    rows = []
-    for each in market.priced:
-        gain = market.gain(each)
-        row: list[str] = [
-            _name(market, each),
-            seconds_text(each.step_s),
-            f"{each.tokens_per_s:,.0f}",
-        ]
-        row.append(EN_DASH if gain is None else ratio_text(gain))
-        row += [seconds_text(each.mean(part)) for part in parts.values()]
-        memory = f"{each.memory.total / GIB:,.0f}"
-        row += [ratio_text(each.mean("balance")), f"{each.copies:.1f}"]
-        row.append(memory if market.fits(each) else f"{memory} too much")
-        rows.append(row)
-    about_bubble = _ABOUT_BUBBLE if _is_pipeline(market) else ""
-    ways = note(_ABOUT_PARTS + about_bubble) + table(headings, rows)
+    named = [
+        {"strategy and grid": _name(market, each), **figures_of(market, each, ON_PAGE)}
+        for each in market.priced
+    ]
+    is_pipeline = market.case.training.parallel.pipeline > 1
+    ways = note(_ABOUT_PARTS + _ABOUT_BUBBLE * is_pipeline)
+    ways += table([*named[0]], [[*row.values()] for row in named])
     return section("Ways to run it, the fastest first", ways)
 
 
@@ -142,7 +122,7 @@ def _balance(market: Market) -> Html:
     parts = [[1.0, each.mean("balance") - 1] for each in market.priced]
     told = [ratio_text(each.mean("balance")) for each in market.priced]
     names = ("the mean cell", "what the busiest has more")
-    bars = stacked_bars(_stacks(market, parts, told), names, lambda part: f"{part:.2f}{TIMES}")
+    bars = stacked_bars(_stacks(market, parts, told), names, ratio_text)
     rows = note("Rows of the busiest cell over the mean, mean of the layers.")
     return section("Balance", rows + bars)
 
@@ -163,23 +143,18 @@ def _paragraphs(lines: Iterable[str]) -> Html:
 
 
 def _timelines(market: Market) -> list[Html]:
-    """Of the named ways: the busiest cells and the idlest, and one layer of the busiest."""
-    return [
-        section(
-            Html("Timeline of {}: {}").format(name, _name(market, each)),
-            _pipeline(each) + _timeline(each),
-        )
-        for name, each in market.named
-    ]
-
-
-def _pipeline(priced: Priced) -> Html:
-    """A row a pipeline stage."""
-    drawn = turn_spans(priced)
-    if not drawn:
-        return Html("")
-    body = note("The passes of a step, a row a pipeline stage.")
-    return body + timeline.overview(timeline.Step(drawn), colours_of(span.name for span in drawn))
+    """Of the named ways: the pipeline's stages, the busiest cells and the idlest, and one layer of
+    the busiest."""
+    drawn = []
+    for name, each in market.named:
+        body = Html("")
+        if turns := turn_spans(each):
+            colours = colours_of(span.name for span in turns)
+            body += note("The passes of a step, a row a pipeline stage.")
+            body += timeline.overview(timeline.Step(turns), colours)
+        title = Html("Timeline of {}: {}").format(name, _name(market, each))
+        drawn.append(section(title, body + _timeline(each)))
+    return drawn
 
 
 def _timeline(priced: Priced) -> Html:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ds_moe_ext.planning.candidates import Priced
 from ds_moe_ext.planning.layer_seconds import ISSUING
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.report.spans import Moment, bound_by
+from ds_moe_ext.report.timeline import Moment, bound_by
 from ds_moe_ext.schedule.simulator import Box
 from ds_moe_ext.schedule.task import HOST, Task
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -18,7 +18,7 @@ from ds_moe_ext.commands.price.market import OVER, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_copies
-from ds_moe_ext.report.units import bytes_text, counted
+from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, seconds_text
 from ds_moe_ext.schedule.simulator import chrome_trace
 from ds_moe_ext.strategies.settings import BLOCK
 
@@ -264,37 +264,50 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
         to.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
+class Style(NamedTuple):
+    """How figures are written."""
+
+    seconds: Callable[[float], str]
+    balance: Callable[[float], str]
+    gain: Callable[[float], str]
+    unknown: str  # a gain
+
+
+IN_TEXT = Style(lambda s: f"{1e3 * s:,.1f}", "{:.2f}".format, "{:.2f} x".format, "")
+ON_PAGE = Style(seconds_text, ratio_text, ratio_text, EN_DASH)
+
+
+def figures_of(market: Market, priced: Priced, style: Style) -> dict[str, str]:
+    """A way's row of the table, by heading."""
+    gain, memory = market.gain(priced), f"{priced.memory.total / GIB:,.0f}"
+    parts = parts_of(market).items()
+    return {
+        "step": style.seconds(priced.step_s),
+        "tokens/s": f"{priced.tokens_per_s:,.0f}",
+        "gain": style.unknown if gain is None else style.gain(gain),
+        **{heading: style.seconds(priced.mean(part)) for heading, part in parts},
+        "balance": style.balance(priced.mean("balance")),
+        "copies": f"{priced.copies:.1f}",
+        "GiB a rank": memory if market.fits(priced) else f"{memory} too much",
+    }
+
+
 def _seconds(market: Market, width: int) -> Table:
-    table = Table(title="a step, ms", title_justify="left")
-    parts = parts_of(market)
-    headings = ("step", "tokens/s", "gain", *parts, "balance", "copies", "GiB a rank")
-    shown = [each for each in headings if width >= FULL or each in BRIEF]
-    for heading in ("", "strategy", "grid"):
-        table.add_column(heading)
+    table = Table("", "strategy", "grid", title="a step, ms", title_justify="left")
+    rows = [figures_of(market, each, IN_TEXT) for each in market.priced]
+    shown = [heading for heading in rows[0] if width >= FULL or heading in BRIEF]
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in market.priced:
+    for each, row in zip(market.priced, rows):
         marks = ">" if each is market.best else ""
-        gain = market.gain(each)
-        memory = f"{each.memory.total / GIB:,.0f}"
-        cells = (
-            f"{1e3 * each.step_s:,.1f}",
-            f"{each.tokens_per_s:,.0f}",
-            "" if gain is None else f"{gain:.2f} x",
-            *(f"{1e3 * each.mean(part):,.1f}" for part in parts.values()),
-            f"{each.mean('balance'):.2f}",
-            f"{each.copies:.1f}",
-            memory if market.fits(each) else f"{memory} too much",
-        )
-        by_heading = dict(zip(headings, cells))
         table.add_row(
             f"{marks} yours".strip() if each.way.name == market.own else marks,
             each.way.name,
             grid_text(each.way.grid),
-            *(by_heading[heading] for heading in shown),
+            *(row[heading] for heading in shown),
             style=None if market.fits(each) else "dim",
         )
-    if len(shown) < len(headings):
+    if len(shown) < len(rows[0]):
         table.caption = f"where the time goes: from {FULL} columns on, by --html or --json"
     return table
 
@@ -302,14 +315,12 @@ def _seconds(market: Market, width: int) -> Table:
 def _memory(market: Market) -> Table:
     has = market.case.hardware.device.memory_bytes
     of_device = "" if has is None else f" of {has / GIB:,.0f}"
-    table = Table(title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
-    table.add_column("")
+    table = Table("", title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
     for _, each in market.named:
         table.add_column(f"{each.way.name}, {grid_text(each.way.grid)}", justify="right")
-    used = [each.memory for _, each in market.named]
-    for name in MEMORY:
-        table.add_row(name, *(f"{vars(memory)[name] / GIB:,.1f}" for memory in used))
-    table.add_row("all", *(f"{memory.total / GIB:,.1f}" for memory in used))
+    used = [{**vars(each.memory), "all": each.memory.total} for _, each in market.named]
+    for name in (*MEMORY, "all"):
+        table.add_row(name, *(f"{memory[name] / GIB:,.1f}" for memory in used))
     return table
 
 
@@ -367,7 +378,6 @@ def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
 
 
 def _sizes(grid: Grid) -> Mapping[str, int]:
-    """As the block's keys say them."""
     return {
         "expert_parallel_size": grid.num_cells,
         "expert_sharding_size": grid.cell_size,
