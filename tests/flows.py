@@ -13,10 +13,7 @@ LANES = ("compute", "inter", "param")
 
 
 def flow(*lines: str) -> Schedule:
-    """A schedule from lines ``"task lane"`` or ``"task lane task-that-it-reads ..."``.
-
-    Each task writes one value, which is named as the task is.
-    """
+    """A schedule from lines ``"task lane"`` or ``"task lane task-that-it-reads ..."``."""
     return Schedule(tuple(_task(*line.split()) for line in lines), (), ())
 
 

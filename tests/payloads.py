@@ -16,11 +16,7 @@ TABLE = ".metadata"
 
 
 class Payload:
-    """Makes a folder where it is unpickled.
-
-    Args:
-        marker: the folder.
-    """
+    """Makes a folder where it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

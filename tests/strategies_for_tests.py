@@ -125,15 +125,7 @@ class Sine(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRoles(Strategy):
-    """Attention ranks and expert ranks, and copies of the busiest experts on either.
-
-    Attributes:
-        attention_size: ranks of a group that have attention.
-        expert_size: ranks that have experts.
-        moved: experts of the first layer that each expert rank leaves to attention ranks.
-        on_attention: attention ranks get copies, too.
-        revises: the rows of a stripe say what is copied besides.
-    """
+    """Attention ranks and expert ranks, and copies of the busiest experts on either."""
 
     attention_size: int
     expert_size: int

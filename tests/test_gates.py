@@ -342,14 +342,7 @@ def test_a_slots_logits_make_an_experts() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A gate and its formula.
-
-    Attributes:
-        gate: how it chooses.
-        shapes: of the weights.
-        formula: hidden states, weights and normal noise ``[T, E]`` to scores, to the probabilities
-            of the load-balance loss and to logits, ``[T, E]`` each.
-    """
+    """A gate and its formula."""
 
     gate: Gate
     shapes: tuple[tuple[int, ...], ...]

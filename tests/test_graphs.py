@@ -42,11 +42,7 @@ FUNCTION = FeedForwardExperts(silu_gated)
 
 @dataclass(eq=False)
 class Again:
-    """Work that is done again, into the memory of the first time.
-
-    Attributes:
-        is_done: it was done as it was recorded, and has used up what it read.
-    """
+    """Work that is done again, into the memory of the first time."""
 
     work: Callable[[], Tensors]
     outputs: Tensors

@@ -61,12 +61,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[1:] if parts[0] == PACKAGE else parts)
 
 
-def nodes_of(text: str) -> Nodes:
-    return tuple(ast.walk(ast.parse(text)))
-
-
 SOURCES = {
-    module_of(path): nodes_of(path.read_text())
+    module_of(path): tuple(ast.walk(ast.parse(path.read_text())))
     for pattern in ("*.py", f"{PACKAGE}/**/*.py", "patches/**/*.py")
     for path in ROOT.glob(pattern)
 }
@@ -179,7 +175,8 @@ def test_every_module() -> None:
 @pytest.mark.parametrize("sample", WRONG + RIGHT)
 def test_rules_bite(sample: str) -> None:
     module, _, text = sample.partition(": ")
-    assert any(True for rule in RULES for _ in rule(module, nodes_of(text))) is (sample in WRONG)
+    nodes = tuple(ast.walk(ast.parse(text)))
+    assert any(True for rule in RULES for _ in rule(module, nodes)) is (sample in WRONG)
 
 
 def test_no_import_cycles() -> None:

@@ -16,12 +16,7 @@ from ds_moe_ext.core.kernels import Kernel
 
 @dataclass
 class Gpus:
-    """Those of a process, of which one is the current.
-
-    Attributes:
-        current: its number.
-        launched: what was current at each launch.
-    """
+    """Those of a process, of which one is the current."""
 
     current: int
     launched: list[int]

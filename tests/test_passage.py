@@ -194,11 +194,7 @@ class Result(NamedTuple):
 
 
 class Model(nn.Module):
-    """Embedding, blocks with experts or without, head.
-
-    Args:
-        blocks: a type of each.
-    """
+    """Embedding, blocks with experts or without, head."""
 
     is_tied = False
     captures = False

@@ -62,10 +62,7 @@ def programs(
 
 
 class Seconds(NamedTuple):
-    """Of one task: all-to-all, all-gather, reduce-scatter, expert, all-reduce.
-
-    The collectives of a cell trade places in backward.
-    """
+    """Of one task: all-to-all, all-gather, reduce-scatter, expert, all-reduce."""
 
     a: float
     g: float
@@ -259,13 +256,7 @@ G1 = LayerCosts(
 
 
 def g8(pipeline: Pipeline, slices: Sequence[Slices], elements: dict[tuple[int, int], int]) -> float:
-    """Milliseconds of the spec's iteration of two layers; what is dense is one task.
-
-    Args:
-        pipeline: of both layers.
-        slices: of each layer's backward.
-        elements: of each slice, by layer and number.
-    """
+    """Milliseconds of the spec's iteration of two layers; what is dense is one task."""
     degrees = best_degree(G1, 0.0, 8).degree, best_degree(G1.in_backward(), 0.0, 8).degree
     assert degrees == (3, 4)
     chunks = G1.cut(np.array(3)), G1.in_backward().cut(np.array(4))

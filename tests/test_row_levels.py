@@ -63,15 +63,7 @@ def drifted(case: Case, rng: np.random.Generator) -> Case:
 
 
 class Times(NamedTuple):
-    """Seconds of a layer, over the optimum in parts of rows.
-
-    Attributes:
-        unchanged: by the planned parts, of the rows that they were made for.
-        priced: divided anew, of rows that came later.
-        nearest: by the nearest copies.
-        row: that a row more on the busiest cell and links adds.
-        is_computing: computing a row costs more than a tenth of sending it.
-    """
+    """Seconds of a layer, over the optimum in parts of rows."""
 
     unchanged: float
     priced: float

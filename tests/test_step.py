@@ -74,17 +74,7 @@ def block_by_block(num_layers: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds of a layer's tasks and of what the host computes behind it.
-
-    Attributes:
-        a2a: of one exchange of rows; planning takes as long.
-        fec: of the experts.
-        fnec: of the host.
-        bec: of the experts in backward.
-        bnec: of the host in backward.
-        trans: of each piece of the copies.
-        agg: of each piece of their gradients.
-    """
+    """Seconds of a layer's tasks and of what the host computes behind it."""
 
     a2a: float
     fec: float

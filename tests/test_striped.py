@@ -145,15 +145,7 @@ def test_homes_that_do_not_divide(num_experts: int, roles: Roles, moved: int, na
 
 
 class Case(NamedTuple):
-    """What a group of ranks runs, in float64.
-
-    Attributes:
-        moved: experts that each expert rank leaves to attention ranks, layer by layer.
-        num_pieces: of every stripe.
-        router: "drawn"; "one": all tokens choose the same two experts; "dropped": of every second
-            token all choices are dropped.
-        num_steps: of which the last one counts; between them all weights grow by a tenth.
-    """
+    """What a group of ranks runs, in float64."""
 
     attention: int = 2
     experts: int = 2
@@ -211,16 +203,7 @@ def _rerouted(
 
 
 class Outcome(NamedTuple):
-    """Of one rank.
-
-    Attributes:
-        losses: of its pieces.
-        grads: by name; of an expert's part of a weight by name and expert.
-        issued: between the sides, in words.
-        routed_LE: rows that it sent to each expert, of each layer, in all steps.
-        splits: rows sent to each rank and received from each, of each layer and stripe.
-        traffic: of copies and their gradients.
-    """
+    """Of one rank."""
 
     losses: list[float]
     grads: Grads

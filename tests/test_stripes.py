@@ -59,18 +59,7 @@ def lane_of(schedule: Schedule, lane: Lane) -> list[Task]:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one micro-batch.
-
-    Attributes:
-        attention: of a layer.
-        expert: of all experts of a layer, where none is offloaded.
-        sent: of a dispatch or combine.
-        head: of the last stage.
-        backward: times forward that computing takes; the head takes twice.
-        moved: share of the experts' seconds that leaves the expert side, by layer.
-        speed: seconds of offloaded experts for each second that they save there.
-        copied: of the gather of copies, or of their gradients.
-    """
+    """Of one micro-batch."""
 
     attention: float = 3
     expert: float = 4

@@ -23,12 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Do all cases.
-
-    Args:
-        asked: ``cases``: folder of an iteration, folder to save to; ``tokens [B, T]``; ``tp`` and
-            ``ep``: sizes.
-    """
+    """Do all cases."""
     import megatron_on_cpu
 
     megatron_on_cpu.install()

@@ -38,13 +38,7 @@ GPT_FILE = {
 
 
 class Run(NamedTuple):
-    """What a run left.
-
-    Attributes:
-        state: of the model, with all experts.
-        document: config of the model.
-        logits: of ``micro_batch(0, 0)``.
-    """
+    """What a run left."""
 
     state: dict[str, Tensor]
     document: dict[str, Any]

@@ -115,16 +115,7 @@ def test_bounds_are_reached_where_nothing_is_sent_or_waits(
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Units in a second, from what a unit costs one rank.
-
-    Attributes:
-        new_ranks: ranks of the class that attention is fast on, ``M``.
-        old_ranks: the others, ``N``.
-        attention_s: all but the experts, on a new rank: ``a``.
-        expert_s: the experts, on a new rank: ``e``.
-        attention_slowdown: how many times as long an old rank attends: ``s``.
-        expert_slowdown: how many times as long it computes experts: ``q``.
-    """
+    """Units in a second, from what a unit costs one rank."""
 
     new_ranks: int
     old_ranks: int

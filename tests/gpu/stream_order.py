@@ -32,12 +32,7 @@ Moments = Mapping["Queue", int]
 
 @dataclass(eq=False)
 class Queue:
-    """A stream, as ``torch.cuda.Stream`` is one.
-
-    Attributes:
-        name: for a person.
-        known: what has been done when it does its next thing.
-    """
+    """A stream, as ``torch.cuda.Stream`` is one."""
 
     name: str
     known: dict[Queue, int] = field(default_factory=dict)
@@ -90,15 +85,7 @@ class Queues:
 
 @dataclass(eq=False)
 class Block:
-    """Memory of a tensor.
-
-    Attributes:
-        made_by: for a person.
-        of: the queue in which it was allocated; None: before anybody looked.
-        written: last, in which queue, as which of its things.
-        read: last, in each queue.
-        keepers: queues that asked for it not to be handed out before they have come so far.
-    """
+    """Memory of a tensor."""
 
     made_by: str
     of: Queue | None = None
@@ -112,11 +99,7 @@ class Block:
 
 
 class Books(TorchDispatchMode):
-    """Of every tensor that is used inside the block.
-
-    Attributes:
-        mistakes: what a person should see.
-    """
+    """Of every tensor that is used inside the block."""
 
     def __init__(self, queues: Queues) -> None:
         super().__init__()

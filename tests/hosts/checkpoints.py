@@ -166,13 +166,7 @@ def held_by(engine: Any) -> Held:
 
 @dataclass(frozen=True)
 class Call:
-    """One run that loads.
-
-    Attributes:
-        before: steps that it takes first, on other data.
-        after: and when it has loaded.
-        arguments: of ``load_checkpoint``.
-    """
+    """One run that loads."""
 
     before: int = 0
     after: int = 0
@@ -300,12 +294,7 @@ def with_frozen(rank: int, world_size: int, job: Job, folder: str, saves: bool) 
 def refused(
     rank: int, world_size: int, job: Job, folders: list[str], *, width: int = 48, fails: str = ""
 ) -> list[str]:
-    """The message for each folder; the engine is as it was.
-
-    Args:
-        width: of an expert of Mixtral.
-        fails: what rank 1 finds wrong when it reads.
-    """
+    """The message for each folder; the engine is as it was."""
     from transformers import MixtralConfig
 
     def wide(**keys: Any) -> Any:

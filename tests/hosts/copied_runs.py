@@ -52,13 +52,7 @@ Tensors = Mapping[int, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank did in one step.
-
-    Attributes:
-        plans: of each layer, that the step ran by.
-        gathers: bytes that each gather brought it.
-        reductions: bytes that each reduction took from it.
-    """
+    """What one rank did in one step."""
 
     plans: tuple[Plan, ...]
     gathers: tuple[int, ...]
@@ -67,12 +61,7 @@ class Step:
 
 @dataclass
 class Watch:
-    """Sees the sparse collectives of its process.
-
-    Attributes:
-        late_s: by how much they are late at most.
-        steps: that have ended.
-    """
+    """Sees the sparse collectives of its process."""
 
     late_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
@@ -177,12 +166,7 @@ def check_equal(ours: Result, theirs: Result, job: Job, tolerance: float = 1e-12
 
 
 def worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], job: Job) -> float:
-    """Largest error of a parameter, over its largest value, or over Adam's learning rate.
-
-    A step of Adam moves a weight by the learning rate, whatever its gradient is: where that should
-    be zero, as of the biases of keys, rounding decides how far. Such weights are as large as
-    rounding makes them, so that their errors are measured against the learning rate.
-    """
+    """Largest error of a parameter, over its largest value, or over Adam's learning rate."""
     assert ours.keys() == theirs.keys()
     least = 1e-30 if job.sgd else job.learning_rate
     return max(

@@ -30,14 +30,7 @@ class Way(Enum):
 
 
 class Case(NamedTuple):
-    """A job, and how it is divided.
-
-    Attributes:
-        job: sizes, strategy, stage; ``sgd`` takes one of plain gradient descent.
-        way: of dividing it.
-        size: ranks of one copy of the model.
-        early: tell AutoTP by ``tp_model_init``, not by the JSON.
-    """
+    """A job, and how it is divided."""
 
     job: Job
     way: Way = Way.NONE

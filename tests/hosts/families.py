@@ -272,11 +272,7 @@ MOE_LAYERS = {name: 1 if name.startswith("deepseek") else 2 for name in NAMES}
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """The stock model; the same seed gives every rank the same weights.
-
-    Experts and routers are drawn wide, for their own initialisation leaves experts that hardly
-    compute, or memory as it was found, and routers that choose by noise.
-    """
+    """The stock model; the same seed gives every rank the same weights."""
     torch.manual_seed(seed)
     model = _FAMILIES[family]()
     for name, parameter in model.named_parameters():

@@ -33,16 +33,7 @@ preload("megatron.core.distributed", "megatron.core.pipeline_parallel")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has found.
-
-    Attributes:
-        losses: of each step, mean over the global batch; the same on all ranks.
-        norms: of the gradients at each step, as the optimizer tells; empty without one.
-        gradients: of step 0, reduced over data parallel ranks, before clipping: name -> this
-            rank's share. Empty unless asked for.
-        weights: at the end, likewise.
-        seen: what the caller's own function has found at the end.
-    """
+    """What a rank has found."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -124,14 +115,7 @@ def megatron(run: MegatronRun, settings: dict[str, Any] | None = None) -> Iterat
 
 
 class Training:
-    """A model with its optimizer, between two steps.
-
-    Attributes:
-        run: what it was made of.
-        config: the TransformerConfig.
-        chunks: of this rank's pipeline stage, in DDP.
-        optimizer: Megatron's; None without one.
-    """
+    """A model with its optimizer, between two steps."""
 
     def __init__(self, run: MegatronRun) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -271,16 +255,7 @@ def train(
     keep: bool = False,
     look: Callable[[Training], Any] | None = None,
 ) -> Trained:
-    """Run all steps on one rank of a pool.
-
-    Args:
-        rank: in the pool.
-        world_size: of the pool.
-        run: what to train.
-        settings: the ds_moe_ext block; None is stock Megatron.
-        keep: return the gradients of step 0 and the weights at the end.
-        look: called at the end; a function of a module, whose result can be pickled.
-    """
+    """Run all steps on one rank of a pool."""
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, Tensor] = {}

@@ -28,12 +28,7 @@ NEVER = -40.0
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has found.
-
-    Attributes:
-        trained: as of ``train``.
-        steps: that the rank planned; none on a pipeline stage without MoE layers, or of stock.
-    """
+    """What a rank has found."""
 
     trained: Trained
     steps: list[Step]
@@ -50,14 +45,7 @@ def train_skewed(
     prepare: Callable[[nn.Module], None] | None = None,
     look: Callable[[Training], Any] | None = None,
 ) -> Seen:
-    """Run all steps on one rank of a pool.
-
-    Args:
-        skew: added to the logits of each expert at first; nothing if empty.
-        late_s: as of ``Watch``.
-        prepare: called with each chunk that has been built, before it is wrapped.
-        look: as of ``train``.
-    """
+    """Run all steps on one rank of a pool."""
     watch, drawn = Watch(late_s), megatron_toy.draw
 
     def draw(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> None:

@@ -22,22 +22,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """A training run.
-
-    Attributes:
-        tp, pp, ep: sizes of tensor, pipeline and expert parallel groups.
-        etp: of expert tensor parallel groups; as ``tp`` if None.
-        vpp: chunks of a pipeline stage, None for one.
-        batch: samples of a micro-batch; ``num_microbatches`` of them a step and data parallel rank.
-        optimizer: "none" leaves the weights as they are; "ddp" and "distributed" are Adam.
-        bucket_size: of gradients, in elements; Megatron's own if None.
-        recompute: "moe" recomputes MoE layers alone, "full" whole layers.
-        experts: "sequential", "legacy_grouped" (bfloat16 only), or "te_grouped": Megatron's
-            TEGroupedMLP over linears of torch.
-        config: further fields of TransformerConfig.
-        ddp: further fields of DistributedDataParallelConfig.
-        stepping: further fields of OptimizerConfig.
-    """
+    """A training run."""
 
     tp: int = 1
     pp: int = 1

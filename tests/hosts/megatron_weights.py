@@ -23,18 +23,7 @@ TE_GROUPED = re.compile(r"(.*)(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter of this rank, or one expert's part of a parameter that holds several.
-
-    Attributes:
-        name: the same under every layout.
-        parameter: that holds it.
-        part: its number in the parameter's first dimension of experts, None for all of it.
-        shape: of this rank's share.
-        dim: along which shares lie side by side; None where every rank has all of it.
-        size: number of shares.
-        rank: which of them this is.
-        halves: 2 where a gate's and an up projection's rows are split each for itself.
-    """
+    """One parameter of this rank, or one expert's part of a parameter that holds several."""
 
     name: str
     parameter: nn.Parameter
@@ -66,13 +55,7 @@ class Piece:
 
 
 def pieces(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> Iterator[Piece]:
-    """Every piece of this rank's model.
-
-    Args:
-        chunks: of the pipeline stage, bare or wrapped.
-        is_gated: fc1 holds a gate's rows and then as many of an up projection.
-        num_experts: of a layer.
-    """
+    """Every piece of this rank's model."""
     for chunk in chunks:
         for path, module in chunk.named_modules():
             for own, parameter in module.named_parameters(recurse=False):

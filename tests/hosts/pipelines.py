@@ -26,16 +26,7 @@ D = 32
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A job as a pipeline.
-
-    Attributes:
-        job: what is trained, how.
-        num_stages: pipeline stages; the other ranks are data parallel.
-        checkpoint_interval: layers that are computed again together in backward; 0: none are.
-        is_tied: the embedding and the head share their weight.
-        carries_aux: blocks hand on a sum of balance losses beside the rows.
-        evaluates: ``eval_batch`` between the steps.
-    """
+    """A job as a pipeline."""
 
     job: Job
     num_stages: int = 2

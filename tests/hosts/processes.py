@@ -32,16 +32,7 @@ def started(
     path: tuple[Path, ...] = (),
     **environment: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """The ranks of a script, which end with the block.
-
-    Args:
-        script: to run.
-        arguments: of the script.
-        world_size: ranks, all on the CPU.
-        python: arguments of the interpreter, before the script.
-        path: folders for ``PYTHONPATH``.
-        environment: more of it.
-    """
+    """The ranks of a script, which end with the block."""
     common = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
@@ -67,17 +58,7 @@ def started(
 
 
 def run_script(script: Path, *arguments: str, good: bool = True, **how: Any) -> list[str]:
-    """What each rank of a script printed, on stdout and stderr together.
-
-    Args:
-        script: to run.
-        arguments: of the script.
-        good: whether the processes shall end well.
-        how: as ``started`` takes it.
-
-    Raises:
-        Failed: a rank ended otherwise than ``good`` says.
-    """
+    """What each rank of a script printed, on stdout and stderr together."""
     with started(script, *arguments, **how) as ranks:
         printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
     if any((process.returncode == 0) != good for process in ranks):

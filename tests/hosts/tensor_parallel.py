@@ -115,13 +115,7 @@ class Ranks:
 
 
 class Block(nn.Module):
-    """Norm and divided attention, norm and experts.
-
-    Args:
-        whole: of an undivided model, whose weights are taken; None makes that one.
-        ranks: over which it is divided; None for the undivided one.
-        has_own_tokens: sequence parallel between attention's output and the experts' output.
-    """
+    """Norm and divided attention, norm and experts."""
 
     def __init__(self, experts: Experts, ranks: Ranks | None, *, has_own_tokens: bool) -> None:
         super().__init__()

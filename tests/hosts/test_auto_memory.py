@@ -20,13 +20,7 @@ PLENTY = 10**9
 
 
 class Told(NamedTuple):
-    """Of one rank.
-
-    Attributes:
-        free_bytes: memory for copies, when costs were known.
-        choices: behind each step, by which the next is planned.
-        printed: what a person read.
-    """
+    """Of one rank."""
 
     free_bytes: int
     choices: list[str]

@@ -71,14 +71,7 @@ def _step(engine: Any, rank: int, step: int, what: str) -> Tensor:
 
 
 class Told(NamedTuple):
-    """By one rank.
-
-    Attributes:
-        changed: whether dense weights did, in each step.
-        experts: numbers of those here, behind each step.
-        num_skipped: steps, as the engine says.
-        bad_scores: as the report will have them.
-    """
+    """By one rank."""
 
     changed: list[bool]
     experts: list[list[float]]
@@ -124,12 +117,7 @@ def test_all_ranks_skip_the_step(name: str, what: str) -> None:
 
 
 class Left(NamedTuple):
-    """Of a step, by one rank.
-
-    Attributes:
-        changed: whether dense weights did.
-        is_dense_finite, are_experts_finite: whether they are numbers.
-    """
+    """Of a step, by one rank."""
 
     changed: bool
     is_dense_finite: bool

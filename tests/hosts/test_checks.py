@@ -82,15 +82,7 @@ def test_a_model_wrong_by_one_factor_has_that_error(
 
 
 class Fakes:
-    """Checks of two layers on two ranks; this is rank 0.
-
-    Args:
-        model: says what a layer with some rows takes.
-
-    Attributes:
-        asked: what the model was asked about.
-        next_step: number of the coming step.
-    """
+    """Checks of two layers on two ranks; this is rank 0."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
         self.asked: list[tuple[Job, Plan]] = []

@@ -25,15 +25,7 @@ ATTENTION = "scaled_dot_product"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a rank tells of a run.
-
-    Attributes:
-        losses: of its micro-batches.
-        first_graphs: operations of each graph that was compiled in the first step.
-        later_graphs: number of those that were compiled after it.
-        names: of the exported weights.
-        own_names: of the weights of the engine's module.
-    """
+    """What a rank tells of a run."""
 
     losses: list[float]
     first_graphs: list[list[str]]
@@ -72,13 +64,7 @@ def train(
     way: str,
     backend_of: Callable[[list[list[str]]], Any] = counting,
 ) -> Compiled:
-    """Run a job.
-
-    Args:
-        way: what is compiled: "model" before the engine is made, "engine" behind it, "blocks" one
-            by one, these "wrapped", "in place"; else nothing.
-        backend_of: given the graphs that it may write down.
-    """
+    """Run a job."""
     import deepspeed
 
     from ds_moe_ext import full_state_dict

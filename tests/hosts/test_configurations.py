@@ -55,13 +55,7 @@ class Stock(Enum):
 
 @dataclass(frozen=True)
 class Close:
-    """Largest relative errors; of what has none, nothing is held.
-
-    Attributes:
-        losses: of every step.
-        norms: of every step's gradients, where both runs know them.
-        weights: of all at the end, as ``copied_runs.worst`` measures them.
-    """
+    """Largest relative errors; of what has none, nothing is held."""
 
     losses: float
     norms: float | None = None
@@ -79,16 +73,7 @@ HALVES = Close(5e-3, 5e-2)
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration.
-
-    Attributes:
-        name: of the case.
-        ranks: of the pool.
-        job: what they run.
-        close: to ``stock``, so near.
-        shows: what the steps of rank 0 must have seen, or the row proves less than it says.
-        hardware: what a strategy plans by; it measures where there is none.
-    """
+    """One configuration."""
 
     name: str
     ranks: int

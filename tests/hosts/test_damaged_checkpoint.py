@@ -81,13 +81,7 @@ DAMAGES: tuple[Damage, ...] = (truncate, flip, flip_at_the_ends, garbage, remove
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with something wrong.
-
-    Attributes:
-        folder: that it lies in.
-        name: of the file.
-        what: is wrong with it.
-    """
+    """A checkpoint with something wrong."""
 
     folder: Path
     name: str
@@ -125,11 +119,7 @@ def tried(rank: int, world_size: int, job: Job, folders: list[str]) -> list[Outc
 
 
 def check(checkpoint: Saved, layout: Layout, cases: list[Case]) -> int:
-    """Each is refused by all ranks by its name, or loaded as it was.
-
-    Returns:
-        How many were refused.
-    """
+    """Each is refused by all ranks by its name, or loaded as it was."""
     folders = [str(case.folder) for case in cases]
     expected, num_refused = joined(checkpoint.ranks), 0
     ranks = pool_of(layout.world_size).run(tried, layout.job, folders)

@@ -40,12 +40,7 @@ STRATEGIES = ("ep", "fssdp", "prophet", "esp", "auto")
 
 
 class Step(NamedTuple):
-    """The first step of a run.
-
-    Attributes:
-        loss: of its batch, the same on all ranks.
-        told: what a person was shown by then; nothing but on rank 0.
-    """
+    """The first step of a run."""
 
     loss: float
     told: str
@@ -59,17 +54,7 @@ def block(strategy: str) -> dict[str, Any]:
 
 
 class OnDeepSpeed(NamedTuple):
-    """A run.
-
-    Attributes:
-        strategy: that is chosen.
-        stage: of ZeRO.
-        offload: the optimizer's states are in host memory.
-        division: how a copy of the model is divided over ranks: "none", "autotp", "mpu".
-        reentrant: activations are computed again; None keeps them.
-        more: keys of the document, in the place of those there.
-        num_experts: of a layer, of models of transformers.
-    """
+    """A run."""
 
     strategy: str
     stage: int
@@ -337,15 +322,7 @@ def homes_on_megatron(rank: int, world_size: int, fields: Mapping[str, Any], say
 
 
 class InLoop(NamedTuple):
-    """A run.
-
-    Attributes:
-        strategy: that is chosen.
-        wrap: what a user does to the model behind ``attach``: "ddp", "fsdp", or nothing.
-        reentrant: activations are computed again; None keeps them.
-        optimizer: makes it.
-        spoil: is given the model before.
-    """
+    """A run."""
 
     strategy: str
     wrap: str = ""

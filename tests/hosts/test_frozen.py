@@ -30,13 +30,7 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 
 
 def train(rank: int, world_size: int, job: Job, trained: str, given: str = "all") -> Result | None:
-    """As ``jobs.train``.
-
-    Args:
-        trained: a name of ``TRAINED``.
-        given: what a user's optimizer is made of: all parameters, those that are trained, or both
-            in groups of their own.
-    """
+    """As ``jobs.train``."""
     build = jobs.model_of
 
     def frozen(job: Job) -> nn.Module:

@@ -31,13 +31,7 @@ from tests.ranks import pool_of
 
 @dataclass
 class Census:
-    """Bytes of this process's copies and of their gradients.
-
-    Attributes:
-        most_copies: at any time.
-        most_grads: at any time.
-        most_layers: layers that had copies at any time.
-    """
+    """Bytes of this process's copies and of their gradients."""
 
     most_copies: int = 0
     most_grads: int = 0
@@ -95,14 +89,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes on one rank.
-
-    Attributes:
-        own: of the experts at home: weights, gradients and all that the optimizer keeps.
-        expert: weights of one expert.
-        copies_L: copies of each layer by the plan.
-        num_own: experts at home, of all layers.
-    """
+    """Bytes on one rank."""
 
     own: int
     expert: int

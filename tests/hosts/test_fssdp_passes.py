@@ -178,12 +178,7 @@ def _kind(task: Task) -> tuple[str, int, bool]:
 
 
 class Met(NamedTuple):
-    """Of a step.
-
-    Attributes:
-        moments: of its tasks, by name, phase and layer.
-        too_early: tasks that did not wait for what they should.
-    """
+    """Of a step."""
 
     moments: dict[tuple[str, str, int], Moment]
     too_early: list[str]

@@ -46,14 +46,7 @@ def block(name: str) -> dict[str, Any]:
 
 
 class Left(NamedTuple):
-    """Of a step, by one rank.
-
-    Attributes:
-        is_taken: whether the optimizer says so.
-        norm: of gradients, as it tells; nan where it does not.
-        loss: of the step's batch.
-        num_dense, num_experts: elements of weights here that are numbers, behind it.
-    """
+    """Of a step, by one rank."""
 
     is_taken: bool
     norm: float
@@ -63,14 +56,7 @@ class Left(NamedTuple):
 
 
 class Told(NamedTuple):
-    """By one rank.
-
-    Attributes:
-        steps: what was left of each.
-        weights: at the end, name -> this rank's share.
-        scale: of losses, at the end.
-        bad_scores: as the report will have them; None of stock, too.
-    """
+    """By one rank."""
 
     steps: list[Left]
     weights: dict[str, Tensor]

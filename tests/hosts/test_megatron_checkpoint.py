@@ -44,14 +44,7 @@ def block(strategy: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank does.
-
-    Attributes:
-        run: what is trained.
-        strategy: see ``block``.
-        folder: of the checkpoint.
-        form: of it.
-    """
+    """What a rank does."""
 
     run: MegatronRun
     strategy: str
@@ -61,14 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank has found.
-
-    Attributes:
-        losses: of the steps from ``SAVED`` on.
-        norms: likewise.
-        was_away: experts were not where Megatron put them when it was saved; always False without
-            homes.
-    """
+    """What a rank has found."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]

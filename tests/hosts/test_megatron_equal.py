@@ -196,14 +196,7 @@ def test_layers_follow_each_other_within_a_stack() -> None:
 
 
 class Neighbours(NamedTuple):
-    """Of one MoE layer.
-
-    Attributes:
-        chunk: of the pipeline stage.
-        is_first, is_last: of its copies' neighbours.
-        follows: a layer's plan follows its own.
-        carried: the block before may launch its copies.
-    """
+    """Of one MoE layer."""
 
     chunk: int
     is_first: bool

@@ -136,13 +136,7 @@ SLOW = [(name, strategy) for name in FEATURES for strategy in SETTINGS]
 
 
 class Found(NamedTuple):
-    """At the end of a run.
-
-    Attributes:
-        evaluated: the loss of a batch in evaluation mode, as Megatron's schedule finds it.
-        again: of a batch in training after it.
-        biases: of experts, where the router has them.
-    """
+    """At the end of a run."""
 
     evaluated: float
     again: float

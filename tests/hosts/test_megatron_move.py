@@ -46,15 +46,7 @@ def fssdp(**keys: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rank has found.
-
-    Attributes:
-        losses: of each step.
-        norms: likewise.
-        owners: cell of each expert, layer by layer, after each step; none of stock.
-        weights: by name at the end, when all are home.
-        states: by name and state, likewise.
-    """
+    """What a rank has found."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]

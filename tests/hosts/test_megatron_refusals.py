@@ -34,12 +34,7 @@ def block(strategy: str = "ep", **keys: Any) -> dict[str, Any]:
 
 
 class Flag(NamedTuple):
-    """A flag that is refused.
-
-    Attributes:
-        fields: of the TransformerConfig.
-        says: what the error names.
-    """
+    """A flag that is refused."""
 
     fields: dict[str, Any]
     says: str

@@ -49,13 +49,7 @@ def esp(**keys: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Event:
-    """A bucket group is started.
-
-    Attributes:
-        step: in which.
-        group: how many parameters and elements it has, and where it begins in its buffer.
-        thread: that started it.
-    """
+    """A bucket group is started."""
 
     step: int
     group: tuple[int, int, int]
@@ -64,16 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Sliced:
-    """What a rank has found.
-
-    Attributes:
-        losses: of each step.
-        norms: of gradients at each step.
-        weights: at the end.
-        reduced: elements so far, after each step.
-        events: dense groups in the order in which they started.
-        told: lines at the start.
-    """
+    """What a rank has found."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -176,14 +161,7 @@ def check(
 def check_sliced(
     found: list[Sliced], steps: int, *, within: bool | None = None, at_least: int = 3
 ) -> None:
-    """Some went with layers, each once a step, in one order on all these ranks.
-
-    Args:
-        found: of ranks that share dense weights, or are alike.
-        steps: of the run.
-        within: some went within MoE layers, or beside what lies between these; None: both.
-        at_least: so many groups.
-    """
+    """Some went with layers, each once a step, in one order on all these ranks."""
     for one in found:
         elements = _dense_elements(one)
         assert [reduced.elements for reduced in one.reduced] == [elements * n for n in range(steps)]

@@ -35,12 +35,7 @@ RUN = MegatronRun(ep=2, optimizer="distributed")
 
 
 class Told(NamedTuple):
-    """Of one rank.
-
-    Attributes:
-        files: names of those that were written.
-        damaged: by file and damage, what loading told.
-    """
+    """Of one rank."""
 
     files: list[str]
     damaged: dict[tuple[str, str], str]

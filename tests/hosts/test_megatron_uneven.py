@@ -33,13 +33,7 @@ DOUBLE = replace(RUN, dtype="float64", steps=4, aux_coefficient=0.0)  # which is
 
 
 class Trained(NamedTuple):
-    """By one rank.
-
-    Attributes:
-        losses, norms: of each step.
-        gradients: of the first, name -> this rank's share.
-        weights: likewise, at the end, when all experts are home.
-    """
+    """By one rank."""
 
     losses: list[float]
     norms: list[float | None]

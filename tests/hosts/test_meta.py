@@ -65,13 +65,7 @@ def model_of(job: Job, way: str, ties: bool = False) -> nn.Module:
 
 
 class Trained(NamedTuple):
-    """What rank 0 returns of a job.
-
-    Attributes:
-        result: of it.
-        buffers: of the model, also those that no checkpoint has.
-        is_tied: whether the head has the embedding's weight.
-    """
+    """What rank 0 returns of a job."""
 
     result: Result
     buffers: dict[str, Tensor]

@@ -43,15 +43,7 @@ TIMES = {"step_s", "tokens_per_s", "exposed_s", "exposed_share", "waited_s", "se
 
 
 class Shown(NamedTuple):
-    """What a rank has seen.
-
-    Attributes:
-        losses: of each step, mean over this rank's micro-batches.
-        record: at the end.
-        balances: of the layers, by name, behind each step.
-        warned: what was said of monitors.
-        printed: at the end.
-    """
+    """What a rank has seen."""
 
     losses: list[float]
     record: str

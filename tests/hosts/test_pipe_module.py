@@ -41,14 +41,7 @@ def alone(pipeline: Pipeline) -> Result:
 
 @dataclass(frozen=True)
 class Row:
-    """A pipeline on ranks.
-
-    Attributes:
-        pipeline: with its strategy.
-        ranks: on which it runs.
-        error: the largest of losses, norms and weights.
-        copies: experts must have been copied.
-    """
+    """A pipeline on ranks."""
 
     pipeline: Pipeline
     ranks: int = 4

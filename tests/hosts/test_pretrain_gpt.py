@@ -50,11 +50,7 @@ pytestmark = [
 def start(
     world_size: int, *arguments: str, config: Path | None, iterations: int, is_loaded: bool = True
 ) -> str:
-    """What a run of ``ITERATIONS`` prints, up to this one.
-
-    Args:
-        is_loaded: our package is there.
-    """
+    """What a run of ``ITERATIONS`` prints, up to this one."""
     named = [] if config is None else ["--ds-moe-ext-config", str(config)]
     done = subprocess.run(
         [

@@ -28,13 +28,7 @@ FIRST_STEPS = ("--train-iters", str(SAVED_STEP))
 
 @dataclass(frozen=True)
 class Started:
-    """Runs of the script, each with a folder of its own under `folder`.
-
-    Attributes:
-        folder: results and checkpoints.
-        num_ranks: of every run.
-        model: name of a file in configs/models.
-    """
+    """Runs of the script, each with a folder of its own under `folder`."""
 
     folder: Path
     num_ranks: int

@@ -53,19 +53,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Layer(NamedTuple):
-    """One layer in one step, worked out by hand.
-
-    Attributes:
-        routed_CE: its rows.
-        computed_C: rows that each cell computed of them.
-        left: that another cell computed than their sender.
-        crossed: and one on another node.
-        made_for_CE: rows that the plan was made for.
-        predicted_C: computed of these by the plan; None where it was made for none.
-        by_paper_C: computed by the same copies and the paper's rule.
-        planned: copies, as (expert, cell).
-        added: others, with the number of passes that had them.
-    """
+    """One layer in one step, worked out by hand."""
 
     routed_CE: np.ndarray
     computed_C: np.ndarray

@@ -33,10 +33,7 @@ WARMUP = {"warmup_max_lr": 0.02, "warmup_num_steps": 5, "warmup_type": "linear"}
 
 
 class Case(NamedTuple):
-    """Sizes, and what a rank may differ in.
-
-    ``moved`` experts, of the first expert rank, are held by the first attention rank of each group.
-    """
+    """Sizes, and what a rank may differ in."""
 
     attention: int = 1
     experts: int = 1

@@ -61,15 +61,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run's rates are changed.
-
-    Attributes:
-        schedule: a name of ``SCHEDULES``.
-        is_passed: to ``deepspeed.initialize``, whose engine steps it; else by hand.
-        folder: of a checkpoint.
-        saves: the run writes it after two steps.
-        loads: the run goes on from it.
-    """
+    """How a run's rates are changed."""
 
     schedule: str
     is_passed: bool = True
@@ -79,13 +71,7 @@ class Plan:
 
 
 class Rates(NamedTuple):
-    """After a step.
-
-    Attributes:
-        of_weights: by name; of experts, by the layer's.
-        told: by the schedule.
-        users: of the groups of the user's optimizer.
-    """
+    """After a step."""
 
     of_weights: dict[str, float]
     told: list[float]

@@ -62,12 +62,7 @@ ALONGS = (Along(0, 2), Along(1), Along(0), Along(1, 2))
 
 @dataclass(frozen=True)
 class Cells:
-    """A layout of ranks, and what copies of a part keep of it.
-
-    Attributes:
-        cut: in percent of a part, where the first copy's fragment ends and the second's starts, as
-            ZeRO has it; None: each keeps all.
-    """
+    """A layout of ranks, and what copies of a part keep of it."""
 
     grid: Grid
     cut: int | None

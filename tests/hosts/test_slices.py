@@ -184,11 +184,7 @@ def engine_of(case: Case, windows: Windows, is_sliced: bool) -> Any:
 def sliced(
     windows: Windows, piece_bytes: int | None = None, *, blocks: str | None = None
 ) -> Iterator[None]:
-    """Engines get slices where their layers are replaced.
-
-    Args:
-        blocks: name of the model's list of those behind each of which, in backward, is a window.
-    """
+    """Engines get slices where their layers are replaced."""
     from ds_moe_ext.hosts.deepspeed import engine as replacing
     from ds_moe_ext.hosts.deepspeed import gradients
 

@@ -91,10 +91,7 @@ class GatherSlots(torch.autograd.Function):
 
 
 class Slots(MoE):
-    """Experts in slots: of ``num_cells`` 2 each rank has half of them, of 1 each rank has all.
-
-    ``place_E`` has each expert's place among the slots of all cells.
-    """
+    """Experts in slots: of ``num_cells`` 2 each rank has half of them, of 1 each rank has all."""
 
     def __init__(self, num_cells: int) -> None:
         nn.Module.__init__(self)

@@ -45,19 +45,7 @@ STAYING = {"fssdp": {"copies_per_rank": 2, "reshard_interval": 0}}
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop.
-
-    Attributes:
-        family: of the model; see ``jobs.model_of``.
-        wrap: what a user does to the model behind ``attach``: "ddp", "fsdp", or nothing.
-        is_ours: the block is enabled.
-        block: more of it.
-        steps: of the optimizer.
-        fused: its kind; experts then have a group of their own.
-        folder: of a checkpoint.
-        save_at: step before which it is saved.
-        load_at: step before which it is read, in place of training until there.
-    """
+    """A training loop."""
 
     family: str = "toy"
     wrap: str = ""

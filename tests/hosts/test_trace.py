@@ -27,12 +27,7 @@ NOT_OF_A_PROGRAM = {"attention", "gather", "reduction"}  # the host's; begun by 
 
 
 class Left(NamedTuple):
-    """By a run.
-
-    Attributes:
-        ranges: names of our ranges that a profiler saw in the traced steps.
-        record: of this rank.
-    """
+    """By a run."""
 
     ranges: set[str]
     record: RunRecord
@@ -79,12 +74,7 @@ JOBS = {
 
 
 class Traced(NamedTuple):
-    """A run that went on to its end.
-
-    Attributes:
-        first: what rank 0 left.
-        events: of the trace.
-    """
+    """A run that went on to its end."""
 
     first: Left
     events: list[dict[str, Any]]

@@ -34,20 +34,7 @@ MIXTRAL = Job("mixtral")
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks that have attention and experts; which are late, by how much; bytes that are free.
-
-    Attributes:
-        job: whose model it is.
-        attention: ranks.
-        expert: ranks.
-        profile: the block.
-        late_attention_s: each attention module, on attention ranks.
-        late_expert_s: each expert module, on expert ranks.
-        seconds: that attention and expert ranks measure, in turn; None: what things take.
-        free_bytes: of attention and expert ranks; None: what is there.
-        bfloat16: the host will cast to it.
-        hooks: of the block.
-    """
+    """Ranks that have attention and experts; which are late, by how much; bytes that are free."""
 
     job: Job = MIXTRAL
     attention: int = 1

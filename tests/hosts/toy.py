@@ -23,14 +23,7 @@ VOCABULARY, LENGTH, D, HEADS, TOP_K = 64, 16, 16, 2, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What is unusual about a variant.
-
-    Attributes:
-        experts: of each layer.
-        widths: ``F`` of each layer; all alike if there is one; 0 for paired experts.
-        shares_first: the last block uses the first one's experts.
-        trains: names of the parameters that are trained contain one of these.
-    """
+    """What is unusual about a variant."""
 
     experts: tuple[int, ...] = (8, 8, 8)
     widths: tuple[int, ...] = (12,)

@@ -22,18 +22,7 @@ IN_SLOTS = f"{__name__}:VariedInSlots"
 
 @dataclass(frozen=True, kw_only=True)
 class Varied(Strategy):
-    """Copies, further copies once the rows are known, and homes by chance.
-
-    Attributes:
-        layers: chance that a layer has copies.
-        copies: chance that a cell has a copy of an expert of such a layer.
-        revised: chance that a layer's plan adds copies once its rows are known.
-        rematerialized: chance that a layer's copies are freed after forward.
-        carried: chance that the layer before launches a layer's copies.
-        plan_every: steps that a plan stays.
-        shard_every: steps between new homes; 0 is never.
-        seed: of all this.
-    """
+    """Copies, further copies once the rows are known, and homes by chance."""
 
     layers: float = 0.8
     copies: float = 0.4

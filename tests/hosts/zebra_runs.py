@@ -17,14 +17,7 @@ class Numbers(list[int]):
 
 
 def zebra(job: Job, attention: int | None = 1, experts: int | None = 1, **keys: Any) -> Job:
-    """The job on ZP groups of so many attention and expert ranks.
-
-    Args:
-        job: of any strategy.
-        attention: ranks of a group.
-        experts: likewise.
-        keys: further ones of the strategy's block.
-    """
+    """The job on ZP groups of so many attention and expert ranks."""
     sizes = {"attention_size": attention, "expert_size": experts}
     lists = {key: Numbers(value) for key, value in keys.items() if isinstance(value, list)}
     return replace(job, strategy="zebra", keys=tuple((sizes | keys | lists).items()))

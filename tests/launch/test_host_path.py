@@ -31,13 +31,7 @@ from tests.ranks import forkserver
 
 
 class Most(NamedTuple):
-    """Of a layer and step, on 8 ranks with 2 experts each.
-
-    Attributes:
-        waits: of the host for the device.
-        copies: from the host to the device.
-        collectives: and calls that move tensors between pairs.
-    """
+    """Of a layer and step, on 8 ranks with 2 experts each."""
 
     waits: int
     copies: int

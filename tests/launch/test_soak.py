@@ -30,15 +30,7 @@ NUM_STEPS = 50
 
 @dataclass(frozen=True)
 class Look:
-    """At one rank.
-
-    Attributes:
-        rss_bytes: resident, of the process.
-        python_bytes: allocated by Python, by tracemalloc.
-        tensors: that gc knows.
-        threads, files: of the process.
-        communicators: of torch.distributed.
-    """
+    """At one rank."""
 
     rss_bytes: int
     python_bytes: int

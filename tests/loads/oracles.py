@@ -22,13 +22,7 @@ Statement = tuple[str, bool]
 
 
 def broken(name: str, rows_ILCE: np.ndarray, sizes: Sizes) -> list[str]:
-    """What does not hold of a workload's counts; empty if all is well.
-
-    Args:
-        name: of the workload.
-        rows_ILCE: the counts, int64 ``[I, L, C, E]``.
-        sizes: for which they were made.
-    """
+    """What does not hold of a workload's counts; empty if all is well."""
     if rows_ILCE.shape != sizes.shape:
         return [f"the shape is {sizes.shape}"]
     found: list[str] = []

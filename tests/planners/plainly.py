@@ -147,15 +147,7 @@ def sharded(
 
 
 class Turn(NamedTuple):
-    """One turn of Pro-Prophet's loop.
-
-    Attributes:
-        expert: that it adds to the list.
-        holders: where that one computes.
-        computed: rows of each cell, H, with the whole list copied.
-        received: rows that come to each cell from others, R, likewise.
-        seconds: T' likewise.
-    """
+    """One turn of Pro-Prophet's loop."""
 
     expert: int
     holders: list[int]
@@ -308,14 +300,7 @@ def model_homes(draw: st.DrawFn, num_experts: list[int], num_cells: int) -> tupl
 
 
 class SmallModel(NamedTuple):
-    """Some layers on some cells.
-
-    Attributes:
-        homes: of each layer.
-        sizes: experts of each layer.
-        node_C: node of each cell.
-        rng: for what a test draws besides.
-    """
+    """Some layers on some cells."""
 
     homes: tuple[Placement, ...]
     sizes: list[int]
