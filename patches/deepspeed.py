@@ -18,7 +18,7 @@ from ds_moe_ext.hosts.deepspeed import (
     startup,
     zero_3,
 )
-from ds_moe_ext.hosts.deepspeed.overrides import during
+from ds_moe_ext.hosts.deepspeed.rank_groups import during
 from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.patches.patch import Patch, apply_all, by
 from ds_moe_ext.schedule.watch import WATCH

@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_moe_ext.core.hardware import Collectives, Flops, Hardware, Link, Product
-from ds_moe_ext.files.console import wide_console
-from ds_moe_ext.report.units import bytes_text, seconds_text, short_count
+from ds_moe_ext.report.units import bytes_text, seconds_text, short_count, wide_console
 
 EXPERT_BYTES = 4 * 768**2 * 2  # HECATE's GPT-MoE-S: 768 x 1536, twice, of two bytes each
 NOISY = 0.99  # r² below this deserves a word

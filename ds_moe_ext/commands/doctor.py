@@ -18,7 +18,7 @@ from rich.table import Table
 
 import _ds_moe_ext_autoload
 from ds_moe_ext import _autoload
-from ds_moe_ext.files.console import wide_console
+from ds_moe_ext.report.units import wide_console
 
 
 def add_doctor(commands: Any) -> None:

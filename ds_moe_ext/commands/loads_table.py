@@ -10,9 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.planning.load_files import NAMES, check_ending, read_loads, write_loads
 from ds_moe_ext.planning.loads import Loads, Sizes, figures_of
+from ds_moe_ext.report.units import wide_console
 
 SIZES = {
     "ranks": "that send, and are home to experts",

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections.abc import Sequence
+
+from rich.console import Console
 
 TIMES = "\u00d7"
 EN_DASH = "\u2013"
@@ -72,3 +75,23 @@ def _shared(lists: Sequence[Sequence[str]]) -> int:
     """How many leading entries all lists share."""
     alike = (len(set(entries)) == 1 for entries in zip(*lists))
     return sum(itertools.takewhile(bool, alike))
+
+
+# Where tables are printed: a terminal, or a file that a launcher writes.
+
+
+WIDE = 180
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; in a file or a pipe wide enough for our tables.
+
+    ``Console()`` takes a file to have 80 columns, and cuts what is wider: a scheduler's log would
+    have tables that nobody can read.
+
+    Args:
+        stderr: there, in place of stdout.
+    """
+    made = Console(stderr=stderr)
+    width = shutil.get_terminal_size((WIDE, 0)).columns  # as COLUMNS says, if it does
+    return made if made.is_terminal else Console(width=width, stderr=stderr)

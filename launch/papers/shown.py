@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_moe_ext.files.console import wide_console
+from ds_moe_ext.report.units import wide_console
 from papers.figure import Figure, Paper, met_of
 from papers.figure_page import Reproduced, page_of
 from papers.fsmoe_figures import FSMOE

@@ -49,13 +49,12 @@ from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.gradients import record_of
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
-from ds_moe_ext.hosts.deepspeed.overrides import during
 from ds_moe_ext.hosts.deepspeed.parameter_groups import (
     OptimizerStates,
     base_optimizer,
     has_dense_weights,
 )
-from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, num_stages, own_groups
+from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, during, num_stages, own_groups
 from ds_moe_ext.hosts.steps.expert_moves import Expert
 from ds_moe_ext.hosts.steps.training_run import Run, run_of
 from ds_moe_ext.moe.sharding import whole_weights

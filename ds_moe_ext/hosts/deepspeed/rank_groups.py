@@ -1,25 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that do not all have the same dense weights: which of them share what.
-
-Tensor parallelism is known by the ``mpu`` that a user passes, or made by AutoTP; stages are those
-of DeepSpeed's ``PipelineModule``. Roles (HeterMoE, section 3; spec 2.1, rule 47, A10) are ours:
-some ranks have attention and others experts only, in an unmodified engine, which takes every rank
-for a replica of the others but for its experts. There only ranks of one role are replicas, and no
-rank has all weights; so
-
-* an ``mpu``, ``RoleUnit``, answers that the data-parallel group is the ranks of the own role, over
-  which DeepSpeed averages, partitions and broadcasts dense weights;
-* the gradient norm and the vote on overflow are over all ranks: ``join_roles`` sees to it;
-* experts are reduced as DeepSpeed always does it: over the ranks at the same place of all groups.
-
-DeepSpeed divides every gradient of a rank, an expert's too, by the size of the rank's data-parallel
-group, at ZeRO 0, 1 and 2 alike; see ``experts_factor``.
-"""
+"""Attributes of DeepSpeed's objects that are others while something runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +29,27 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import Roles, group_among
 from ds_moe_ext.hosts.attachment.host_layer import Found
-from ds_moe_ext.hosts.deepspeed.overrides import during
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.strategies.settings import BLOCK
+
+
+@contextmanager
+def during(owner: Any, **others: Any) -> Iterator[None]:
+    """A block in which attributes of an object are these; methods that its class has come back."""
+    before = {name: getattr(owner, name) for name in others if name in vars(owner)}
+    for name, value in others.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in others:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+# Ranks that do not all have the same dense weights: which of them share what.
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.core.layout import ParallelLayout
-from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.hosts.attachment.host_layer import TOP_K, TOP_KS, Facts, differences
 from ds_moe_ext.hosts.attachment.notices import ENDINGS, Default, Refusal, or_warn, say, settle
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
@@ -45,7 +44,7 @@ from ds_moe_ext.report.summary import (
     scores_line,
     verdict,
 )
-from ds_moe_ext.report.units import bytes_text, counted, seconds_text
+from ds_moe_ext.report.units import bytes_text, counted, seconds_text, wide_console
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.schedule.simulator import Box, Count, chrome_trace
