@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "launch"))
-
 from size import sizes
 
 ARE_AT = {
