@@ -40,6 +40,7 @@ from ds_moe_ext.hosts.attachment.startup_check import is_first
 from ds_moe_ext.hosts.deepspeed.guard import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
+NUM_HELD_OUT_BATCHES = 4
 ASKS_ITSELF = "Attempting to get learning rate from scheduler before it has started"
 GPT_MOE = "gpt_moe"
 FAMILIES = (GPT_MOE, "mixtral", "qwen3_moe")  # the others by Hugging Face's model type
@@ -60,8 +61,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of weights and of the order of the text")
     add("--strategy", help="replaces the word after `strategy` in the ds_moe_ext block")
     add("--dtype", choices=DTYPES, help="replaces the number type of the DeepSpeed JSON")
+    add("--ep_size", type=int, help="replaces ep_size of a gpt_moe model file")
     add("--save", type=Path, help="folder for a checkpoint after the last step")
+    add("--save_every", type=int, default=0, help="save also every so many steps")
     add("--resume", type=Path, help="folder of a checkpoint to go on from")
+    add("--eval_every", type=int, default=0, help="held-out loss every so many steps; 0: never")
     add("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -75,11 +79,13 @@ class LanguageModel:
     language_loss: Callable[[Any], Tensor]
 
 
-def model_of(
-    model: Mapping[str, Any], arguments: argparse.Namespace, ep_size: int | None = None
-) -> LanguageModel:
-    """Build the model that a file's content describes; the same seed gives every rank the same
-    weights. Without an ``ep_size`` a model of the family gpt_moe has its file's."""
+def build_model(arguments: argparse.Namespace) -> LanguageModel:
+    """Build the model a file describes; the same seed gives every rank the same weights."""
+    return model_of(read_json(arguments.model, "--model"), arguments)
+
+
+def model_of(model: Mapping[str, Any], arguments: argparse.Namespace) -> LanguageModel:
+    """Build the model that a file's content describes, likewise."""
     family, config = model.get("family"), model.get("config", {})
     if family not in FAMILIES:
         raise ValueError(
@@ -92,14 +98,23 @@ def model_of(
         )
     torch.manual_seed(arguments.seed)
     if family == GPT_MOE:
-        gpt_config = GptMoeConfig.from_json(config, ep_size=ep_size)
-        gpt_config.check_window(arguments.sequence_length)
-        return LanguageModel(
-            GptMoe(gpt_config),
-            arguments=Batch._asdict,
-            language_loss=lambda output: output.language_loss,
+        return _gpt_moe(config, arguments)
+    if arguments.ep_size is not None:
+        raise ValueError(
+            f"--ep_size {arguments.ep_size} is for the family {GPT_MOE}; for {family} set "
+            "expert_parallel_size in the DeepSpeed JSON"
         )
     return _hugging_face(family, config)
+
+
+def _gpt_moe(config: Mapping[str, Any], arguments: argparse.Namespace) -> LanguageModel:
+    gpt_config = GptMoeConfig.from_json(config, ep_size=arguments.ep_size)
+    gpt_config.check_window(arguments.sequence_length)
+    return LanguageModel(
+        GptMoe(gpt_config),
+        arguments=Batch._asdict,
+        language_loss=lambda output: output.language_loss,
+    )
 
 
 def _hugging_face(family: str, config: Mapping[str, Any]) -> LanguageModel:
@@ -148,6 +163,8 @@ def read_run(arguments: argparse.Namespace) -> Run:
     num_steps = _last_step(config) if arguments.steps is None else arguments.steps
     if num_steps < 1:
         raise ValueError(f"--steps {num_steps} trains nothing; give 1 or more")
+    if arguments.save_every and arguments.save is None:
+        raise ValueError(f"--save_every {arguments.save_every} has no effect without --save FOLDER")
     text = read_text(arguments.data)
     return Run(config, _dtype(config), name.strategy, name.output, text, num_steps)
 
@@ -178,16 +195,22 @@ class Trainer:
                 config=run.deepspeed_config,
             )
             self.recorder = recorder_of(self.engine)
-            self.sampler = WindowSampler(
-                text=run.text.training,
-                source=run.text.source,
-                sequence_length=arguments.sequence_length,
-                micro_batch_size=self.engine.train_micro_batch_size_per_gpu(),
-                num_micro_steps=self.engine.gradient_accumulation_steps(),
-                num_ranks=dist.get_world_size(),
-                seed=arguments.seed,
-            )
-        self.held_out_losses: dict[int, float] = {}  # the script under Megatron has some
+            self.sampler = self._sampler(run.text.training, run.text.source)
+            if arguments.eval_every:
+                source = f"the held-out end of {run.text.source}"
+                self.held_out = self._sampler(run.text.held_out, source)
+        self.held_out_losses: dict[int, float] = {}
+
+    def _sampler(self, text: Any, source: str) -> WindowSampler:
+        return WindowSampler(
+            text=text,
+            source=source,
+            sequence_length=self.arguments.sequence_length,
+            micro_batch_size=self.engine.train_micro_batch_size_per_gpu(),
+            num_micro_steps=self.engine.gradient_accumulation_steps(),
+            num_ranks=dist.get_world_size(),
+            seed=self.arguments.seed,
+        )
 
     def resume(self) -> None:
         """Load the weights, optimizer, LR schedule and step of `--resume`, if given."""
@@ -206,22 +229,23 @@ class Trainer:
             )
 
     def train(self, display: Display) -> list[StepRecord]:
-        """Take the steps that are left, and save after the last one, if asked."""
+        """Take the steps that are left, evaluating and saving when due."""
         records = []
         for step in range(self.engine.global_steps, self.run.num_steps):
             records.append(self._step(step))
             display.show(records[-1])
-        if self.arguments.save is not None:
-            self.engine.save_checkpoint(str(self.arguments.save))
+            if self.arguments.eval_every and (step + 1) % self.arguments.eval_every == 0:
+                loss = self._held_out_loss()
+                self.held_out_losses[step + 1] = loss
+                display.show_held_out(step + 1, loss)
+            self._save_if_due(step + 1)
         return records
 
     def _step(self, step: int) -> StepRecord:
         start_s = time.perf_counter()
         losses = []
         for micro_step in range(self.sampler.num_micro_steps):
-            batch = self.sampler.batch(step, micro_step, dist.get_rank())
-            batch = Batch(*(tensor.to(self.device) for tensor in batch))
-            output = self.engine(**self.model.arguments(batch))
+            output = self._forward(self.sampler, step, micro_step)
             self.engine.backward(output.loss)
             self.engine.step()
             losses.append(self.model.language_loss(output))
@@ -235,6 +259,11 @@ class Trainer:
             balance=None if self.recorder is None else self.recorder.latest_balance(),
         )
 
+    def _forward(self, sampler: WindowSampler, step: int, micro_step: int) -> Any:
+        batch = sampler.batch(step, micro_step, dist.get_rank())
+        on_device = Batch(*(tensor.to(self.device) for tensor in batch))
+        return self.engine(**self.model.arguments(on_device))
+
     @property
     def device(self) -> torch.device:
         """What this rank computes on."""
@@ -245,6 +274,23 @@ class Trainer:
     def tokens_per_step(self) -> int:
         """Of all ranks, in one optimizer step."""
         return self.engine.train_batch_size() * self.arguments.sequence_length
+
+    def _held_out_loss(self) -> float:
+        # Always the same windows, so that the losses of two steps or two runs can be compared.
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [
+                self.model.language_loss(self._forward(self.held_out, step, 0))
+                for step in range(NUM_HELD_OUT_BATCHES)
+            ]
+        self.engine.train()
+        return mean_over_ranks(losses)
+
+    def _save_if_due(self, num_done: int) -> None:
+        every = self.arguments.save_every
+        is_due = num_done == self.run.num_steps or (every and num_done % every == 0)
+        if self.arguments.save is not None and is_due:
+            self.engine.save_checkpoint(str(self.arguments.save))
 
 
 def mean_over_ranks(losses: Sequence[Tensor]) -> float:
@@ -259,7 +305,7 @@ def main() -> None:
     arguments = parse_arguments()
     with plain_errors(SCRIPT):
         run = read_run(arguments)
-        model = model_of(read_json(arguments.model, "--model"), arguments)
+        model = build_model(arguments)
     if is_first():
         tell_of_old_lock()
         if not is_compiled():

@@ -57,7 +57,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--zero_stage", type=int, default=1)
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--json", type=Path, help="write the figures here")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.ep_size = None
+    return arguments
 
 
 def documents(arguments: argparse.Namespace, family: str, world_size: int) -> dict[str, Any]:
@@ -95,9 +97,9 @@ def contender(
     document: dict[str, Any],
 ) -> Contender:
     """Build one engine with its own model. Collective."""
-    ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
+    arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
     with torch.device(get_accelerator().current_device_name()):
-        model: LanguageModel = model_of(described, arguments, ep_size)
+        model: LanguageModel = model_of(described, arguments)
     engine, *_ = deepspeed.initialize(
         model=model.module, model_parameters=model.module.parameters(), config=document
     )
