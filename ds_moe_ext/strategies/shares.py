@@ -185,4 +185,9 @@ def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
         copy_price=round(copy_s / levels.prices.unit_s),
         num_slots=num_slots,
     )
-    return replace(plan, revise=lambda rows_CE: Destination(*repair(rows_CE)))
+    return replace(plan, revise=partial(_destination, repair))
+
+
+def _destination(repair: Repair, rows_CE: np.ndarray) -> Destination:
+    """A function of the module, since plans are pickled."""
+    return Destination(*repair(rows_CE))
