@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,17 @@ def module_of(path: Path) -> str:
     return ".".join(parts[1:] if parts[0] == PACKAGE else parts)
 
 
-SOURCES = {
-    module_of(path): tuple(ast.walk(ast.parse(path.read_text())))
+PATHS = {
+    module_of(path): path
     for pattern in ("*.py", f"{PACKAGE}/**/*.py", "patches/**/*.py")
     for path in ROOT.glob(pattern)
 }
 ROWS = {room: row for row, rooms in enumerate(LAYERS.split("<")) for room in rooms.split() or [""]}
+
+
+@cache
+def sources() -> dict[str, Nodes]:
+    return {m: tuple(ast.walk(ast.parse(path.read_text()))) for m, path in PATHS.items()}
 
 
 def row_of(module: str) -> int:
@@ -93,7 +99,7 @@ def imported(nodes: Nodes) -> Findings:
 def our_module(name: str) -> str | None:
     """The module of ours that a dotted name is or lies in; None if it is another's."""
     package, _, inner = name.partition(".")
-    while inner and inner not in SOURCES:
+    while inner and inner not in PATHS:
         inner = inner.rpartition(".")[0]
     return inner if package == PACKAGE else None
 
@@ -167,7 +173,7 @@ RIGHT = (
 
 
 def test_every_module() -> None:
-    checks = [(rule, *source) for rule in RULES for source in SOURCES.items()]
+    checks = [(rule, *source) for rule in RULES for source in sources().items()]
     wrong = [f"{m}:{node.lineno}: {what}" for rule, m, n in checks for node, what in rule(m, n)]
     assert not wrong, "\n".join(wrong)
 
@@ -182,7 +188,7 @@ def test_rules_bite(sample: str) -> None:
 def test_no_import_cycles() -> None:
     needs = {
         module: {other for _, name in imported(nodes) if (other := our_module(name)) is not None}
-        for module, nodes in SOURCES.items()
+        for module, nodes in sources().items()
     }
     while needs:
         leaves = {module for module, others in needs.items() if not others & set(needs)}

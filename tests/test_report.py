@@ -693,6 +693,7 @@ def test_tasks_without_length() -> None:
     )
 
 
+@pytest.mark.slow  # the next one is CI's
 def test_large_record_stays_small() -> None:
     rng = np.random.default_rng(0)
     num_steps, num_layers, num_experts = 1000, 60, 256
