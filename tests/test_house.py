@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure that must hold, by ``ast``: who imports whom, who communicates, what is HTML.
-
-A rule yields what is wrong in one module. Hidden state and silence are ruff's (``ruff.toml``).
-"""
+"""The structure that must hold: who imports whom, who communicates, what is HTML."""
 
 from __future__ import annotations
 
@@ -24,15 +21,14 @@ _ds_moe_ext_autoload < _autoload < strict files version < schedule < core < plan
 < strategies < report verification < hosts < patches < commands testing < cli run profile_run <
 """
 """Rooms, the lowest first: folders or files of the package, itself last. No import goes up."""
-PURE = (
-    "strict files.documents schedule.task schedule.orders schedule.simulator"
-    " schedule.step schedule.stripes core.placement core.share core.row_levels"
-    " core.row_levels_twin core.transfer core.hardware planning.loads planning.load_files"
-    " planning.load_models planning.prices planning.layer_costs planning.exchange_costs"
-    " planning.zebra_costs planning.zebra_planner planning.fssdp_planner"
-    " planning.prophet_planner planning.priced_plans planning.pipeline_degrees"
-    " planning.layer_pipelines"
-)
+PURE = """
+strict files.documents schedule.task schedule.orders schedule.simulator schedule.step
+schedule.stripes core.placement core.share core.row_levels core.row_levels_twin core.transfer
+core.hardware planning.loads planning.load_files planning.load_models planning.prices
+planning.layer_costs planning.exchange_costs planning.zebra_costs planning.zebra_planner
+planning.fssdp_planner planning.prophet_planner planning.priced_plans planning.pipeline_degrees
+planning.layer_pipelines
+"""
 """Rooms of arithmetic: numpy, or C by ``compiled``, but no torch, clock or environment."""
 IMPURE = {"os", "time", "random", "datetime", "socket", "subprocess", "threading"}
 PURE_PACKAGES = (sys.stdlib_module_names | {"numpy", "scipy"}) - IMPURE
@@ -88,7 +84,6 @@ def lies_in(module: str, rooms: str) -> bool:
 
 
 def imported(nodes: Nodes) -> Findings:
-    """Every imported module or name, dotted; what a function imports when it runs, too."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -197,7 +192,6 @@ def test_no_import_cycles() -> None:
 
 
 def test_the_page_of_the_house_has_these_rooms_and_files() -> None:
-    """docs/house.md lists rooms from the roof down, a row of LAYERS in each row of its table."""
     page = (ROOT / "docs" / "house.md").read_text()
     table = page.split("| rooms |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in reversed(table)]
