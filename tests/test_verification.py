@@ -26,7 +26,7 @@ from ds_moe_ext.verification import (
     sketch,
     sketch_at,
 )
-from tests.test_house import SOURCES, imported
+from tests.test_house import imported, sources
 
 T, K, E, D = 600, 2, 8, 4
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_told(
 def test_nobody_else_loads_what_verifies() -> None:
     """Its patches and what watches are loaded by name, where the variable is set."""
     ours = ("hosts.verification", "patches.verify_")
-    for module, nodes in SOURCES.items():
+    for module, nodes in sources().items():
         if not module.startswith(ours):
             names = [name for _, name in imported(nodes)]
             assert not [name for name in names if name.partition(".")[2].startswith(ours)]
