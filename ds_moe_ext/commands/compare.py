@@ -264,10 +264,6 @@ def _most(of: Callable[[RanksRecord], np.ndarray]) -> Callable[[Finished], float
     return most
 
 
-def _whole_bytes(value: float) -> str:
-    return bytes_text(round(value))
-
-
 FIGURES = (
     Figure(
         "tokens/s",
@@ -287,10 +283,10 @@ FIGURES = (
     Figure("balance, as computed", _of_outcome(lambda each: each.balance), "{:.2f}".format),
     Figure("copies a step", _of_outcome(lambda each: each.copies), "{:.1f}".format),
     Figure("homes moved", _of_outcome(lambda each: each.num_moved), "{:,.0f}".format),
-    Figure("expert weights, rank 0", _expert_bytes, _whole_bytes),
-    Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), _whole_bytes),
-    Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), _whole_bytes),
-    Figure("host memory, fullest rank", _most(lambda ranks: ranks.resident_R), _whole_bytes),
+    Figure("expert weights, rank 0", _expert_bytes, bytes_text),
+    Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), bytes_text),
+    Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), bytes_text),
+    Figure("host memory, fullest rank", _most(lambda ranks: ranks.resident_R), bytes_text),
 )
 
 

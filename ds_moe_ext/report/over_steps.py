@@ -100,17 +100,13 @@ def _last(value_G: np.ndarray) -> float:
     return float(value_G[-1])
 
 
-def _bytes(value: float) -> str:
-    return bytes_text(round(value))
-
-
 _VALUES = (
     _Value("Seconds of a step", "slowest rank", lambda pace: pace.step_s_G, seconds_text),
     _Value("Tokens a second", "all ranks", lambda pace: pace.tokens_per_s_G, short_count),
     _Value("Loss", "mean of the ranks", lambda pace: pace.loss_G, "{:.4g}".format, _last),
-    _Value("Memory", "allocated", lambda pace: pace.allocated_G, _bytes, _last),
-    _Value("Memory", "reserved", lambda pace: pace.reserved_G, _bytes, _last),
-    _Value("Memory", "of the host", lambda pace: pace.resident_G, _bytes, _last),
+    _Value("Memory", "allocated", lambda pace: pace.allocated_G, bytes_text, _last),
+    _Value("Memory", "reserved", lambda pace: pace.reserved_G, bytes_text, _last),
+    _Value("Memory", "of the host", lambda pace: pace.resident_G, bytes_text, _last),
     _Value("Communication", "exposed", lambda pace: pace.exposed_s_G, seconds_text),
     _Value("Communication", "waiting", lambda pace: pace.waited_s_G, seconds_text),
     _Value("Communication", "sending", lambda pace: pace.sent_s_G, seconds_text),

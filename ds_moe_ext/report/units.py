@@ -30,8 +30,9 @@ def short_count(number: float) -> str:
     return f"{number / 1000**power:.3g} {_COUNTS[power]}"
 
 
-def bytes_text(num_bytes: int) -> str:
-    """Bytes in binary units, as ``1.50 GiB``."""
+def bytes_text(num_bytes: float) -> str:
+    """Whole bytes in binary units, as ``1.50 GiB``."""
+    num_bytes = round(num_bytes)
     if num_bytes < 1024:
         return f"{num_bytes} B"
     power = min(int(math.log2(num_bytes) // 10), len(_BYTES) - 1)
