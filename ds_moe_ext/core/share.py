@@ -644,6 +644,88 @@ class NearestCopy:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedParts:
+    """Fixed parts of every sender's rows for each replica, so that a sender divides its rows
+    without knowing those of others, as a host's own dispatcher does. A ``Share``.
+
+    Of ``r`` rows of an expert the holders up to the ``h``-th compute ``floor(u[h] * r + 1/2)``.
+    Shape letters: C senders or holders, X experts with several holders, H holders of one.
+    """
+
+    target: Placement
+    copied_X: np.ndarray  # experts with several holders, int64
+    holder_XH: np.ndarray  # their holders, ascending; the last is repeated, int64
+    until_CXH: np.ndarray  # ``u`` of each sender: ascending, 1 from its last holder on, float64
+
+    @classmethod
+    def of(cls, target: Placement, rule: Rule, predicted_CE: np.ndarray | None) -> PlannedParts:
+        """Parts of a rule: of the rows that it was planned for, or of any where it looks at none."""
+        copied_X = np.flatnonzero(target.num_holders_E > 1)
+        most = int(target.num_holders_E.max())
+        holder_XH = np.zeros((len(copied_X), most), dtype=np.int64)
+        for place, expert in enumerate(copied_X):
+            holders = np.flatnonzero(target.holds_EC[expert])
+            holder_XH[place] = np.pad(holders, (0, most - len(holders)), mode="edge")
+        if isinstance(rule, LocalElseHome | NearestCopy) or predicted_CE is None:
+            predicted_CE = np.full(target.holds_EC.T.shape, EVENLY)
+        predicted_CE = np.maximum(predicted_CE, 1)
+        share = rule.of_rows(predicted_CE)
+        until_CXH = np.empty((target.num_cells, *holder_XH.shape))
+        is_new_XH = np.diff(holder_XH, axis=1, prepend=-1) > 0
+        for sender, rows_E in enumerate(predicted_CE):
+            (sent_EC,) = share.rows_from(sender, rows_E[None])
+            sent_XH = np.take_along_axis(sent_EC[copied_X], holder_XH, axis=1) * is_new_XH
+            until_CXH[sender] = sent_XH.cumsum(axis=1) / rows_E[copied_X, None]
+        return cls(target, copied_X, holder_XH, until_CXH)
+
+    def prepare(self, cell: int) -> None:
+        self.target.prepare(cell)
+
+    def of_rows(self, rows_CE: np.ndarray) -> PlannedParts:
+        return self
+
+    def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+        return self._divided(rows_FE[None], slice(sender, sender + 1))[0]
+
+    def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
+        return self._divided(rows_CFE)[..., holder]
+
+    def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
+        return self._divided(rows_CFE).sum(axis=2).swapaxes(0, 1)
+
+    def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
+        target, alone_E = self.target, self.target.num_holders_E == 1
+        alone_A, total_E = np.flatnonzero(alone_E), rows_CE.sum(axis=0)
+        holder_A = target.holder_N[alone_E[target.expert_N]]
+        computed_C = _sums(holder_A, total_E[alone_A], target.num_cells)
+        parts_XH = self._parts(rows_CE[:, None], slice(None)).sum(axis=(0, 1))
+        return computed_C + _sums(self.holder_XH, parts_XH, target.num_cells)
+
+    def _parts(self, rows_CFE: np.ndarray, senders: slice) -> np.ndarray:
+        """Of experts with several holders, int64 ``[C, F, X, H]``."""
+        rows_CFX1 = rows_CFE[..., self.copied_X, None]
+        ends = np.floor(self.until_CXH[senders, None] * rows_CFX1 + 0.5)
+        return np.diff(ends.astype(np.int64), axis=-1, prepend=0)
+
+    def _divided(self, rows_CFE: np.ndarray, senders: slice = slice(None)) -> np.ndarray:
+        """Rows by sender, chunk, expert and holder, int64 ``[C, F, E, C]``."""
+        divided = rows_CFE[..., None] * self.target.holds_EC  # of experts with one holder
+        parts = self._parts(rows_CFE, senders)
+        own = np.zeros((*parts.shape[:3], self.target.num_cells), np.int64)
+        for number, holder_X in enumerate(self.holder_XH.T):  # repeated ones have no more rows
+            own[..., np.arange(len(holder_X)), holder_X] += parts[..., number]
+        divided[..., self.copied_X, :] = own
+        return divided
+
+    def describe(self) -> str:
+        return f"parts {self.until_CXH.tolist()}\n{self.target.describe()}"
+
+
+EVENLY = 2520
+"""Rows that any number of holders up to ten divides evenly."""
+
+
 def sent_by_pair(share: Share, target: Placement, sender: int, rows_FE: np.ndarray) -> np.ndarray:
     """Rows that one sender sends for each of the target's (expert, holder) pairs, int64 ``[F, N]``,
     in the order of ``flat_N``: what ``rows_from`` says of them, without a table of all cells."""

@@ -461,6 +461,13 @@ class Prefetch:
         there = {**self._added.held, **self.memory.held, **self._at_home(experts)}
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
+    def replicas(self) -> dict[int, Weights]:
+        """Weights of the experts that compute here and are at home elsewhere, as planned. Waits for
+        them."""
+        self.launch_rest()
+        self._wait()
+        return {expert: self.memory.held[expert] for expert in self.copies.transfers.copied}
+
     @property
     def _computes_stacks(self) -> bool:
         """Whether all that computes here is stacked: those at home, and as planned the copies."""
@@ -611,6 +618,20 @@ class Prefetch:
         copies.moved(arrived.traffic)
         self._arrived.update(arrived.grads)
         copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
+
+    def send_back(self, grads: Mapping[int, Weights]) -> None:
+        """Send gradients of ``replicas`` home: of all passes of a step, in the last of these."""
+        self._make_ready(grads)
+        while self._to_send:
+            self.send()
+
+    def sums(self) -> dict[int, Weights]:
+        """What has come of ``send_back`` from all replicas, by expert at home. Waits for it."""
+        copies = self.copies
+        copies.join(self._reductions)
+        arrived, self._arrived, self._reductions = self._arrived, {}, []
+        copies.lanes.keep(one_of_each(arrived.values()))
+        return arrived
 
     def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The finished gradients of the experts at home. Waits for all that was sent.

@@ -144,6 +144,7 @@ class RoutedExperts:
         slices: what reduces dense gradients beside this layer; None where the host does it alone.
         plans_in_lane: a plan that says which comes after it has that made in a lane of the host's.
         turns: by which ranks run what others run; None where there has been no such block.
+        is_hosts: the host runs the layer itself, and this is what is known of it.
     """
 
     def __init__(
@@ -168,12 +169,13 @@ class RoutedExperts:
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
         self.turns: Turns | None = None
+        self.is_hosts = False
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
         self._hooks = self._options.hooks
         if strategy.static_capacity is not None:
-            self.rows.gather = partial(_by_cell, site.layout)
+            self.rows.gather = partial(by_cell, site.layout)
         own = strategy.stages(site)
         check_layer(
             own,
@@ -329,6 +331,8 @@ class RoutedExperts:
         self.rows.begin(is_training=is_training)  # before anybody looks at what is launched
         if self.copies is not None and self.site.plan.is_joined:
             prefetch = self.copies.begin(weights, is_training=is_training)
+            if self.is_hosts:
+                return
             self._started = started(prefetch, weights)
             self._was_graded = torch.is_grad_enabled()
 
@@ -666,7 +670,7 @@ class RoutedExperts:
         return stages
 
 
-def _by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:
+def by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:
     """Rows that all ranks of each cell have, ``[X]`` to ``[C, X]``. Collective over the grid."""
     grid = layout.grid
     if grid.size == 1:

@@ -82,6 +82,23 @@ class CheckpointSettings:
     checksums: bool = True
 
 
+HOST, PROGRAM = "host", "program"  # who runs a layer, by their JSON names
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings:
+    """What concerns Megatron-core alone."""
+
+    # who runs an MoE layer: "host", Megatron itself, with replicas of experts as guests in its
+    # layer; or "program", this package in its place. Null: the host where the strategy only says
+    # where experts compute
+    layer: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            one_of(f"{BLOCK}.megatron.layer", self.layer, (HOST, PROGRAM))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What is told, kept and checked of a run, whatever its strategy."""
@@ -122,6 +139,9 @@ class Settings(RunSettings):
     # first steps what the strategy needs to know
     hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # keys of a strategy of the user's own
+    megatron: MegatronSettings = field(
+        default_factory=MegatronSettings
+    )  # under Megatron-core alone
 
     def __post_init__(self) -> None:
         all_at_least(BLOCK, self, expert_parallel_size=1, expert_sharding_size=1)

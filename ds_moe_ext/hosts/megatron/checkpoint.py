@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts.attachment.host_layer import Facts
 from ds_moe_ext.hosts.attachment.notices import ENABLED, Refusal, refuse
-from ds_moe_ext.hosts.megatron.layers import HostedExperts
+from ds_moe_ext.hosts.megatron.layers import MegatronExperts
 from ds_moe_ext.hosts.megatron.refusals import MOVING
 from ds_moe_ext.hosts.steps.expert_moves import Group, States
 from ds_moe_ext.hosts.steps.training_run import Run
@@ -85,7 +85,7 @@ def watch(run: Run, optimizer: Any) -> None:
             layer.routed.start_anew()
 
     for layer in layers:
-        assert isinstance(layer.hosted, HostedExperts)
+        assert isinstance(layer.hosted, MegatronExperts)
         layer.hosted.named = come_home
         experts = layer.hosted.experts
         experts.register_state_dict_pre_hook(lambda *_: come_home())

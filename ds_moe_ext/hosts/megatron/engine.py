@@ -34,16 +34,17 @@ from ds_moe_ext.hosts.attachment.notices import HOMES, refuse, settle
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.hosts.megatron import checkpoint
-from ds_moe_ext.hosts.megatron.active_settings import Chosen, worlds
+from ds_moe_ext.hosts.megatron.active_settings import Chosen, chosen, worlds
 from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE, OptimizerStates
+from ds_moe_ext.hosts.megatron.guests import ByHost, GuestExperts, wait_for_guests
 from ds_moe_ext.hosts.megatron.layers import (
-    HostedExperts,
+    MegatronExperts,
     find_layers,
     forgets_clamp,
     leave_experts,
     trained_on_any,
 )
-from ds_moe_ext.hosts.megatron.refusals import REFUSALS, STEPPING, SUMMED, WITH_ROLES
+from ds_moe_ext.hosts.megatron.refusals import STEPPING, SUMMED, WITH_ROLES, refuse_flags, way_of
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.steps.expert_moves import States
 from ds_moe_ext.hosts.steps.host import (
@@ -90,8 +91,9 @@ def constructed(layer: Any, collection: Any) -> None:
         layer: a ``MoELayer``. Raises ValueError where it was asked for what ds_moe_ext cannot do.
         collection: the process groups that it was given; None for those of ``parallel_state``.
     """
-    refuse(REFUSALS, layer.config)
-    parted = worlds()
+    parted, asked = worlds(), chosen()
+    assert asked is not None
+    refuse_flags(asked.settings, asked.strategy, layer.config)
     if parted is not None:
         refuse(WITH_ROLES, layer.config)
         if parted.is_attention:
@@ -201,6 +203,9 @@ class MegatronHost:
         between pipeline stages: there is no slice where a key asks for some, either."""
         seats, tell = self._seats, start_of(OPTIMIZER).settled.append
         _check_sizes(settings, seats.own)
+        self._by_host, why = way_of(settings, strategy, self._config)
+        runs = "Megatron runs its MoE layers itself" if self._by_host else "the MoE layers run here"
+        tell(f"{runs}: {why}")
         if strategy.slices_gradients:
             unsliced = why_unsliced(self._chunks, strategy.keys.slices_gradients)
             strategy = strategy if unsliced is None else strategy.without_slices()
@@ -208,12 +213,15 @@ class MegatronHost:
         if seats.own.num_cells > 1:
             strategy = settle(HOMES, strategy, SUMMED, self._config, tell)
         strategy = settle(HOMES, strategy, UNMOVABLE, self.carrier, tell)
+        if self._by_host:
+            strategy = ByHost(placing=strategy)
         return of_stage(settings, seats.stage) if seats.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
         """Collective over the ranks that share experts, of which each has others."""
         with start_of(OPTIMIZER).together():
-            found = list(find_layers(self.model, replacement.wanted(settings)))
+            guests = GuestExperts if self._by_host else None
+            found = list(find_layers(self.model, replacement.wanted(settings), guests))
         if not found:
             return []
         group = self.sharing(self.model.get_submodule(found[0].name))
@@ -235,7 +243,8 @@ class MegatronHost:
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         """Layers of this model may be trained from here: also those that are left to Megatron."""
         _check_found(blueprint.found, blueprint.settings, self._chunks)
-        for line in _notices(self.model, blueprint.found, self._config):
+        own = () if self._by_host else blueprint.found  # layers that we run
+        for line in _notices(self.model, own, self._config):
             warnings.warn(f"{BLOCK}: {line}", stacklevel=2)
         _check_made_ready(self.model, blueprint.found)
         for module in (module for chunk in self._chunks for module in chunk.modules()):
@@ -247,15 +256,18 @@ class MegatronHost:
         """Weights are marked when a layer is built, before the model is wrapped."""
         for layer, _ in built:
             hosted = layer.hosted
-            assert isinstance(hosted, HostedExperts)
+            assert isinstance(hosted, MegatronExperts)
             hosted.passes = Passes(SCHEDULES)
             (chunk,) = (c for c in self._chunks if any(m is hosted.experts for m in c.modules()))
             hosted.ready = _ready(chunk, hosted)
+        guests = [each.hosted for each, _ in built if isinstance(each.hosted, GuestExperts)]
+        for chunk in self._chunks:
+            wait_for_guests(chunk, guests)
         if blueprint.moves_experts:
             OptimizerStates(self.carrier)  # which refuses those whose states cannot be moved
 
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
-        assert isinstance(layer.hosted, HostedExperts)
+        assert isinstance(layer.hosted, MegatronExperts)
         return layer.hosted.passes.is_last
 
     def accumulation(self, layer: AttachedLayer) -> Accumulation:
@@ -332,7 +344,7 @@ def _notices(model: nn.Module, found: Sequence[Found], config: Any) -> Iterator[
         )
 
 
-def _ready(chunk: Any, hosted: HostedExperts) -> Callable[[], None]:
+def _ready(chunk: Any, hosted: MegatronExperts) -> Callable[[], None]:
     """What Megatron's own hooks do before a module's forward, which our program does not call."""
 
     def ready() -> None:

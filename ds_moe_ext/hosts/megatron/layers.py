@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as moe_experts
@@ -46,13 +50,16 @@ from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.strategies.settings import BLOCK
 
 
-def find_layers(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
+def find_layers(
+    model: nn.Module, wanted: Wanted, guests: Callable[..., MegatronExperts] | None = None
+) -> Iterator[Found]:
     """The MoE layers, in the order of their modules, which is that in which they run. Where the
-    model is a list of chunks, each is a stack of its own: passes through others come between."""
+    model is a list of chunks, each is a stack of its own: passes through others come between.
+    ``guests`` adopts layers that Megatron runs itself; None where our program does."""
     for name, module in model.named_modules():
         if isinstance(module, MoELayer) and wanted(name):
             chunk = int(name.split(".")[0]) if isinstance(model, nn.ModuleList) else 0
-            yield _found(name, module, chunk)
+            yield _found(name, module, chunk, guests)
 
 
 def trained_on_any(found: Sequence[Found], told: Sequence[Sequence[ExpertShape]]) -> list[Found]:
@@ -69,7 +76,9 @@ def trained_on_any(found: Sequence[Found], told: Sequence[Sequence[ExpertShape]]
     return layers
 
 
-def _found(name: str, layer: Any, chunk: int) -> Found:
+def _found(
+    name: str, layer: Any, chunk: int, guests: Callable[..., MegatronExperts] | None
+) -> Found:
     kept = layer.experts
     if isinstance(kept, Elsewhere):
         form, kind, expert, function = Form(), kept.kind, kept.expert, kept.function
@@ -79,7 +88,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
     choices = Choices.of(name, layer)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
-        if isinstance(layer.token_dispatcher, Dispatcher):
+        if isinstance(layer.experts, RunsHosted | RunsGuests):
             raise ValueError(
                 f"{name} runs by ds_moe_ext already: get_megatron_optimizer was called twice for "
                 f"this model; call it once, or make the model anew"
@@ -90,11 +99,16 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
                 f"it with experts {list(layer.local_expert_indices)}"
             )
         routed = routed_of(on_shard(function, shard))
-        hosted = HostedExperts(layer.experts, form, shard, routed, choices)
         cls: type = type(layer.experts)
-        layer.experts.__class__ = _hosted_class(cls)
+        hosted: MegatronExperts
+        if guests is not None:
+            hosted = guests(layer, form, shard, routed)
+            layer.experts.__class__ = hosted_class(cls, RunsGuests)
+        else:
+            hosted = HostedExperts(layer.experts, form, shard, routed, choices)
+            layer.experts.__class__ = hosted_class(cls)
+            layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
         layer.experts.hosted = hosted
-        layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
         return Adopted(hosted, {p: (p,) for slot in hosted.slots() for p in slot.parameters}, ())
 
     return Found(
@@ -125,6 +139,15 @@ class Form:
         """Take these slots in place of the present ones."""
         assert not slots, "attention ranks have no experts under Megatron"
 
+    @contextmanager
+    def extended(
+        self, experts: Any, names: Sequence[str], more: Sequence[Sequence[Tensor]]
+    ) -> Iterator[None]:
+        """Inside the block the module has more slots behind its own, with these weights, which are
+        no parameters of it."""
+        raise NotImplementedError
+        yield
+
 
 class Sequential(Form):
     """``SequentialMLP``: a module each."""
@@ -140,6 +163,55 @@ class Sequential(Form):
         del held[:]
         held.extend(slot.module for slot in slots if slot.module is not None)
         experts.num_local_experts = len(slots)
+
+    @contextmanager
+    def extended(
+        self, experts: Any, names: Sequence[str], more: Sequence[Sequence[Tensor]]
+    ) -> Iterator[None]:
+        own = experts.local_experts
+        guests: list[nn.Module] = vars(experts).setdefault("guests_of_ds_moe_ext", [])
+        while len(guests) < len(more):
+            guests.append(module_like(own[0]))
+        for guest, weights in zip(guests, more):
+            for name, weight in zip(names, weights):
+                path, _, key = name.rpartition(".")
+                setattr(guest.get_submodule(path), key, weight)
+            for module, like in zip(guest.modules(), own[0].modules()):
+                module.training = like.training
+                if hasattr(like, FIRST):  # Transformer Engine casts weights anew then
+                    setattr(module, FIRST, getattr(like, FIRST))
+        experts._modules["local_experts"] = [*own, *guests[: len(more)]]
+        experts.num_local_experts = len(own) + len(more)
+        try:
+            yield
+        finally:
+            experts._modules["local_experts"] = own
+            experts.num_local_experts = len(own)
+
+
+FIRST = "is_first_microbatch"
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+    "_load_state_dict_post_hooks",
+)
+
+
+def module_like(expert: nn.Module) -> nn.Module:
+    """A module that computes as an expert of Megatron's does, without parameters and hooks: they
+    are attributes that somebody sets."""
+    memo: dict[int, Any] = {}
+    for module in expert.modules():
+        memo.update((id(vars(module)[hooks]), OrderedDict()) for hooks in HOOKS)
+        memo.update((id(p), None) for p in module._parameters.values() if p is not None)
+        shared = (v for v in vars(module).values() if isinstance(v, dist.ProcessGroup))
+        memo.update((id(value), value) for value in (*shared, getattr(module, "config", None)))
+    made = deepcopy(expert, memo)
+    for module, like in zip(made.modules(), expert.modules()):
+        for name, parameter in like._parameters.items():
+            if parameter is not None:
+                del module._parameters[name]
+    return made
 
 
 class Grouped(Form):
@@ -160,6 +232,55 @@ class Grouped(Form):
             for slot, held in enumerate(slots):
                 linear.register_parameter(f"{key}{slot}", held.parameters[number])
         experts.num_local_experts = len(slots)
+
+    @contextmanager
+    def extended(
+        self, experts: Any, names: Sequence[str], more: Sequence[Sequence[Tensor]]
+    ) -> Iterator[None]:
+        num_own = int(experts.num_local_experts)
+        linears = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        modules = [experts.get_submodule(path) for path in linears]
+        padding = (
+            getattr(experts, f"quantization_{kind}", None) for kind in ("padding", "unpadding")
+        )
+        sized = [*modules, *(module for module in padding if module is not None)]
+        num_slots = num_own + len(more)
+        for number, weights in enumerate(more, num_own):
+            for name, weight in zip(names, weights):
+                path, _, key = name.rpartition(".")
+                setattr(experts.get_submodule(path), f"{key}{number}", weight)
+            for module, path in zip(modules, linears):
+                if f"{path}.bias" not in names and hasattr(module, "bias0"):
+                    setattr(module, f"bias{number}", module.bias0)  # none: an empty tensor
+        try:
+            for module in sized:
+                module.num_gemms = num_slots
+            for module in modules:
+                _quantize(module, num_slots)
+            experts.num_local_experts = num_slots
+            yield
+        finally:
+            experts.num_local_experts = num_own
+            for module in sized:
+                module.num_gemms = num_own
+            for module in modules:
+                if "num_gemms" in getattr(module, "fp8_meta", ()):
+                    module.fp8_meta["num_gemms"] = num_own  # as it is saved
+                for number in range(num_own, num_slots):
+                    for kind in ("weight", "bias"):
+                        vars(module).pop(f"{kind}{number}", None)
+
+
+def _quantize(module: Any, num_gemms: int) -> None:
+    """Let a module of Transformer Engine make its quantizers anew, where it has made some for
+    another number of GEMMs."""
+    meta = getattr(module, "fp8_meta", None)
+    if not meta or "num_gemms" not in meta:
+        return
+    quantizers = module.quantizers.get("scaling_bwd") or ()
+    meta["num_gemms"] = num_gemms
+    if len(quantizers) not in (0, 2 * num_gemms):  # two for each: gradients of outputs and inputs
+        module.fp8_meta_tensors_initialized = module.fp8_initialized = False
 
 
 FORMS: dict[str, Form] = {"SequentialMLP": Sequential(), "TEGroupedMLP": Grouped()}
@@ -201,7 +322,7 @@ def _overridden(module: nn.Module, stock: type) -> str:
     if not isinstance(module, stock):
         return f"{type(module).__qualname__} in the place of an {stock.__name__}"
     below = takewhile(lambda cls: cls is not stock, type(module).__mro__)
-    for holder in (module, *(cls for cls in below if cls is not RunsHosted)):
+    for holder in (module, *(cls for cls in below if cls not in (RunsHosted, RunsGuests))):
         for method in COMPUTES:
             if method in vars(holder):
                 return f"{method} of its own"
@@ -245,13 +366,10 @@ def function_of(experts: Any) -> FeedForwardExperts:
     return FeedForwardExperts(activation_of(experts, config), has_bias=bool(config.add_bias_linear))
 
 
-class HostedExperts:
-    """One layer's experts on this rank, run by a strategy; an ``attachment.host_layer.Hosted``."""
+class MegatronExperts:
+    """One layer's experts on this rank, whoever runs it; an ``attachment.host_layer.Hosted``."""
 
-    def __init__(
-        self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts, choices: Choices
-    ) -> None:
-        self.choices = choices
+    def __init__(self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts) -> None:
         self.experts, self.form, self.shard = experts, form, shard
         self.weight_names = weight_names(experts.config)
         self.routed = routed
@@ -281,6 +399,16 @@ class HostedExperts:
         self.ready()
         return weights_of(self.slots())
 
+
+class HostedExperts(MegatronExperts):
+    """Experts that our program computes, in the layer's forward."""
+
+    def __init__(
+        self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts, choices: Choices
+    ) -> None:
+        super().__init__(experts, form, shard, routed)
+        self.choices = choices
+
     def __call__(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
         """``[T, D]`` to ``[T, D]``, by Megatron's map and probabilities, ``[T, E]``. Collective
         over the cells."""
@@ -294,6 +422,25 @@ class HostedExperts:
         y_TD = self.run(x_TD, expert_TK, score_TK, self.weights())
         self.passes.watch(y_TD)
         return y_TD
+
+
+class RunsGuests:
+    """Put before a class of Megatron's: its forward is its own, with the guests' slots."""
+
+    hosted: Any  # a ``guests.GuestExperts``
+
+    def forward(self, x: Tensor, *given: Any) -> Any:
+        """As Megatron's dispatcher calls it."""
+        return self.hosted(super().forward, x, *given)  # type: ignore[misc]
+
+    def backward_dw(self, *given: Any, **named: Any) -> None:
+        """Gradients of weights that were put off."""
+        self.hosted.backward_dw(partial(super().backward_dw, *given, **named))  # type: ignore[misc]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own, for experts that are where it put them."""
+        self.hosted.named()
+        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 class RunsHosted:
@@ -313,9 +460,9 @@ class RunsHosted:
 
 
 @cache  # not one class for every instance
-def _hosted_class(cls: type) -> type:
+def hosted_class(cls: type, runs: type = RunsHosted) -> type:
     """The class that instances get; its name stays, for those who look at it."""
-    return type(cls.__name__, (RunsHosted, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (runs, cls), {"__module__": cls.__module__})
 
 
 # Their activation, as Megatron computes it: fused functions of its do not all that plain ones do.

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
-from ds_moe_ext.planning.strategy import Strategy, names_with
-from ds_moe_ext.strategies.settings import BLOCK, Settings
+from ds_moe_ext.moe.hooks import NO_HOOKS
+from ds_moe_ext.planning.exchange_costs import Way as Exchange
+from ds_moe_ext.planning.strategy import Overlay, Strategy, names_with
+from ds_moe_ext.schedule.task import PARAM
+from ds_moe_ext.strategies.settings import BLOCK, HOST, Settings
 
 Row = tuple[str, str | Callable[[Any], object], str, str]
 
@@ -72,6 +75,60 @@ def _split_biases(config: Any) -> object:
 _OUT = "leave it out"
 _OWN_TYPE = "experts compute in the type of their weights"
 _OWN_BACKWARD = "gradients of expert weights are made in the layer's own backward schedule"
+
+
+class Way(NamedTuple):
+    """Who runs the MoE layers, and why, for a person."""
+
+    by_host: bool
+    why: str
+
+
+OWN_ORDER = ("schedules", "stages")
+"""Members by which a strategy says itself how a layer runs."""
+WITHIN = ("send_once", "calibrate", "rematerialize", "repair")
+"""Keys of strategies that ask for something within a layer that Megatron's has not."""
+
+
+def way_of(settings: Settings, strategy: Strategy, config: Any) -> Way:
+    """Who runs the MoE layers of a ``TransformerConfig``. Pure. Raises ValueError where a key asks
+    for the host, which cannot."""
+    asked, why = settings.megatron.layer, _why_program(settings, strategy, config)
+    if asked == HOST and why:
+        raise ValueError(
+            f"{BLOCK}.megatron.layer is {HOST!r}, but {why}, which Megatron's own layer cannot do; "
+            f"leave megatron.layer out, or what it does not go with"
+        )
+    if asked is not None:
+        return Way(asked == HOST, f"{BLOCK}.megatron.layer is {asked!r}")
+    return Way(not why, why or f"strategy {settings.placing!r} only says where experts compute")
+
+
+def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
+    """Why Megatron's own layer does not serve, a clause; empty if it does."""
+    if settings.hooks != NO_HOOKS:
+        return "hooks look at rows within a layer"
+    if strategy.has_roles:
+        return f"strategy {settings.strategy!r} gives ranks roles"
+    for each in (strategy, *getattr(strategy, "strategies", {}).values()):
+        if isinstance(each, Overlay) or any(
+            getattr(type(each), name) is not getattr(Strategy, name) for name in OWN_ORDER
+        ):
+            return f"strategy {settings.strategy!r} orders what a layer does"
+        if each.static_capacity is not None or each.cuda_graphs or each.ways != (Exchange.DIRECT,):
+            return f"keys of strategy {settings.strategy!r} say how tokens travel"
+        for key in WITHIN:
+            if getattr(each, key, None):
+                return f"{settings.placing}.{key} is {getattr(each, key)}"
+    if copies(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
+        return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
+    return ""
+
+
+def copies(strategy: Strategy) -> bool:
+    """Whether it may copy experts."""
+    return ("ep", PARAM) in strategy.uses()
+
 
 REFUSALS = _refusals(
     (
@@ -174,7 +231,79 @@ REFUSALS = _refusals(
         _OUT,
     ),
 )
-"""Of a ``TransformerConfig``."""
+"""Of a ``TransformerConfig``, where our program runs the layers."""
+
+_OWN_SLOTS = "replicas of experts are guests in the slots of a module of experts"
+
+GUESTS = _refusals(
+    (
+        "--cuda-graph-impl with MoE scopes other than moe_router",
+        lambda config: [p for p in graphed(config) if p not in ("attn", "mamba", "moe_router")],
+        "tokens are counted, and sent by another plan, from step to step",
+        "use --cuda-graph-scope attn moe_router, or none",
+    ),
+    (
+        "--transformer-impl inference_optimized",
+        lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
+        "its MoE layers are for inference, and move rows by themselves",
+        "use --transformer-impl transformer_engine or local to train",
+    ),
+)
+"""Of a ``TransformerConfig``, where Megatron runs the layers."""
+
+
+def _delayed_scaling(config: Any) -> object:
+    recipe = str(getattr(config, "fp8_recipe", None) or "delayed")
+    return bool(getattr(config, "fp8", None)) and recipe.rpartition(".")[2] == "delayed"
+
+
+REPLICAS = _refusals(
+    (
+        "--fp8-recipe delayed",
+        _delayed_scaling,
+        "its scales are the history of a slot, which holds another expert in the next step",
+        "use --fp8-recipe tensorwise, blockwise or mxfp8",
+    ),
+    (
+        "--fp8-param-gather",
+        "fp8_param",
+        "weights of 8 bits are not copied yet",
+        _OUT,
+    ),
+    (
+        "--moe-single-grouped-weight",
+        "moe_single_grouped_weight",
+        "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
+        _OUT,
+    ),
+    (
+        "--use-transformer-engine-op-fuser",
+        "use_transformer_engine_op_fuser",
+        f"{_OWN_SLOTS}, which fused ops are not made of",
+        _OUT,
+    ),
+    (
+        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
+        lambda config: (
+            getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
+        ),
+        "a layer runs once a micro-batch, or nobody knows which pass is the last",
+        _OUT,
+    ),
+)
+"""The same, where experts are copied."""
+
+
+def refuse_flags(settings: Settings, strategy: Strategy, config: Any) -> None:
+    """Raises ValueError where a ``TransformerConfig`` asks for what whoever runs the layers cannot
+    do."""
+    if not way_of(settings, strategy, config).by_host:
+        refuse(REFUSALS, config)
+        return
+    refuse(GUESTS, config)
+    if copies(strategy):
+        refuse(REPLICAS, config, or_else="use strategy 'ep'")
+
 
 STEPPING = _refusals(
     (

@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's own MoE layer as it is, with guests: replicas of experts in slots of their own.
+
+A strategy that only says where experts compute (``ep``, ``fssdp``, ``prophet``) changes nothing in
+the body of a layer. A plan with replicas gives every EP rank ``m`` more expert slots, the guests, so
+that the layer has *virtual experts*: the slots of all ranks. In one pass:
+
+1. ``dispatch_preprocess`` of the layer's token dispatcher is given the router's map and
+   probabilities of virtual experts (``Places.mapped``): each sender divides its tokens of an expert
+   over the slots that hold it by fixed parts, which are known before the router has run.
+2. The dispatcher, whatever it is (all-to-all, all-gather, DeepEP, HybridEP), moves tokens to slots.
+3. While the module of experts runs, it has the guests' slots, with weights that were prefetched from
+   their owners as the layer's block began (``moe/copies.py``).
+4. In backward, gradients of guests add up in buffers of their own over the micro-batches of a step;
+   behind the last one they go to their owners, which add them to ``main_grad`` before Megatron
+   reduces it. Bucket groups with weights of such owners wait for that.
+
+Guests are no parameters: optimizers, checkpoints, DDP buffers, gradient norms and parameter counts
+do not see them. Where a plan has no replica, all runs as without us.
+
+Shape letters: T tokens, E experts, V virtual experts, S slots of an EP rank, X experts with several
+holders, H holders of one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.core.share import PlannedParts
+from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
+from ds_moe_ext.moe.copies import Prefetch
+from ds_moe_ext.moe.copy_memory import Weights
+from ds_moe_ext.moe.layer import RoutedExperts, by_cell
+from ds_moe_ext.moe.observation import tell
+from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.planning.exchange_costs import Way
+from ds_moe_ext.planning.layer_pipelines import NOWHERE
+from ds_moe_ext.planning.strategy import Destination, Job, Overlay, Plan, Strategy
+from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, Op, Span, Task
+from ds_moe_ext.strict import NOT_A_KEY
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHost(Overlay):
+    """Where experts compute by another strategy, and nothing else: the host runs the layer."""
+
+    placing: Strategy = field(metadata=NOT_A_KEY)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(map(_placed, self.placing.plan(job)))
+
+
+def _placed(plan: Plan) -> Plan:
+    """Of a plan what the host's own layer goes by."""
+    following = plan.successor
+    return replace(
+        plan,
+        forward_degree=1,
+        backward_degree=1,
+        rematerialize=False,
+        revise=None,
+        carried=None,
+        successor=None if following is None else partial(_successor, following),
+        reductions=NOWHERE,
+        way=Way.DIRECT,
+        sends_once=False,
+    )
+
+
+def _successor(following: Callable[[np.ndarray], Plan], rows_CE: np.ndarray) -> Plan:
+    return _placed(following(rows_CE))
+
+
+# Where tokens go: the router's choices of experts, rewritten to choices of virtual experts.
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Slots of all EP ranks by one plan, as one of them sends to them."""
+
+    num_slots: int  # S, of each EP rank
+    num_virtual: int  # V: slots of all
+    guests: tuple[int, ...]  # experts in this rank's guest slots, in their order
+    num_homes: int  # slots before the guests'
+    destination: Destination
+    virtual_E: Tensor  # the slot of each expert that takes all that this rank sends; int64
+    copied_X: Tensor  # experts whose tokens this rank divides, int64
+    virtual_XH: Tensor  # their slots, int64
+    until_XH: Tensor  # as of ``PlannedParts``, float64
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, device: torch.device) -> Places:
+        """Those of a plan with replicas, for the sender ``rank``, an EP rank."""
+        home, target = plan.home, plan.target
+        parts = PlannedParts.of(target, plan.share, plan.predicted_CE)
+        num_ranks, num_homes = home.num_cells, home.num_slots
+        guests = [np.flatnonzero(c) for c in (target.holds_EC & ~home.holds_EC).T]
+        num_slots = num_homes + max(map(len, guests))
+        virtual_EC = np.full(target.holds_EC.shape, -1, dtype=np.int64)
+        for number, own in enumerate(guests):
+            first = number * num_slots
+            at_home = home.experts_of(number)
+            virtual_EC[at_home, number] = first + np.arange(len(at_home))
+            virtual_EC[own, number] = first + num_homes + np.arange(len(own))
+        # Most senders give all tokens of an expert to one holder: these are mapped as columns.
+        until_XH = parts.until_CXH[rank]
+        first_X = (until_XH <= 0).sum(axis=1)
+        takes_all_X = np.take_along_axis(until_XH, first_X[:, None], axis=1)[:, 0] >= 1
+        virtual_E = virtual_EC.max(axis=1)
+        taker_X = np.take_along_axis(parts.holder_XH, first_X[:, None], axis=1)[:, 0]
+        virtual_E[parts.copied_X] = virtual_EC[parts.copied_X, taker_X]
+        split = ~takes_all_X
+        copied_X, holder_XH = parts.copied_X[split], parts.holder_XH[split]
+
+        def there(table: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(table)).to(device, non_blocking=True)
+
+        return cls(
+            num_slots,
+            num_slots * num_ranks,
+            tuple(guests[rank].tolist()),
+            num_homes,
+            Destination(target, parts),
+            there(virtual_E),
+            there(copied_X),
+            there(virtual_EC[copied_X[:, None], holder_XH]),
+            there(until_XH[split]),
+        )
+
+    def mapped(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """A router's map and probabilities ``[T, E]`` as those of virtual experts, ``[T, V]``. The
+        host does not wait for the device."""
+        num_tokens = len(routing_map)
+        map_TV = routing_map.new_zeros(num_tokens, self.num_virtual)
+        probs_TV = probs.new_zeros(num_tokens, self.num_virtual)
+        if not len(self.copied_X):
+            columns = self.virtual_E
+            return (
+                map_TV.index_copy_(1, columns, routing_map),
+                probs_TV.index_copy(1, columns, probs),
+            )
+        chosen_TX = routing_map[:, self.copied_X]
+        rank_TX = chosen_TX.cumsum(0)  # from 1, of each token among those for its expert
+        num_X1 = rank_TX[-1:].sum(0)[:, None]  # none where there are no tokens
+        end_XH = torch.floor(self.until_XH * num_X1 + 0.5).long()
+        holder_TX = (rank_TX[..., None] > end_XH[:, :-1]).sum(-1)
+        virtual_TX = self.virtual_XH.T.gather(0, holder_TX)
+        column_TE = self.virtual_E.expand(num_tokens, -1).index_copy(1, self.copied_X, virtual_TX)
+        return (
+            map_TV.scatter_(1, column_TE, routing_map),
+            probs_TV.scatter(1, column_TE, probs),
+        )
+
+
+# How a dispatcher is given more slots.
+
+
+class Slots:
+    """Of a token dispatcher of Megatron's, as many as Megatron built it with, or others for a while.
+
+    Its sizes are those of this layer alone; the configuration, which layers share, stays.
+    """
+
+    def __init__(self, dispatcher: Any, rank: int, num_ranks: int) -> None:
+        self._dispatcher, self._rank, self._num_ranks = dispatcher, rank, num_ranks
+        self._stock = {name: vars(dispatcher)[name] for name in SIZED if name in vars(dispatcher)}
+        self._manager: Any = getattr(dispatcher, "_comm_manager", None)
+        self._of_manager: dict[str, Any] = {}
+        if self._manager is not None:
+            self._of_manager = {name: vars(self._manager)[name] for name in SIZED_MANAGER}
+        self._num_slots = self._num_stock = int(dispatcher.num_local_experts)
+
+    def resize(self, num_slots: int | None) -> None:
+        """Let an EP rank have so many slots; None for Megatron's own number."""
+        num_slots = num_slots or self._num_stock
+        if num_slots == self._num_slots:
+            return
+        self._num_slots = num_slots
+        vars(self._dispatcher).update(self._stock)
+        if self._manager is not None:
+            vars(self._manager).update(self._of_manager)
+        if num_slots == self._num_stock:
+            return
+        num_virtual, first = num_slots * self._num_ranks, self._rank * num_slots
+        sizes: dict[str, Any] = {
+            "num_local_experts": num_slots,
+            "local_expert_indices": list(range(first, first + num_slots)),
+            "num_experts": num_virtual,
+        }
+        if "sort_input_by_local_experts" in self._stock:
+            stock = self._stock["sort_input_by_local_experts"]
+            tensor_ranks = len(stock) // (self._num_stock * self._num_ranks)
+            chunks = torch.arange(num_virtual * tensor_ranks, device=stock.device)
+            sizes |= {
+                "sort_input_by_local_experts": chunks.view(-1, num_slots).T.ravel(),
+                "restore_output_by_local_experts": chunks.view(num_slots, -1).T.ravel(),
+            }
+        vars(self._dispatcher).update((name, sizes[name]) for name in self._stock)
+        for name in self._of_manager:
+            size = self._of_manager[name] // self._num_stock * num_slots
+            setattr(self._manager, name, size)
+
+
+SIZED = (
+    "num_local_experts",
+    "local_expert_indices",
+    "num_experts",
+    "sort_input_by_local_experts",
+    "restore_output_by_local_experts",
+)
+"""What dispatchers make of the number of experts when they are built."""
+SIZED_MANAGER = ("num_local_experts", "num_experts")
+"""And what the communication managers of the flex dispatcher do."""
+
+
+# One layer.
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Of one micro-batch through the experts."""
+
+    prefetch: Prefetch
+    weights: list[Weights]  # of all slots behind those of this rank's own experts
+
+
+class GuestExperts(MegatronExperts):
+    """One layer of Megatron's that runs as it is, and its guests; a ``host_layer.Hosted``.
+
+    Args:
+        layer: a ``MoELayer``; its dispatcher's and its experts' calls are watched from now on.
+        form: how its experts are kept.
+        shard: the part of each that this rank has.
+        routed: what is known of the layer; its program never runs.
+    """
+
+    def __init__(self, layer: Any, form: Form, shard: Shard, routed: RoutedExperts) -> None:
+        super().__init__(layer.experts, form, shard, routed)
+        routed.is_hosts = True
+        routed.rows.gather = partial(by_cell, routed.site.layout)
+        self._config = getattr(layer.router, "config", layer.config)
+        self._dispatcher = layer.token_dispatcher
+        self._rank = routed.site.layout.index("ep")
+        self._slots = Slots(self._dispatcher, self._rank, routed.site.plan.home.num_cells)
+        self._plan: Plan | None = None  # that these are of:
+        self._places: Places | None = None  # none where nothing is copied
+        self._sums: dict[int, Weights] = {}  # gradients of guests so far, by expert
+        self._sums_of = -1  # the step that they are of
+        self._delayed: deque[_Pass] = deque()  # whose weights' gradients are made later
+        self._returning: Prefetch | None = None  # gradients of a step on their way
+        self._is_open = False  # a step's are still to come
+        self._waiting: list[Callable[[], object]] = []  # gradients at home, to be told of then
+        self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
+        stock = self._dispatcher
+        self._stock_preprocess = stock.dispatch_preprocess
+        stock.dispatch_preprocess = self._dispatch_preprocess
+        stock.token_dispatch = partial(self._timed, DISPATCH, stock.token_dispatch)
+        stock.token_combine = partial(self._timed, COMBINE, stock.token_combine)
+        self._stock_postprocess = stock.combine_postprocess
+        stock.combine_postprocess = self._combine_postprocess
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.experts.parameters())).device
+
+    # Forward.
+
+    def _dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        routed, is_training = self.routed, self.training
+        routed.rows.begin(is_training=is_training)
+        self.passes.begins(is_training=is_training)
+        routed.rows_are_like(hidden.view(-1, hidden.shape[-1]))
+        routed.windows.layer_begins(hidden)
+        routed.rows.saw_scores(probs)
+        places = self._of_plan(routed.site.plan)
+        if routed.rows.counts:
+            self._count(routing_map, probs)
+        if places is None:
+            self._slots.resize(None)
+            return self._stock_preprocess(hidden, routing_map, probs)
+        self._slots.resize(places.num_slots)
+        if is_training and torch.is_grad_enabled() and self._is_trained:
+            self._is_open = True
+            hidden = edge(hidden, self._ticket, self.come_home)
+        map_TV, probs_TV = places.mapped(routing_map, probs)
+        return self._stock_preprocess(hidden, map_TV, probs_TV)
+
+    def _of_plan(self, plan: Plan) -> Places | None:
+        if plan is not self._plan:
+            is_copied = plan.target is not plan.home and not plan.target.is_single
+            self._plan = plan
+            self._places = Places.of(plan, self._rank, self._device) if is_copied else None
+        return self._places
+
+    def _count(self, routing_map: Tensor, probs: Tensor) -> None:
+        config, rows = self._config, self.routed.rows
+        if config.moe_pad_expert_input_to_capacity:
+            routing_map = routing_map & (probs != 0)  # without the rows that only fill up
+        end_E = routing_map.sum(0).cumsum(0).int()
+        plan, places = self.routed.site.plan, self._places
+        destination = plan.destination if places is None else places.destination
+        num_rows = len(routing_map) * config.moe_router_topk
+        rows(SlotRows.ending(end_E, num_rows), config.moe_router_topk, destination)
+        rows.sent()
+
+    def __call__(self, stock: Callable[..., Any], x: Tensor, *given: Any) -> Any:
+        """The forward of the experts' module, ``stock``, on what the dispatcher gives."""
+        if self._places is None:
+            return self._timed(EXPERT, stock, x, *given)
+        found = self._begun()
+        if self._is_open and torch.is_grad_enabled():
+            x = edge(x, self._ticket, partial(self._computed_back, found))
+        with self._with(found):
+            return self._timed(EXPERT, stock, x, *given)
+
+    def _begun(self) -> _Pass:
+        """The pass that comes to the experts, with its guests, which are waited for."""
+        copies, places = self.routed.copies, self._places
+        assert copies is not None and places is not None
+        prefetch, copies.coming = copies.coming, None
+        if prefetch is None:
+            prefetch = copies.begin(self.weights(), is_training=self.training)
+        held = prefetch.replicas()
+        own = self.slots()
+        learns = torch.is_grad_enabled() and self.training and self._is_trained
+        like = own[0].parameters if own else copies.like
+        sums = self._sums_now(places) if learns else {}
+        weights = [self._guest(held[e], sums.get(e), like) for e in places.guests]
+        # Slots that this rank has and no expert: no token comes.
+        empty = tuple(weight.detach() for weight in like)
+        gap = [empty] * (places.num_homes - len(own))
+        rest = [empty] * (places.num_slots - places.num_homes - len(weights))
+        return _Pass(prefetch, [*gap, *weights, *rest])
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.routed.copies is not None and self.routed.copies.is_trained
+
+    def _sums_now(self, places: Places) -> dict[int, Weights]:
+        """Where gradients of this step's guests add up, by expert; zeros as it begins."""
+        step = self.passes.schedules.steps
+        if self._sums_of != step or self._sums.keys() != set(places.guests):
+            assert self.routed.copies is not None
+            like = self.routed.copies.like
+            own = self.slots()
+            dtypes = [_sum_dtype(w) for w in (own[0].parameters if own else like)]
+            self._sums = {
+                e: tuple(w.new_zeros(w.shape, dtype=d) for w, d in zip(like, dtypes))
+                for e in places.guests
+            }
+            self._sums_of = step
+        return self._sums
+
+    def _guest(self, held: Weights, sums: Weights | None, like: Sequence[Tensor]) -> Weights:
+        """A guest's weights as Megatron's modules take parameters: leaves, with a ``main_grad``."""
+        leaves = tuple(weight.detach() for weight in held)
+        for leaf, total, own in zip(leaves, sums or (), like):
+            leaf.requires_grad_(own.requires_grad)
+            if own.requires_grad:
+                marks = {key: value for key, value in vars(own).items() if key not in OF_HOME}
+                vars(leaf).update(marks, main_grad=total)
+                leaf.register_post_accumulate_grad_hook(_add_up)
+        return leaves
+
+    @contextmanager
+    def _with(self, found: _Pass) -> Iterator[None]:
+        with self.form.extended(self.experts, self.weight_names, found.weights):
+            yield
+
+    def _combine_postprocess(self, output: Tensor) -> Tensor:
+        output = self._stock_postprocess(output)
+        self.passes.watch(output)
+        return output
+
+    # Backward.
+
+    def _computed_back(self, found: _Pass) -> None:
+        """The experts' gradients have been made, or all but those of weights."""
+        if getattr(self._config, "delay_wgrad_compute", False):
+            self._delayed.append(found)
+        else:
+            self._done(found)
+
+    def backward_dw(self, stock: Callable[[], None]) -> None:
+        """Megatron's own ``stock`` makes the gradients of weights that were put off."""
+        if not self._delayed:
+            stock()
+            return
+        found = self._delayed.popleft()
+        with self._with(found):
+            stock()
+        for leaf in (leaf for weights in found.weights for leaf in weights):
+            if leaf.grad is not None:
+                leaf.main_grad.add_(leaf.grad)  # type: ignore[attr-defined]
+                leaf.grad = None
+        self._done(found)
+
+    def _done(self, found: _Pass) -> None:
+        """Behind the last pass of a step gradients of guests go home."""
+        copies, prefetch = self.routed.copies, found.prefetch
+        assert copies is not None
+        if not copies.is_last_pass():
+            return
+        sums, self._sums = self._sums, {}
+        self._sums_of = -1
+        prefetch.send_back(
+            {
+                expert: tuple(s.to(w.dtype) for s, w in zip(own, copies.like))
+                for expert, own in sums.items()
+            }
+        )
+        self._returning = prefetch
+
+    def come_home(self) -> None:
+        """Add what has come to the gradients of the experts at home here, and tell Megatron of
+        these. Nothing where no step's gradients are on their way."""
+        prefetch, self._returning = self._returning, None
+        if prefetch is None:
+            return
+        for expert, totals in prefetch.sums().items():
+            slot = self.slots()[prefetch.copies.transfers.slots[expert]]
+            for parameter, total in zip(slot.parameters, totals):
+                if parameter.requires_grad:
+                    parameter.main_grad.add_(total)
+        self._is_open = False
+        waiting, self._waiting = self._waiting, []
+        for ready in waiting:
+            ready()
+
+    def holds_back(self, ready: Callable[[], object]) -> bool:
+        """Whether ``ready``, which tells Megatron that a gradient at home is complete, is put off
+        until those of guests have come."""
+        if self._is_open:
+            self._waiting.append(ready)
+        return self._is_open
+
+    # Times, where somebody wants to know them.
+
+    def _timed(self, op: Op, run: Callable[..., Any], x: Tensor, *given: Any, **named: Any) -> Any:
+        """What ``run`` makes of rows, timed in both directions; the first tensor of it is rows."""
+        routed = self.routed
+        observers = (routed.tasks, routed.meter)
+        if not any(each.is_on for each in observers):
+            return run(x, *given, **named)
+        lanes = lanes_for(x.device, overlaps=True)
+        task = Task(op, routed.site.layer, Span(0, 1), (), ())
+        behind = _Behind(task, lanes, observers)
+        is_graded = torch.is_grad_enabled() and x.requires_grad
+        start = lanes.mark()
+        made = run(edge(x, None, behind.end) if is_graded else x, *given, **named)
+        tell(observers, task, start, lanes)
+        if not is_graded:
+            return made
+        if isinstance(made, tuple):
+            return edge(made[0], None, behind.begin), *made[1:]
+        return edge(made, None, behind.begin)
+
+
+@dataclass(eq=False)
+class _Behind:
+    """Times a task's adjoint."""
+
+    task: Task
+    lanes: Lanes
+    observers: tuple[Any, ...]
+    start: Mark | None = None
+
+    def begin(self) -> None:
+        self.start = self.lanes.mark()
+
+    def end(self) -> None:
+        if self.start is not None:
+            tell(self.observers, replace(self.task, adjoint_of=(0,)), self.start, self.lanes)
+
+
+OF_HOME = ("main_grad", "grad_added_to_main_grad", "grad")
+"""What a parameter of Megatron's has for itself."""
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    """Of a gradient's sum over micro-batches: as Megatron's DDP keeps it; 32 bits at least where
+    this rank has none to look at."""
+    kept = getattr(weight, "main_grad", None)
+    return torch.promote_types(weight.dtype, torch.float32) if kept is None else kept.dtype
+
+
+def _add_up(leaf: Tensor) -> None:
+    """As the hook of Megatron's DDP, for a guest. Fused kernels add up themselves and give none;
+    where gradients are put off, what is there now is nothing yet."""
+    of_megatron: Any = leaf
+    if leaf.grad is not None and not getattr(leaf, "skip_backward_post_hook", False):
+        of_megatron.main_grad.add_(leaf.grad)
+        leaf.grad = None
+
+
+class _Edge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ticket: Tensor | None, behind: Callable[[], None]) -> Tensor:
+        ctx.behind = behind
+        return x.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.behind()
+        return grad, None, None
+
+
+def edge(x: Tensor, ticket: Tensor | None, behind: Callable[[], None]) -> Tensor:
+    """The same tensor; ``behind`` is called when backward has come to it. With a ticket, an empty
+    tensor that wants a gradient, backward comes whatever ``x`` wants."""
+    return _Edge.apply(x, ticket, behind)  # type: ignore[no-any-return]
+
+
+# Megatron's bucket groups wait for gradients of guests.
+
+
+def wait_for_guests(chunk: Any, layers: Sequence[GuestExperts]) -> None:
+    """Let the bucket groups of a DDP chunk that have weights of these layers' experts be reduced
+    when the gradients of guests are in them."""
+    owner = {p: layer for layer in layers for slot in layer.slots() for p in slot.parameters}
+    groups: dict[Any, list[GuestExperts]] = {}
+    for parameter, layer in owner.items():
+        group = chunk.param_to_bucket_group.get(parameter)
+        if group is not None and layer not in groups.setdefault(group, []):
+            groups[group].append(layer)
+    for group, own in groups.items():
+        _wait(group, own, owner)
+
+
+def _wait(group: Any, layers: Sequence[GuestExperts], owner: Mapping[Any, GuestExperts]) -> None:
+    stock_ready = group.register_grad_ready
+
+    def register_grad_ready(parameter: Any, *args: Any, **kwargs: Any) -> None:
+        ready = partial(stock_ready, parameter, *args, **kwargs)
+        layer = owner.get(parameter)
+        if not (group.is_last_microbatch and layer is not None and layer.holds_back(ready)):
+            ready()
+
+    def behind_guests(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for layer in layers:
+                layer.come_home()
+            return stock(*args, **kwargs)
+
+        return called
+
+    group.register_grad_ready = register_grad_ready
+    group.start_grad_sync = behind_guests(group.start_grad_sync)
+    group.finish_grad_sync = behind_guests(group.finish_grad_sync)
