@@ -660,7 +660,7 @@ class PlannedParts:
 
     @classmethod
     def of(cls, target: Placement, rule: Rule, predicted_CE: np.ndarray | None) -> PlannedParts:
-        """Parts of a rule: of the rows that it was planned for, or of any where it looks at none."""
+        """Parts of a rule, by the rows that it was planned for, or by any where it needs none."""
         copied_X = np.flatnonzero(target.num_holders_E > 1)
         most = int(target.num_holders_E.max())
         holder_XH = np.zeros((len(copied_X), most), dtype=np.int64)

@@ -145,14 +145,13 @@ class GroupedLinear(nn.Module):
                 self.register_parameter(f"bias{number}", vector)
 
     def forward(self, rows: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        own = dict(self.named_parameters())
         biases: list[Tensor] = []
         if self.has_bias:
-            biases = [own[f"bias{number}"] for number in range(self.num_gemms)]
+            biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
         parts = []
         for number, part in enumerate(torch.split(rows, m_splits)):
             added = biases[number] if biases and not self.returns_bias else None
-            parts.append(nn.functional.linear(part, own[f"weight{number}"], added))
+            parts.append(nn.functional.linear(part, getattr(self, f"weight{number}"), added))
         return torch.cat(parts), biases if biases and self.returns_bias else None
 
 

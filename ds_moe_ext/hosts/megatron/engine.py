@@ -36,7 +36,7 @@ from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.hosts.megatron import checkpoint
 from ds_moe_ext.hosts.megatron.active_settings import Chosen, chosen, worlds
 from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE, OptimizerStates
-from ds_moe_ext.hosts.megatron.guests import ByHost, GuestExperts, wait_for_guests
+from ds_moe_ext.hosts.megatron.guests import ByHost, GuestExperts, Owners
 from ds_moe_ext.hosts.megatron.layers import (
     MegatronExperts,
     find_layers,
@@ -254,15 +254,17 @@ class MegatronHost:
 
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         """Weights are marked when a layer is built, before the model is wrapped."""
+        guests: dict[Any, list[GuestExperts]] = {}
         for layer, _ in built:
             hosted = layer.hosted
             assert isinstance(hosted, MegatronExperts)
             hosted.passes = Passes(SCHEDULES)
             (chunk,) = (c for c in self._chunks if any(m is hosted.experts for m in c.modules()))
             hosted.ready = _ready(chunk, hosted)
-        guests = [each.hosted for each, _ in built if isinstance(each.hosted, GuestExperts)]
-        for chunk in self._chunks:
-            wait_for_guests(chunk, guests)
+            if isinstance(hosted, GuestExperts):
+                guests.setdefault(chunk, []).append(hosted)
+        for chunk, own in guests.items():
+            Owners(chunk, own)
         if blueprint.moves_experts:
             OptimizerStates(self.carrier)  # which refuses those whose states cannot be moved
 

@@ -2,18 +2,18 @@
 """Megatron's own MoE layer as it is, with guests: replicas of experts in slots of their own.
 
 A strategy that only says where experts compute (``ep``, ``fssdp``, ``prophet``) changes nothing in
-the body of a layer. A plan with replicas gives every EP rank ``m`` more expert slots, the guests, so
-that the layer has *virtual experts*: the slots of all ranks. In one pass:
+the body of a layer. A plan with replicas gives every EP rank ``m`` more expert slots, the guests.
+The slots of all ranks are the layer's *virtual experts*. In one pass:
 
 1. ``dispatch_preprocess`` of the layer's token dispatcher is given the router's map and
    probabilities of virtual experts (``Places.mapped``): each sender divides its tokens of an expert
    over the slots that hold it by fixed parts, which are known before the router has run.
-2. The dispatcher, whatever it is (all-to-all, all-gather, DeepEP, HybridEP), moves tokens to slots.
-3. While the module of experts runs, it has the guests' slots, with weights that were prefetched from
-   their owners as the layer's block began (``moe/copies.py``).
-4. In backward, gradients of guests add up in buffers of their own over the micro-batches of a step;
-   behind the last one they go to their owners, which add them to ``main_grad`` before Megatron
-   reduces it. Bucket groups with weights of such owners wait for that.
+2. The dispatcher (all-to-all, all-gather, DeepEP, HybridEP) moves tokens to slots.
+3. While the module of experts runs, it has the guests' slots, with weights that were prefetched
+   from their owners as the layer's block began (``moe/copies.py``).
+4. In backward, gradients of guests add up in buffers of their own over the micro-batches of a step.
+   Behind the last one they go to their owners, which add them to ``main_grad`` before Megatron
+   reduces it: bucket groups with weights of such owners wait for that (``Owners``).
 
 Guests are no parameters: optimizers, checkpoints, DDP buffers, gradient norms and parameter counts
 do not see them. Where a plan has no replica, all runs as without us.
@@ -25,7 +25,7 @@ holders, H holders of one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.core.share import PlannedParts
+from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
 from ds_moe_ext.moe.copies import Prefetch
 from ds_moe_ext.moe.copy_memory import Weights
@@ -167,7 +168,7 @@ class Places:
 
 
 class Slots:
-    """Of a token dispatcher of Megatron's, as many as Megatron built it with, or others for a while.
+    """Those of a token dispatcher: as many as Megatron built it with, or others for a while.
 
     Its sizes are those of this layer alone; the configuration, which layers share, stays.
     """
@@ -254,13 +255,15 @@ class GuestExperts(MegatronExperts):
         self._rank = routed.site.layout.index("ep")
         self._slots = Slots(self._dispatcher, self._rank, routed.site.plan.home.num_cells)
         self._plan: Plan | None = None  # that these are of:
-        self._places: Places | None = None  # none where nothing is copied
+        self._places: Places | None = None  # none where all is as Megatron built it
+        self._first_home = routed.site.plan.home
         self._sums: dict[int, Weights] = {}  # gradients of guests so far, by expert
         self._sums_of = -1  # the step that they are of
         self._delayed: deque[_Pass] = deque()  # whose weights' gradients are made later
         self._returning: Prefetch | None = None  # gradients of a step on their way
         self._is_open = False  # a step's are still to come
         self._waiting: list[Callable[[], object]] = []  # gradients at home, to be told of then
+        self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
         stock = self._dispatcher
         self._stock_preprocess = stock.dispatch_preprocess
@@ -269,6 +272,10 @@ class GuestExperts(MegatronExperts):
         stock.token_combine = partial(self._timed, COMBINE, stock.token_combine)
         self._stock_postprocess = stock.combine_postprocess
         stock.combine_postprocess = self._combine_postprocess
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        super().hold(slots)
+        self.on_hold()
 
     @property
     def _device(self) -> torch.device:
@@ -298,9 +305,9 @@ class GuestExperts(MegatronExperts):
 
     def _of_plan(self, plan: Plan) -> Places | None:
         if plan is not self._plan:
-            is_copied = plan.target is not plan.home and not plan.target.is_single
+            is_stock = plan.target.is_single and plan.home.is_like(self._first_home)
             self._plan = plan
-            self._places = Places.of(plan, self._rank, self._device) if is_copied else None
+            self._places = None if is_stock else Places.of(plan, self._rank, self._device)
         return self._places
 
     def _count(self, routing_map: Tensor, probs: Tensor) -> None:
@@ -365,9 +372,11 @@ class GuestExperts(MegatronExperts):
     def _guest(self, held: Weights, sums: Weights | None, like: Sequence[Tensor]) -> Weights:
         """A guest's weights as Megatron's modules take parameters: leaves, with a ``main_grad``."""
         leaves = tuple(weight.detach() for weight in held)
-        for leaf, total, own in zip(leaves, sums or (), like):
-            leaf.requires_grad_(own.requires_grad)
-            if own.requires_grad:
+        copies = self.routed.copies
+        assert copies is not None
+        for leaf, total, own, any_own in zip(leaves, sums or (), like, copies.like):
+            if any_own.requires_grad or copies.some_are_trained:  # here or on another rank
+                leaf.requires_grad_(True)
                 marks = {key: value for key, value in vars(own).items() if key not in OF_HOME}
                 vars(leaf).update(marks, main_grad=total)
                 leaf.register_post_accumulate_grad_hook(_add_up)
@@ -432,7 +441,7 @@ class GuestExperts(MegatronExperts):
             slot = self.slots()[prefetch.copies.transfers.slots[expert]]
             for parameter, total in zip(slot.parameters, totals):
                 if parameter.requires_grad:
-                    parameter.main_grad.add_(total)
+                    parameter.main_grad.add_(total)  # type: ignore[attr-defined]
         self._is_open = False
         waiting, self._waiting = self._waiting, []
         for ready in waiting:
@@ -520,42 +529,54 @@ class _Edge(torch.autograd.Function):
 def edge(x: Tensor, ticket: Tensor | None, behind: Callable[[], None]) -> Tensor:
     """The same tensor; ``behind`` is called when backward has come to it. With a ticket, an empty
     tensor that wants a gradient, backward comes whatever ``x`` wants."""
-    return _Edge.apply(x, ticket, behind)  # type: ignore[no-any-return]
+    same: Tensor = _Edge.apply(x, ticket, behind)
+    return same
 
 
 # Megatron's bucket groups wait for gradients of guests.
 
 
-def wait_for_guests(chunk: Any, layers: Sequence[GuestExperts]) -> None:
-    """Let the bucket groups of a DDP chunk that have weights of these layers' experts be reduced
-    when the gradients of guests are in them."""
-    owner = {p: layer for layer in layers for slot in layer.slots() for p in slot.parameters}
-    groups: dict[Any, list[GuestExperts]] = {}
-    for parameter, layer in owner.items():
-        group = chunk.param_to_bucket_group.get(parameter)
-        if group is not None and layer not in groups.setdefault(group, []):
-            groups[group].append(layer)
-    for group, own in groups.items():
-        _wait(group, own, owner)
+class Owners:
+    """Layers whose experts lie in a DDP chunk's bucket groups; these are reduced when gradients of
+    guests are in them. A weight's layer is another when experts have moved."""
 
+    def __init__(self, chunk: Any, layers: Sequence[GuestExperts]) -> None:
+        self._layers, self._group_of = layers, chunk.param_to_bucket_group
+        self._layer_of: dict[Any, GuestExperts] = {}  # of a parameter; empty: not known
+        self._layers_of: dict[int, list[GuestExperts]] = {}  # of a group, by its id
+        for layer in layers:
+            layer.on_hold = self._layer_of.clear
+        self._look()
+        for group in {id(g): g for p in self._layer_of if (g := self._group_of.get(p))}.values():
+            self._wrap(group)
 
-def _wait(group: Any, layers: Sequence[GuestExperts], owner: Mapping[Any, GuestExperts]) -> None:
-    stock_ready = group.register_grad_ready
+    def _look(self) -> None:
+        self._layers_of.clear()
+        for layer in self._layers:
+            for parameter in (p for slot in layer.slots() for p in slot.parameters):
+                self._layer_of[parameter] = layer
+                own = self._layers_of.setdefault(id(self._group_of.get(parameter)), [])
+                if layer not in own:
+                    own.append(layer)
 
-    def register_grad_ready(parameter: Any, *args: Any, **kwargs: Any) -> None:
-        ready = partial(stock_ready, parameter, *args, **kwargs)
-        layer = owner.get(parameter)
-        if not (group.is_last_microbatch and layer is not None and layer.holds_back(ready)):
-            ready()
+    def _wrap(self, group: Any) -> None:
+        stock_ready = group.register_grad_ready
 
-    def behind_guests(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            for layer in layers:
+        def register_grad_ready(parameter: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._layer_of:
+                self._look()
+            ready = partial(stock_ready, parameter, *args, **kwargs)
+            layer = self._layer_of.get(parameter)
+            if not (group.is_last_microbatch and layer is not None and layer.holds_back(ready)):
+                ready()
+
+        def behind_guests(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._layer_of:
+                self._look()
+            for layer in self._layers_of.get(id(group), ()):
                 layer.come_home()
             return stock(*args, **kwargs)
 
-        return called
-
-    group.register_grad_ready = register_grad_ready
-    group.start_grad_sync = behind_guests(group.start_grad_sync)
-    group.finish_grad_sync = behind_guests(group.finish_grad_sync)
+        group.register_grad_ready = register_grad_ready
+        group.start_grad_sync = partial(behind_guests, group.start_grad_sync)
+        group.finish_grad_sync = partial(behind_guests, group.finish_grad_sync)

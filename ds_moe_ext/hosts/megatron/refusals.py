@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
@@ -108,21 +109,25 @@ def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
     """Why Megatron's own layer does not serve, a clause; empty if it does."""
     if settings.hooks != NO_HOOKS:
         return "hooks look at rows within a layer"
-    if strategy.has_roles:
-        return f"strategy {settings.strategy!r} gives ranks roles"
-    for each in (strategy, *getattr(strategy, "strategies", {}).values()):
-        if isinstance(each, Overlay) or any(
-            getattr(type(each), name) is not getattr(Strategy, name) for name in OWN_ORDER
-        ):
-            return f"strategy {settings.strategy!r} orders what a layer does"
-        if each.static_capacity is not None or each.cuda_graphs or each.ways != (Exchange.DIRECT,):
-            return f"keys of strategy {settings.strategy!r} say how tokens travel"
-        for key in WITHIN:
-            if getattr(each, key, None):
-                return f"{settings.placing}.{key} is {getattr(each, key)}"
     if copies(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
-    return ""
+    each = (strategy, *getattr(strategy, "strategies", {}).values())
+    return next(filter(None, map(partial(_schedules, settings), each)), "")
+
+
+def _schedules(settings: Settings, strategy: Strategy) -> str:
+    """By what a strategy says more than where experts compute; empty if by nothing."""
+    name, cls = settings.strategy, type(strategy)
+    if strategy.has_roles:
+        return f"strategy {name!r} gives ranks roles"
+    own = any(getattr(cls, member) is not getattr(Strategy, member) for member in OWN_ORDER)
+    if own or isinstance(strategy, Overlay):
+        return f"strategy {name!r} orders what a layer does"
+    is_padded = strategy.static_capacity is not None
+    if is_padded or strategy.cuda_graphs or strategy.ways != (Exchange.DIRECT,):
+        return f"keys of strategy {name!r} say how tokens travel"
+    asked = (key for key in WITHIN if getattr(strategy, key, None))
+    return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
 
 
 def copies(strategy: Strategy) -> bool:
