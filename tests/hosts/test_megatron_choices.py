@@ -23,6 +23,7 @@ SKEW = (2.0, 1.0, 0.0, NEVER)
 RUN = MegatronRun(dtype="float64", ep=2, steps=1, num_layers=1)
 NARROW = replace(RUN, config=(("moe_ffn_hidden_size", 48),))  # experts have a config of their own
 EP = {"enabled": True, "debug": True, "strategy": "ep", "report": {"enabled": False}}
+PROGRAM = {**EP, "megatron": {"layer": "program"}}
 
 
 def padded(training: Training, factor: float) -> float:
@@ -62,7 +63,7 @@ def test_capacities_that_change_around_an_evaluation(run: MegatronRun, look: Any
 
 
 def test_a_capacity_that_comes_too_late() -> None:
-    for seen in pool_of(2).run(train_skewed, RUN, EP, SKEW, look=refused):
+    for seen in pool_of(2).run(train_skewed, RUN, PROGRAM, SKEW, look=refused):
         with pytest.raises(
             ValueError, match=r"is 0\.5 in this pass, but was None .* at least 2 \("
         ):
@@ -102,7 +103,7 @@ def test_a_router_of_a_users_own_chooses_as_many_as_it_likes() -> None:
 
 
 def test_more_choices_than_there_is_room_for() -> None:
-    for said in pool_of(1).run(train_routed, replace(RUN, ep=1), EP):
+    for said in pool_of(1).run(train_routed, replace(RUN, ep=1), PROGRAM):
         with pytest.raises(
             ValueError, match=r"chose 3 .*-topk 2 of them; give --moe-router-topk 3"
         ):

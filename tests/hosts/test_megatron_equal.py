@@ -50,6 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "esp 2": {"esp": {"degree": 2}},
     "esp 2, 4": {"esp": {"degree": {"forward": 2, "backward": 4}}},
     "fssdp": {"fssdp": FSSDP},
+    "fssdp, by our program": {"fssdp": FSSDP, "megatron": {"layer": "program"}},
     "fssdp, freed": {"fssdp": {**FSSDP, **FREED}},
     "fssdp, by time": {"fssdp": {**FSSDP, **FREED, "share": "priced", "window": 1}},
     "esp over fssdp": {"balance": "fssdp", "esp": {"degree": 2}, "fssdp": FSSDP},
@@ -111,6 +112,7 @@ QUICK = (
     ("ep", "EP2, distributed, overlapped"),
     ("esp over fssdp", "EP2"),
     ("fssdp", "EP2, recompute full, distributed, overlapped"),
+    ("fssdp, by our program", "EP2, recompute full, distributed, overlapped"),
     ("prophet, by time", "EP2"),
     ("varied", "TP2 EP2"),
     ("varied", "PP2 VPP2 EP2"),
@@ -268,6 +270,7 @@ def test_copies_of_the_pass_that_goes_back_are_gathered_again() -> None:
     run = replace(PIPED, num_layers=6, num_microbatches=4, steps=1)
     options = {"layers": 1.0, "copies": 0.5, "rematerialized": 1.0}
     settings = {"enabled": True, "strategy": VARIED, "options": options}
+    settings["megatron"] = {"layer": "program"}  # which frees them
     for of_layers in pool_of(4).run(recalled, run, {**settings, "report": {"enabled": False}}):
         assert len(of_layers) == 2 and all(of_layers)  # the last one's are not freed
 

@@ -156,7 +156,7 @@ def assert_refused(
 def test_a_layer_is_refused_where_it_is_built() -> None:
     fields = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     run = replace(ONE, config=tuple(fields.items()), experts="te_grouped")
-    assert_refused("--recompute-modules moe_act", run, block())
+    assert_refused("--recompute-modules moe_act", run, block(megatron={"layer": "program"}))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def warned(
     """What is, by us."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with spoiled(spoil), megatron(run, block()):
+        with spoiled(spoil), megatron(run, block(megatron={"layer": "program"})):
             Training(run)
     return [text for one in told if (text := str(one.message)).startswith("ds_moe_ext")]
 

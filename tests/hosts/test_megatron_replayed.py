@@ -30,6 +30,7 @@ RUNS = {
 
 def _train(rank: int, world_size: int, run: MegatronRun, has_graphs: bool) -> Trained:
     block = {"enabled": True, "strategy": "ep", "ep": {"cuda_graphs": has_graphs}}
+    block["megatron"] = {"layer": "program"}
     with recording(OnCpu()), uses() as made:
         return train(
             rank, world_size, run, block, keep=True, look=lambda training: GraphUse.of_all(made)

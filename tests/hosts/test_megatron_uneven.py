@@ -157,7 +157,8 @@ def test_who_waits_says_so(name: str) -> None:
 def trained_and_evaluated(rank: int, world_size: int, name: str) -> tuple[float, str]:
     """Rank 0 evaluates while rank 1 trains."""
     run = replace(RUN, ep=1 if name == "zebra" else 2)
-    with megatron(run, block(name)):
+    settings = {**block(name), "megatron": {"layer": "program"}}  # stock Megatron would wait
+    with megatron(run, settings):
         training = Training(run)
         begun_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:

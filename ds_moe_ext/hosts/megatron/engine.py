@@ -181,6 +181,7 @@ class MegatronHost:
 
     name = OPTIMIZER
     remedy = ALIKE
+    _by_host = False  # Megatron runs its MoE layers itself
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, seats: Grids) -> None:
         self.model = whole(chunks)

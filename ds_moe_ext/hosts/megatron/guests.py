@@ -49,6 +49,7 @@ from ds_moe_ext.planning.layer_pipelines import NOWHERE
 from ds_moe_ext.planning.strategy import Destination, Job, Overlay, Plan, Strategy
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, Op, Span, Task
+from ds_moe_ext.schedule.watch import WATCH, Waiting
 from ds_moe_ext.strict import NOT_A_KEY
 
 
@@ -266,10 +267,15 @@ class GuestExperts(MegatronExperts):
         self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
         stock = self._dispatcher
-        self._stock_preprocess = stock.dispatch_preprocess
+        # What waits for other ranks can be broken off when one of them has failed.
+        all_ranks, ranks = stock.tp_ep_group, stock.ep_group
+        if "input_splits" not in vars(stock):  # one exchange over all
+            ranks = all_ranks
+        self._stock_preprocess = partial(self._waiting_for, all_ranks, stock.dispatch_preprocess)
         stock.dispatch_preprocess = self._dispatch_preprocess
-        stock.token_dispatch = partial(self._timed, DISPATCH, stock.token_dispatch)
-        stock.token_combine = partial(self._timed, COMBINE, stock.token_combine)
+        for op, name in ((DISPATCH, "token_dispatch"), (COMBINE, "token_combine")):
+            run = partial(self._waiting_for, ranks, getattr(stock, name))
+            setattr(stock, name, partial(self._timed, op, run))
         self._stock_postprocess = stock.combine_postprocess
         stock.combine_postprocess = self._combine_postprocess
 
@@ -280,6 +286,11 @@ class GuestExperts(MegatronExperts):
     @property
     def _device(self) -> torch.device:
         return next(iter(self.experts.parameters())).device
+
+    def _waiting_for(self, group: Any, run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        WATCH.at(lambda: self.routed.name)
+        with Waiting(group):
+            return run(*given, **named)
 
     # Forward.
 
