@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.hosts.megatron_jobs import Trained, merged, train
+from tests.hosts.megatron_skewed import Seen
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.processes import ROOT, run_script
 from tests.ranks import pool_of
@@ -33,6 +34,14 @@ GROUPED = replace(RUN, experts="te_grouped")
 
 def trained(folder: Path, world_size: int, *runs: MegatronRun) -> list[list[Trained]]:
     """By Transformer Engine's layers: of each run what each rank has found."""
+    asked = [(run, None, ()) for run in runs]
+    return [[one.trained for one in found] for found in by_engine(folder, world_size, asked)]
+
+
+def by_engine(
+    folder: Path, world_size: int, runs: list[tuple[MegatronRun, Any, tuple[float, ...]]]
+) -> list[list[Seen]]:
+    """The same, of runs with our settings and how busy experts are."""
     asked = folder / "runs.pickle"
     asked.write_bytes(pickle.dumps(runs))
     path = (STAND_IN, ROOT, ROOT / "launch")
