@@ -231,14 +231,21 @@ def _gradient(parameter: Any) -> Tensor:
     return vars(parameter).get("main_grad", parameter.grad).detach()
 
 
-def _forward(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
+def _forward(
+    batches: Iterator[Tensor], model: nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     """A forward step as Megatron's schedules ask for it."""
     tokens = next(batches)
     length = tokens.shape[1] - 1
     positions = torch.arange(length).expand(len(tokens), length)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-    return output, _loss
+    given = tokens[:, :-1], positions, mask
+    run: Any = model
+    if return_schedule_plan:  # two micro-batches are interleaved
+        from megatron.core.utils import get_attr_wrapped_model
+
+        run = get_attr_wrapped_model(model, "build_schedule_plan")
+    return run(*given, labels=tokens[:, 1:].contiguous()), _loss
 
 
 def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

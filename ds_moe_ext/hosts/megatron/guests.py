@@ -235,6 +235,7 @@ class _Pass:
 
     prefetch: Prefetch
     weights: list[Weights]  # of all slots behind those of this rank's own experts
+    is_last: bool = False  # of a step, in backward
 
 
 class GuestExperts(MegatronExperts):
@@ -407,6 +408,8 @@ class GuestExperts(MegatronExperts):
 
     def _computed_back(self, found: _Pass) -> None:
         """The experts' gradients have been made, or all but those of weights."""
+        assert self.routed.copies is not None
+        found.is_last = self.routed.copies.is_last_pass()
         if getattr(self._config, "delay_wgrad_compute", False):
             self._delayed.append(found)
         else:
@@ -421,16 +424,16 @@ class GuestExperts(MegatronExperts):
         with self._with(found):
             stock()
         for leaf in (leaf for weights in found.weights for leaf in weights):
-            if leaf.grad is not None:
-                leaf.main_grad.add_(leaf.grad)  # type: ignore[attr-defined]
-                leaf.grad = None
+            kept, leaf.grad = leaf.grad, None
+            if kept is not None and hasattr(leaf, "main_grad"):  # not of an empty slot
+                leaf.main_grad.add_(kept)
         self._done(found)
 
     def _done(self, found: _Pass) -> None:
         """Behind the last pass of a step gradients of guests go home."""
         copies, prefetch = self.routed.copies, found.prefetch
         assert copies is not None
-        if not copies.is_last_pass():
+        if not found.is_last:
             return
         sums, self._sums = self._sums, {}
         self._sums_of = -1
