@@ -117,7 +117,14 @@ SECTIONS = (
     ),
     Section(
         "Under Megatron-core",
-        (*megatron.SETTINGS, *megatron.REFUSALS, *megatron.STEPPING),
+        (*megatron.SETTINGS, *megatron.STEPPING, *megatron.GUESTS),
+    ),
+    Section(
+        "Under Megatron-core, where experts are copied (`fssdp`, `prophet`)", megatron.REPLICAS
+    ),
+    Section(
+        "Under Megatron-core, where our program runs the layers (`esp`, `zebra`, hooks)",
+        megatron.REFUSALS,
     ),
     Section(
         "Under Megatron-core, where experts move (`reshard_interval` above 0)",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own functional tests with experts, and what we say to their flags.
 
-``python -m tests.hosts.functional_cases CHECKOUT`` prints a table: case, whether it is refused at
-start, and why. Nothing is run: flags are read from a checkout's ``model_config.yaml``.
+``python -m tests.hosts.functional_cases CHECKOUT STRATEGY`` prints a table: case, whether it is
+refused at start, and why. Nothing is run: flags are read from ``model_config.yaml`` of a checkout.
 """
 
 from __future__ import annotations
@@ -106,12 +106,14 @@ def table(found: Sequence[Case], tables: Sequence[Sequence[Refusal]]) -> str:
     return "\n".join(lines + [f"- `{what}`: {count}" for what, count in often.most_common()])
 
 
-def of_megatron() -> list[Sequence[Refusal]]:
+def of_megatron(strategy: str = "fssdp") -> list[Sequence[Refusal]]:
     """Our tables that ask a config of the model, or of its optimizer: both have their flags."""
-    from ds_moe_ext.hosts.megatron.refusals import REFUSALS, STEPPING
+    from ds_moe_ext.hosts.megatron.refusals import GUESTS, REFUSALS, REPLICAS, STEPPING
 
-    return [REFUSALS, STEPPING]
+    by_strategy = {"ep": (GUESTS,), "fssdp": (GUESTS, REPLICAS)}
+    return [*by_strategy.get(strategy, (REFUSALS,)), STEPPING]
 
 
 if __name__ == "__main__":
-    print(table([case for case in cases(Path(sys.argv[1])) if case.trains], of_megatron()))
+    trained = [case for case in cases(Path(sys.argv[1])) if case.trains]
+    print(table(trained, of_megatron(*sys.argv[2:])))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseHome, NearestCopy, PlannedParts
+from ds_moe_ext.hosts.megatron.refusals import way_of
+from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.planning.strategy import Plan
+from ds_moe_ext.strategies.settings import read_settings
 from tests.hosts.megatron_skewed import NEVER, assert_equal, num_copies, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_te_stand_in import by_engine
@@ -75,9 +79,22 @@ ROUNDED: dict[str, MegatronRun] = {
 }
 
 
-@pytest.mark.parametrize("name", ["varied", slow("fssdp"), slow("ep")])
-def test_by_transformer_engine(name: str, tmp_path: Path) -> None:
-    runs = {**BY_ENGINE, **ROUNDED}
+QUICK = ("grouped, distributed, overlapped", "moe_act", "DeepEP", "fp8 tensorwise")
+
+
+def test_some_by_transformer_engine(tmp_path: Path) -> None:
+    check_by_engine("varied", QUICK, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["varied", "fssdp", "ep"])
+def test_all_by_transformer_engine(name: str, tmp_path: Path) -> None:
+    check_by_engine(name, (*BY_ENGINE, *ROUNDED), RUN.steps, tmp_path)
+
+
+def check_by_engine(name: str, which: tuple[str, ...], steps: int, tmp_path: Path) -> None:
+    known = {**BY_ENGINE, **ROUNDED}
+    runs = {what: replace(known[what], steps=steps) for what in which}
     asked = [(run, s, SKEW) for run in runs.values() for s in (BLOCKS[name], None)]
     found = by_engine(tmp_path, 2, asked)
     for place, (what, run) in enumerate(runs.items()):
@@ -97,6 +114,61 @@ def test_tokens_that_are_gathered(name: str) -> None:
     ours, stock = (pool_of(2).run(train_skewed, run, s, SKEW) for s in (BLOCKS[name], None))
     assert_equal(ours, stock)
     assert num_copies(ours) > 1
+
+
+# Who runs the layers.
+
+
+@pytest.mark.parametrize(
+    ("block", "flags", "by_host", "why"),
+    [
+        ({"strategy": "ep"}, {}, True, "'ep' only says where experts compute"),
+        ({"strategy": "fssdp"}, {}, True, "only says where"),
+        ({"strategy": "auto"}, {}, False, "orders what a layer does"),
+        (
+            {"strategy": "auto", "auto": {"candidates": ["ep", "prophet"]}},
+            {},
+            True,
+            "'auto' only says",
+        ),
+        ({"strategy": "esp"}, {}, False, "'esp' orders what a layer does"),
+        ({"strategy": VARIED}, {}, True, "only says where"),
+        ({"strategy": "ep", "ep": {"send_once": True}}, {}, False, "send_once is True"),
+        ({"strategy": "ep", "ep": {"static_capacity": 8}}, {}, False, "how tokens travel"),
+        ({"strategy": "fssdp", "fssdp": {"calibrate": True}}, {}, False, "calibrate is True"),
+        ({"strategy": "prophet"}, {"moe_pad_expert_input_to_capacity": True}, False, "fills all"),
+        ({"strategy": "ep"}, {"moe_pad_expert_input_to_capacity": True}, True, "only says where"),
+        ({"strategy": "ep", "megatron": {"layer": "program"}}, {}, False, "layer is 'program'"),
+    ],
+)
+def test_who_runs_the_layers(
+    block: dict[str, Any], flags: dict[str, Any], by_host: bool, why: str
+) -> None:
+    chosen, strategy = read_settings({"ds_moe_ext": {"enabled": True, **block}})
+    assert strategy is not None
+    way = way_of(chosen, strategy, SimpleNamespace(**flags))
+    assert way.by_host == by_host and why in way.why, way
+
+
+def test_a_host_that_cannot_is_refused() -> None:
+    block = {"enabled": True, "strategy": "esp", "megatron": {"layer": "host"}}
+    chosen, strategy = read_settings({"ds_moe_ext": block})
+    assert strategy is not None
+    with pytest.raises(ValueError, match=r"layer is 'host', but strategy 'esp' .* leave"):
+        way_of(chosen, strategy, SimpleNamespace())
+    with pytest.raises(ValueError, match=r"megatron\.layer is 'us'.*host.*program"):
+        read_settings({"ds_moe_ext": {"megatron": {"layer": "us"}}})
+
+
+def test_a_layer_that_runs_several_times_a_micro_batch() -> None:
+    schedules = Schedules()
+    passes = Passes(schedules, 2)
+    schedules.begin(2, forward_only=False)
+    seen = []
+    for _ in range(4):
+        passes.begins(is_training=True)
+        seen.append(passes.is_last())
+    assert seen == [False, False, False, True]
 
 
 # Where tokens go.

@@ -193,6 +193,11 @@ MESHED = (
 
 UNSUPPORTED = (
     _key(
+        f"{BLOCK}.megatron.layer",
+        SET,
+        "it says who runs a layer of Megatron-core; leave it out",
+    ),
+    _key(
         "expert_parallel.enabled",
         ON,
         "DeepSpeed's AutoEP replaces the same layers; set one of expert_parallel.enabled and "

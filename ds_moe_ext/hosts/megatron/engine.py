@@ -259,7 +259,7 @@ class MegatronHost:
         for layer, _ in built:
             hosted = layer.hosted
             assert isinstance(hosted, MegatronExperts)
-            hosted.passes = Passes(SCHEDULES)
+            hosted.passes = Passes(SCHEDULES, _passes_of(layer.name, self._config))
             (chunk,) = (c for c in self._chunks if any(m is hosted.experts for m in c.modules()))
             hosted.ready = _ready(chunk, hosted)
             if isinstance(hosted, GuestExperts):
@@ -294,6 +294,13 @@ class MegatronHost:
         told = replacement.told_homes(run.blueprint, flag, f"give {flag} {{}}".format)
         run.planning.tell(told)
         checkpoint.watch(run, self.carrier)
+
+
+def _passes_of(layer: str, config: Any) -> int:
+    """Passes of a micro-batch through a layer of this name: several where one layer predicts all of
+    several tokens more."""
+    is_repeated = getattr(config, "mtp_use_repeated_layer", False) and "mtp" in layer.split(".")
+    return int(config.mtp_num_layers or 1) if is_repeated else 1
 
 
 def _check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any]) -> None:

@@ -264,6 +264,7 @@ class GuestExperts(MegatronExperts):
         self._delayed: deque[_Pass] = deque()  # whose weights' gradients are made later
         self._returning: Prefetch | None = None  # gradients of a step on their way
         self._is_open = False  # a step's are still to come
+        self._has_some = False  # a pass of the step has left some
         self._waiting: list[Callable[[], object]] = []  # gradients at home, to be told of then
         self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
@@ -409,7 +410,7 @@ class GuestExperts(MegatronExperts):
     def _computed_back(self, found: _Pass) -> None:
         """The experts' gradients have been made, or all but those of weights."""
         assert self.routed.copies is not None
-        found.is_last = self.routed.copies.is_last_pass()
+        found.is_last, self._has_some = self.routed.copies.is_last_pass(), True
         if getattr(self._config, "delay_wgrad_compute", False):
             self._delayed.append(found)
         else:
@@ -456,7 +457,7 @@ class GuestExperts(MegatronExperts):
             for parameter, total in zip(slot.parameters, totals):
                 if parameter.requires_grad:
                     parameter.main_grad.add_(total)  # type: ignore[attr-defined]
-        self._is_open = False
+        self._is_open = self._has_some = False
         waiting, self._waiting = self._waiting, []
         for ready in waiting:
             ready()
@@ -467,6 +468,20 @@ class GuestExperts(MegatronExperts):
         if self._is_open:
             self._waiting.append(ready)
         return self._is_open
+
+    def end_step(self) -> None:
+        """Megatron is about to finish the gradients of a step. Raises RuntimeError where those of
+        guests are still here."""
+        self.come_home()
+        if self._has_some:
+            raise RuntimeError(
+                f"{self.routed.name} has gradients of copied experts {sorted(self._sums)} that "
+                "were not sent home before the optimizer's step: the last micro-batch did not pass "
+                "through it; let every micro-batch use every MoE layer, or use strategy 'ep'"
+            )
+        waiting, self._waiting, self._is_open = self._waiting, [], False
+        for ready in waiting:  # of a layer whose pass never came back
+            ready()
 
     # Times, where somebody wants to know them.
 
@@ -584,13 +599,21 @@ class Owners:
             if not (group.is_last_microbatch and layer is not None and layer.holds_back(ready)):
                 ready()
 
-        def behind_guests(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def behind_guests(
+            stock: Callable[..., Any],
+            wait: Callable[[GuestExperts], None],
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             if not self._layer_of:
                 self._look()
             for layer in self._layers_of.get(id(group), ()):
-                layer.come_home()
+                wait(layer)
             return stock(*args, **kwargs)
 
         group.register_grad_ready = register_grad_ready
-        group.start_grad_sync = partial(behind_guests, group.start_grad_sync)
-        group.finish_grad_sync = partial(behind_guests, group.finish_grad_sync)
+        for name, wait in (
+            ("start_grad_sync", GuestExperts.come_home),
+            ("finish_grad_sync", GuestExperts.end_step),
+        ):
+            setattr(group, name, partial(behind_guests, getattr(group, name), wait))

@@ -14,12 +14,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 import torch
@@ -83,8 +83,9 @@ def _found(
     if isinstance(kept, Elsewhere):
         form, kind, expert, function = Form(), kept.kind, kept.expert, kept.function
     else:
-        form = form_of(name, kept)
-        kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
+        form = form_of(name, kept, by_host=guests is not None)
+        kind, function = type(kept).__name__, function_of(kept)
+        expert = shape_of_one(name, kept, form)
     choices = Choices.of(name, layer)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
@@ -190,6 +191,7 @@ class Sequential(Form):
 
 
 FIRST = "is_first_microbatch"
+FUSED = "_with_fused_impl"  # of ``TEGroupedMLP``, in versions that have fused ops
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
@@ -237,50 +239,45 @@ class Grouped(Form):
     def extended(
         self, experts: Any, names: Sequence[str], more: Sequence[Sequence[Tensor]]
     ) -> Iterator[None]:
-        num_own = int(experts.num_local_experts)
-        linears = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        modules = [experts.get_submodule(path) for path in linears]
-        padding = (
-            getattr(experts, f"quantization_{kind}", None) for kind in ("padding", "unpadding")
-        )
-        sized = [*modules, *(module for module in padding if module is not None)]
-        num_slots = num_own + len(more)
-        for number, weights in enumerate(more, num_own):
+        num_own, is_fused = int(experts.num_local_experts), getattr(experts, FUSED, False)
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        linears = [experts.get_submodule(path) for path in paths]
+        numbers = range(num_own, num_own + len(more))
+        for number, weights in zip(numbers, more):
             for name, weight in zip(names, weights):
                 path, _, key = name.rpartition(".")
                 setattr(experts.get_submodule(path), f"{key}{number}", weight)
-            for module, path in zip(modules, linears):
-                if f"{path}.bias" not in names and hasattr(module, "bias0"):
-                    setattr(module, f"bias{number}", module.bias0)  # none: an empty tensor
+            if not any(name.endswith(".bias") for name in names):
+                for linear in linears:  # Transformer Engine has empty tensors then
+                    setattr(linear, f"bias{number}", getattr(linear, "bias0", None))
+        if is_fused:  # into one op, that was made of the parameters
+            setattr(experts, FUSED, False)
         try:
-            for module in sized:
-                module.num_gemms = num_slots
-            for module in modules:
-                _quantize(module, num_slots)
-            experts.num_local_experts = num_slots
+            _resize(experts, linears, numbers.stop)
             yield
         finally:
-            experts.num_local_experts = num_own
-            for module in sized:
-                module.num_gemms = num_own
-            for module in modules:
-                if "num_gemms" in getattr(module, "fp8_meta", ()):
-                    module.fp8_meta["num_gemms"] = num_own  # as it is saved
-                for number in range(num_own, num_slots):
-                    for kind in ("weight", "bias"):
-                        vars(module).pop(f"{kind}{number}", None)
+            _resize(experts, linears, num_own)
+            if is_fused:
+                setattr(experts, FUSED, True)
+            for linear, number, kind in product(linears, numbers, ("weight", "bias")):
+                vars(linear).pop(f"{kind}{number}", None)
 
 
-def _quantize(module: Any, num_gemms: int) -> None:
-    """Let a module of Transformer Engine make its quantizers anew, where it has made some for
-    another number of GEMMs."""
-    meta = getattr(module, "fp8_meta", None)
-    if not meta or "num_gemms" not in meta:
-        return
-    quantizers = module.quantizers.get("scaling_bwd") or ()
-    meta["num_gemms"] = num_gemms
-    if len(quantizers) not in (0, 2 * num_gemms):  # two for each: gradients of outputs and inputs
-        module.fp8_meta_tensors_initialized = module.fp8_initialized = False
+def _resize(experts: Any, linears: Iterable[Any], num_slots: int) -> None:
+    """Let a ``TEGroupedMLP`` compute so many slots. Quantizers of Transformer Engine are made anew
+    where there are some for fewer GEMMs; what is saved says how many there are of parameters."""
+    experts.num_local_experts = num_slots
+    for name in ("quantization_padding", "quantization_unpadding"):
+        if hasattr(experts, name):
+            getattr(experts, name).num_gemms = num_slots
+    for linear in linears:
+        linear.num_gemms = num_slots
+        meta = getattr(linear, "fp8_meta", {})
+        if "num_gemms" in meta:
+            meta["num_gemms"] = num_slots
+            made = len(linear.quantizers.get("scaling_bwd") or ())
+            if 0 < made < 2 * num_slots:  # two for each: gradients of outputs and inputs
+                linear.fp8_meta_tensors_initialized = linear.fp8_initialized = False
 
 
 FORMS: dict[str, Form] = {"SequentialMLP": Sequential(), "TEGroupedMLP": Grouped()}
@@ -290,9 +287,10 @@ COMPUTES = ("forward", "bias_act_func")
 """Methods of Megatron's classes whose work is done by our program."""
 
 
-def form_of(name: str, experts: nn.Module) -> Form:
+def form_of(name: str, experts: nn.Module, *, by_host: bool = False) -> Form:
     """How these experts are kept: as the class of Megatron's that they are of keeps them. Raises
-    ValueError where that is not known, or they compute otherwise."""
+    ValueError where that is not known; or, unless the host runs them, where they compute
+    otherwise."""
     known = (cls for cls in type(experts).__mro__ if cls.__name__ in FORMS)
     stock = next((cls for cls in known if getattr(moe_experts, cls.__name__, None) is cls), None)
     kind = f"{type(experts).__module__}.{type(experts).__qualname__}"
@@ -302,6 +300,8 @@ def form_of(name: str, experts: nn.Module) -> Form:
             f"{' and '.join(FORMS)} of Megatron-core: leave --moe-use-legacy-grouped-gemm and "
             "specs of your own out, or the layer with ds_moe_ext.moe_layer_pattern"
         )
+    if by_host:
+        return FORMS[stock.__name__]
     own = _overridden(experts, stock)
     if not own and "local_experts" in experts._modules:
         alone = (
@@ -335,10 +335,10 @@ def weight_names(config: Any) -> tuple[str, ...]:
     return tuple(f"{linear}.{part}" for linear in ("linear_fc1", "linear_fc2") for part in parts)
 
 
-def shape_of_one(name: str, experts: Any) -> ExpertShape:
-    """What an expert of a layer is like. Raises ValueError where its class is not known, or its
-    linear modules are not Megatron's."""
-    form, names = form_of(name, experts), weight_names(experts.config)
+def shape_of_one(name: str, experts: Any, form: Form) -> ExpertShape:
+    """What an expert of a layer is like. Raises ValueError where its linear modules are not
+    Megatron's."""
+    names = weight_names(experts.config)
     try:
         slots = [slot.parameters for slot in form.slots(experts, names)]
     except AttributeError as error:
@@ -647,7 +647,7 @@ class Elsewhere(nn.Module):
         super().__init__()
         self.config = experts.config
         self.kind = type(experts).__name__
-        self.expert: ExpertShape = shape_of_one("a layer", experts)
+        self.expert: ExpertShape = shape_of_one("a layer", experts, form_of("a layer", experts))
         self.function: FeedForwardExperts = function_of(experts)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

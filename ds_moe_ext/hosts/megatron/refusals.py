@@ -85,6 +85,9 @@ class Way(NamedTuple):
     why: str
 
 
+DENSE = ("attn", "mamba", "mlp")
+"""Scopes of CUDA graphs without MoE layers."""
+
 OWN_ORDER = ("schedules", "stages")
 """Members by which a strategy says itself how a layer runs."""
 WITHIN = ("send_once", "calibrate", "rematerialize", "repair")
@@ -145,7 +148,7 @@ REFUSALS = _refusals(
     ("--delay-wgrad-compute", "delay_wgrad_compute", _OWN_BACKWARD, _OUT),
     (
         "--cuda-graph-impl with MoE scopes",
-        lambda config: [part for part in graphed(config) if part not in ("attn", "mamba")],
+        lambda config: [part for part in graphed(config) if part not in DENSE],
         "row counts change from step to step, and plans with them",
         "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
     ),
@@ -238,12 +241,10 @@ REFUSALS = _refusals(
 )
 """Of a ``TransformerConfig``, where our program runs the layers."""
 
-_OWN_SLOTS = "replicas of experts are guests in the slots of a module of experts"
-
 GUESTS = _refusals(
     (
         "--cuda-graph-impl with MoE scopes other than moe_router",
-        lambda config: [p for p in graphed(config) if p not in ("attn", "mamba", "moe_router")],
+        lambda config: [p for p in graphed(config) if p not in (*DENSE, "moe_router")],
         "tokens are counted, and sent by another plan, from step to step",
         "use --cuda-graph-scope attn moe_router, or none",
     ),
@@ -279,20 +280,6 @@ REPLICAS = _refusals(
         "--moe-single-grouped-weight",
         "moe_single_grouped_weight",
         "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
-        _OUT,
-    ),
-    (
-        "--use-transformer-engine-op-fuser",
-        "use_transformer_engine_op_fuser",
-        f"{_OWN_SLOTS}, which fused ops are not made of",
-        _OUT,
-    ),
-    (
-        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
-        lambda config: (
-            getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
-        ),
-        "a layer runs once a micro-batch, or nobody knows which pass is the last",
         _OUT,
     ),
 )

@@ -70,6 +70,16 @@ REFUSALS = (
         "leave it out",
     ),
     Refusal(
+        "megatron.layer",
+        lambda asked: (
+            f"{BLOCK}.megatron.layer is {asked.settings.megatron.layer!r}"
+            if asked.settings.megatron.layer
+            else ""
+        ),
+        "it says who runs a layer of Megatron-core",
+        "leave it out",
+    ),
+    Refusal(
         "a model in DistributedDataParallel or fully_shard",
         _is_wrapped,
         "experts are replaced before that, so that it leaves them alone",

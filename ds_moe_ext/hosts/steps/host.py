@@ -285,6 +285,7 @@ class Passes:
     """Counts the passes of one layer."""
 
     schedules: Schedules  # of the model
+    per_batch: int = 1  # passes of a micro-batch through the layer
     _step: int = 0
     _forward: int = 0
     _backward: int = 0
@@ -304,7 +305,8 @@ class Passes:
         """Whether the pass that runs is the last of its direction; yes, where nobody knows."""
         self._turn()
         number = self._backward if in_backward() else self._forward
-        return self.schedules.num_micro_batches in (None, number)
+        batches = self.schedules.num_micro_batches
+        return batches is None or number == batches * self.per_batch
 
     def _returns(self, grad: Tensor) -> None:
         self._turn()
