@@ -25,17 +25,17 @@ def layer_spec(run: megatron_toy.MegatronRun, config: Any, vp_stage: int | None)
 
 
 def main(asked: Path) -> None:
-    """Train each run of a pickled list, of a run, our settings and how busy experts are; leave what
-    this rank has found beside the file, or how it failed."""
+    """Train each run of a pickled list, of a run, our settings or none and how busy experts are;
+    leave what this rank has found beside the file."""
     from tests.hosts.flex_stand_in import flex
     from tests.hosts.megatron_skewed import train_skewed
 
     megatron_toy.layer_spec = layer_spec
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    runs = pickle.loads(asked.read_bytes())
     with flex():
-        found = [train_skewed(rank, world_size, *run) for run in runs]
+        jobs = pickle.loads(asked.read_bytes())
+        found = [train_skewed(rank, world_size, *job) for job in jobs]
     asked.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 

@@ -70,6 +70,13 @@ ROUNDED: dict[str, MegatronRun] = {
         dtype="bfloat16",
         num_microbatches=3,
     ),
+    "the same, weights' gradients put off": replace(
+        with_config(TE, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
+        optimizer="distributed",
+        ddp=(("delay_wgrad_compute", True),),
+        dtype="bfloat16",
+        num_microbatches=3,
+    ),
     "fp8 mxfp8": with_config(TE, fp8="hybrid", fp8_recipe="mxfp8"),
     "fp8 tensorwise": with_config(TE, fp8="hybrid", fp8_recipe="tensorwise"),
     "fp8 tensorwise, sequential": with_config(RUN, fp8="hybrid", fp8_recipe="tensorwise"),

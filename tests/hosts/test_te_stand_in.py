@@ -32,18 +32,23 @@ RUN = MegatronRun(dtype="float64", steps=2, num_microbatches=2, swiglu=True)
 GROUPED = replace(RUN, experts="te_grouped")
 
 
-def trained(folder: Path, world_size: int, *runs: MegatronRun) -> list[list[Trained]]:
-    """By Transformer Engine's layers: of each run what each rank has found."""
-    asked = [(run, None, ()) for run in runs]
-    return [[one.trained for one in found] for found in by_engine(folder, world_size, asked)]
+Job = MegatronRun | tuple[MegatronRun, dict[str, Any]]
+
+
+def trained(folder: Path, world_size: int, *jobs: Job) -> list[list[Trained]]:
+    """By Transformer Engine's layers: of each run, with our settings or without, what each rank has
+    found."""
+    pairs = [job if isinstance(job, tuple) else (job, None) for job in jobs]
+    found = by_engine(folder, world_size, [(*pair, ()) for pair in pairs])
+    return [[one.trained for one in ranks] for ranks in found]
 
 
 def by_engine(
-    folder: Path, world_size: int, runs: list[tuple[MegatronRun, Any, tuple[float, ...]]]
+    folder: Path, world_size: int, jobs: list[tuple[MegatronRun, Any, tuple[float, ...]]]
 ) -> list[list[Seen]]:
-    """The same, of runs with our settings and how busy experts are."""
+    """The same, of experts that are so busy."""
     asked = folder / "runs.pickle"
-    asked.write_bytes(pickle.dumps(runs))
+    asked.write_bytes(pickle.dumps(jobs))
     path = (STAND_IN, ROOT, ROOT / "launch")
     run_script(FOLDER / "te_script.py", str(asked), world_size=world_size, path=path)
     ranks = [pickle.loads(asked.with_suffix(f".{r}").read_bytes()) for r in range(world_size)]
@@ -68,8 +73,12 @@ def _local_name(name: str) -> str:
     return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
 
 
-def quantized(recipe: str, run: MegatronRun = GROUPED) -> MegatronRun:
-    return replace(run, config=(("fp8", "hybrid"), ("fp8_recipe", recipe)))
+def with_flags(run: MegatronRun, **config: Any) -> MegatronRun:
+    return replace(run, config=tuple(config.items()))
+
+
+def quantized(recipe: str, run: MegatronRun = GROUPED, **config: Any) -> MegatronRun:
+    return with_flags(run, fp8="hybrid", fp8_recipe=recipe, **config)
 
 
 def test_modules_do_as_the_real_ones() -> None:
@@ -77,22 +86,77 @@ def test_modules_do_as_the_real_ones() -> None:
 
 
 def test_one_rank_trains_as_with_local_layers(tmp_path: Path) -> None:
-    fp8 = [quantized("tensorwise"), quantized("tensorwise", RUN), quantized("mxfp8")]
-    recomputed = replace(quantized("mxfp8"), recompute="full")
-    grouped, sequential, *rounded = trained(tmp_path, 1, GROUPED, RUN, *fp8, recomputed)
+    fused = {"moe_permute_fusion": True, "moe_router_fusion": True}
+    act = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    found = trained(tmp_path, 1, GROUPED, RUN, with_flags(GROUPED, **fused, **act))
     expected = pool_of(1).run(train, RUN, keep=True)
-    assert_same(grouped, expected)
-    assert_same(sequential, expected)
+    for run in found:
+        assert_same(run, expected)
+
+
+def test_fp8_rounds_and_recomputes_the_same(tmp_path: Path) -> None:
+    act = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    fp8 = [quantized("tensorwise"), quantized("tensorwise", RUN), quantized("delayed")]
+    blocks = [quantized("mxfp8"), replace(quantized("mxfp8"), recompute="full")]
+    exact, *rounded = trained(tmp_path, 1, GROUPED, *fp8, *blocks, quantized("mxfp8", **act))
     for found in rounded:
-        assert found[0].losses != expected[0].losses
-        torch.testing.assert_close(found[0].losses, expected[0].losses, rtol=0.02, atol=0)
-    assert_same(rounded[1], rounded[0])  # tensorwise: sequential, grouped
-    assert_same(rounded[3], rounded[2])  # mxfp8: with recomputation, without
+        assert found[0].losses != exact[0].losses
+        torch.testing.assert_close(found[0].losses, exact[0].losses, rtol=0.02, atol=0)
+    for one, other in ((1, 0), (2, 0), (4, 3)):
+        assert_same(rounded[one], rounded[other])
+
+
+@pytest.mark.slow
+def test_other_layers_train_as_local_ones(tmp_path: Path) -> None:
+    named = {"num_query_groups": 2, "normalization": "RMSNorm", "qk_layernorm": True}
+    other = replace(with_flags(RUN, **named), shared_ffn=32)
+    biased = replace(GROUPED, bias=True, swiglu=False)
+    found = trained(tmp_path, 1, replace(other, experts="te_grouped"), biased)
+    for run, local in zip(found, (other, biased)):
+        assert_same(run, pool_of(1).run(train, local, keep=True))
 
 
 def test_expert_parallel_ranks_train_as_with_local_layers(tmp_path: Path) -> None:
     (found,) = trained(tmp_path, 2, replace(GROUPED, ep=2))
     assert_same(found, pool_of(2).run(train, replace(RUN, ep=2), keep=True))
+
+
+@pytest.mark.slow
+def test_our_strategies_learn_what_these_layers_do_alone(tmp_path: Path) -> None:
+    run = replace(GROUPED, ep=2, optimizer="distributed", steps=3)
+    common = {"enabled": True, "debug": True, "report": {"enabled": False}}
+    settings: list[dict[str, Any]] = [
+        {**common, "strategy": "ep"},
+        {**common, "strategy": "fssdp", "fssdp": {"copies_per_rank": 2}},
+        {**common, "strategy": "prophet", "prophet": {"planner": "shadow", "split": "half"}},
+    ]
+    jobs: list[Job] = [(run, each) for each in settings]
+    expected, *found = trained(tmp_path, 2, run, *jobs)
+    for ours in found:
+        torch.testing.assert_close(ours[0].losses, expected[0].losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(ours[0].norms, expected[0].norms, rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
+def test_a_schedule_of_two_micro_batches_learns_the_same(tmp_path: Path) -> None:
+    plain = replace(GROUPED, dtype="bfloat16", ep=2, num_microbatches=4)
+    combined = with_flags(plain, overlap_moe_expert_parallel_comm=True)
+    later = with_flags(plain, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+    delayed = replace(later, ddp=(("delay_wgrad_compute", True),), overlap_grad_reduce=True)
+    expected, *found = trained(tmp_path, 2, plain, combined, delayed)
+    for run in found:
+        assert_same(run, expected)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_in_place_are_the_same(tmp_path: Path) -> None:
+    plain = replace(GROUPED, dtype="float32", ep=2)
+    fused = with_flags(plain, gradient_accumulation_fusion=True)
+    runs = (plain, fused, replace(fused, experts="sequential"), replace(fused, dtype="bfloat16"))
+    expected, *found, half = trained(tmp_path, 2, *runs)
+    for run in found:
+        assert_same(run, expected, by=1e-5)
+    torch.testing.assert_close(half[0].losses, expected[0].losses, rtol=0.01, atol=0)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ class Products(torch.autograd.Function):
         parts = [nn.functional.linear(*given) for given in zip(inputs, used, added)]
         ctx.save_for_backward(*inputs, *used)
         ctx.how, ctx.m_splits, ctx.shape, ctx.weights = how, m_splits, inp.shape, weights
-        return torch.cat(parts).view(*inp.shape[:-1], parts[0].shape[-1])
+        return torch.cat(parts).view(*inp.shape[:-1], weights[0].shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
