@@ -46,10 +46,12 @@ def _pairs(case: Values) -> set[Any]:
     return set(itertools.combinations(case.items(), 2))
 
 
-def cases(possible: Callable[[Values], bool], **values: Iterable[Any]) -> Any:
-    """For ``parametrize``: those that no pair needs are slow."""
+def cases(
+    possible: Callable[[Values], bool], rare: Sequence[Any] = (), **values: Iterable[Any]
+) -> Any:
+    """For ``parametrize``: those that no pair needs are slow, and those with a rare value."""
     found = list(filter(possible, combinations(**values)))
-    quick = by_pairs(found)
+    quick = by_pairs([each for each in found if not {*each.values()} & {*rare}])
     return [
         pytest.param(
             each,

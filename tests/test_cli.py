@@ -159,6 +159,7 @@ def test_doctor_goes_without_a_host(
     assert "accelerate: not installed" in done.stdout
 
 
+@pytest.mark.slow  # a process that imports torch and transformers
 def test_doctor_lists_layers_without_hosts_that_the_model_does_not_load(tmp_path: Path) -> None:
     """Their imports took most of its time. Patches of those that it does load are looked at."""
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))

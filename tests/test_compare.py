@@ -25,7 +25,6 @@ from ds_moe_ext.commands.compare import (
     equal_steps,
     largest_difference,
     remarks,
-    shown_steps,
 )
 from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
@@ -139,18 +138,6 @@ def test_ranks_of_one_cpu_measure_no_speed(runs: tuple[Finished, Finished]) -> N
         assert any("no measure" in line for line in remarks(*on_cpu))
 
 
-def test_reports_alone(runs: tuple[Finished, Finished]) -> None:
-    """Scripts of users write no summary: what is not known is left out."""
-    for run in runs:
-        (run.folder / SUMMARY).unlink()
-    plain, copied = (Finished.read(run.folder) for run in runs)
-    check_comparable(plain, copied)
-    table = printed(plain, copied)
-    assert table[""] == ["ep", "fssdp", "difference"]
-    assert table["balance, as computed"] == ["1.25", "1.00", ""]
-    assert not {"tokens/s", "a step takes", "loss, step 1"} & set(table)
-
-
 def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) -> None:
     """A script's mean is not held against another's median, nor its loss, without that of routers,
     against what gradients were made of."""
@@ -201,14 +188,6 @@ def test_nothing_is_further_apart_than_the_largest_difference(
     alike = equal_steps(ours, theirs)
     assert all(abs(a - b) <= 1e-5 for a, b in pairs[:alike])
     assert alike == len(pairs) or abs(ours[alike] - theirs[alike]) > 1e-5
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "shown"),
-    [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 3, 5]), (200, [1, 100, 200])],
-)
-def test_first_middle_and_last_step(num_steps: int, shown: list[int]) -> None:
-    assert shown_steps(num_steps) == shown
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,6 @@ def test_the_nearest_copy_stays_while_it_is_enough() -> None:
     assert changed[0] is not first[0] and changed[1] is first[1]
 
 
-def test_the_papers_share_is_planned_in_every_step() -> None:
-    strategy = strategy_of(share="nearest")
-    first = strategy.plan(job_of(rows(0), rows(1)))
-    again = strategy.plan(job_of(rows(0), rows(1), present=first))
-    assert not set(map(id, first)) & set(map(id, again))
-    assert all(two.target is one.target and one.has_copies for one, two in zip(first, again))
-
-
 def test_a_target_as_before_is_the_one_before() -> None:
     strategy = strategy_of(share="nearest")
     first = strategy.plan(job_of(rows(0), rows(1)))
@@ -165,17 +157,3 @@ def test_a_target_as_before_is_the_one_before() -> None:
     assert not changed[0].target.is_like(first[0].target)
     assert changed[1].target is first[1].target and changed[1].target.is_like(anew[1].target)
     assert [plan.share.describe() for plan in changed] == [plan.share.describe() for plan in anew]
-
-
-def test_where_all_targets_are_as_before_so_are_shares() -> None:
-    """With what they have worked out; and where one has changed none is, for they were worked out
-    together."""
-    strategy = strategy_of(share="nearest")
-    first = strategy.plan(job_of(rows(0), rows(1)))
-    alike, other = (
-        strategy.plan(replace(job_of(rows(n), rows(1) + 1), present=first)) for n in (0, 2)
-    )
-    assert [two.share is one.share for one, two in zip(first, alike)] == [True, True]
-    assert [two.share is one.share for one, two in zip(first, other)] == [False, False]
-    predicted_CE = alike[1].predicted_CE
-    assert predicted_CE is not None and np.array_equal(predicted_CE, rows(1) + 1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -127,17 +128,17 @@ UNSEEN = {"chunk", "expected_s[]", "kinds_K"}
 KEYS = sorted({key for key, _ in strings_of(whole_run())})
 
 
-def marked(value: Any, which: Callable[[str], bool], key: str = "") -> Any:
-    """With the mark behind every string whose key is wanted."""
+def marked(value: Any, marks: Mapping[str, str], key: str = "") -> Any:
+    """With its mark behind every string whose key has one."""
     if isinstance(value, str):
-        return value + MARK if which(key) else value
+        return value + marks.get(key, "")
     if isinstance(value, list):
-        return [marked(each, which, key) for each in value]
+        return [marked(each, marks, key) for each in value]
     if isinstance(value, dict):
         is_free = key in FREE
         return {
-            (name + MARK if is_free and which(f"{key}[]") else name): marked(
-                each, which, key if is_free else name
+            (name + marks.get(f"{key}[]", "") if is_free else name): marked(
+                each, marks, key if is_free else name
             )
             for name, each in value.items()
         }
@@ -153,18 +154,33 @@ def test_a_report_has_strings_of_all_kinds() -> None:
     assert wanted | {f"{name}[]" for name in FREE} <= set(KEYS)
 
 
-@pytest.mark.parametrize("key", [None, *KEYS])
-def test_marked_reports(key: str | None) -> None:
-    """All strings at once; and those of one key, beside which the rest is known."""
-    plain = whole_run()
-    run = record_of(marked(plain, lambda name: key in (None, name)))
-    check_same_shape(page_of(run), page_of(record_of(plain)))
-    assert ("alert(1)" in said(page_of(run))) == (key not in UNSEEN)
-    ours, theirs = (
-        page_beside(Shown("ours", each), Shown("theirs", record_of(plain)))
-        for each in (run, record_of(plain))
-    )
-    check_same_shape(ours, theirs)
+WORDS = ("strategy", "kind", "name", "lane", "phase")
+"""By these a page chooses what it shows: each is marked alone, so that the rest is known."""
+
+
+@functools.cache
+def plain_pages() -> tuple[str, str]:
+    """Of a run, and of two."""
+    run = record_of(whole_run())
+    return page_of(run), page_beside(Shown("ours", run), Shown("theirs", run))
+
+
+@pytest.mark.parametrize(
+    "keys", [KEYS, *([word] for word in WORDS), [key for key in KEYS if key not in WORDS]], ids=str
+)
+def test_marked_reports(keys: list[str]) -> None:
+    """All strings at once, and some; each key has a mark of its own."""
+    marks = {key: MARK.replace("alert(1)", f"alert({number})") for number, key in enumerate(keys)}
+    run = record_of(marked(whole_run(), marks))
+    page = page_of(run)
+    check_same_shape(page, plain_pages()[0])
+    shown = {key for number, key in enumerate(keys) if f"alert({number})" in said(page)}
+    if keys is not KEYS:
+        assert shown == {*keys} - UNSEEN
+    else:
+        assert shown
+        beside = page_beside(Shown("ours", run), Shown("theirs", record_of(whole_run())))
+        check_same_shape(beside, plain_pages()[1])
 
 
 def test_marked_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +189,9 @@ def test_marked_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for name in ("plain", IMAGE):
         for folder in (tmp_path / name, tmp_path / name / "other"):
             folder.mkdir()
-            document = whole_run() if name == "plain" else marked(whole_run(), lambda _: True)
+            document = (
+                whole_run() if name == "plain" else marked(whole_run(), dict.fromkeys(KEYS, MARK))
+            )
             (folder / "report.json").write_text(json.dumps(document))
         folder = tmp_path / name
         beside = folder / "other" / "report.json"

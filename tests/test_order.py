@@ -156,51 +156,6 @@ def test_two_cells_by_hand() -> None:
     assert names == [[0, 3, 5, BIG], [2, BIG + 1, 1, 4]]
 
 
-def test_two_chunks_by_hand() -> None:
-    """4 tokens in 2 chunks, one choice each; cell 0 holds expert 0, cell 1 holds expert 1."""
-    target, share = by_owner(0, 1, num_cells=2)
-    ids = (torch.tensor([[1], [0], [0], [0]]), torch.tensor([[1], [1], [0], [1]]))
-    layer = Layer(ids, target, share, num_chunks=2)
-    routes = layer.routes()
-    assert routes[0].on(Span(0, 1)).choice_N.tolist() == [1, 0]
-    assert routes[0].on(Span(1, 2)).choice_N.tolist() == [0, 1]  # tokens 2 and 3
-    assert routes[0].on(Span(0, 2)).choice_N.tolist() == [1, 2, 3, 0]
-    assert routes[0].on(Span(1, 2)).splits.sent_C == (2, 0)
-    assert routes[0].on(Span(1, 2)).splits.received_C == (2, 1)
-    assert routes[1].on(Span(1, 2)).splits.received_C == (0, 1)
-    names = [rows.tolist() for rows in travelled(layer, routes, Span(1, 2))]
-    assert names == [[2, 3, BIG + 2], [BIG + 3]]
-
-
-def test_copies_of_an_expert_share_its_rows_by_quota() -> None:
-    """Expert 0 is at cells 1 and 2, expert 1 at cell 0; all on one node."""
-    target = Placement(np.array([[False, True, True], [True, False, False]]))
-    ids = tuple(torch.tensor(i) for i in ([[0]] * 5 + [[1]], [[0], [1], [0]], [[0]] * 2))
-    layer = Layer(ids, target, NearestCopy(target, np.zeros(3, dtype=np.int64)))
-    routes = layer.routes()
-    # Cell 0 has no copy: the odd row goes to the first copy. The others keep theirs.
-    assert [route.on(Span(0, 1)).splits.sent_C for route in routes] == [
-        (1, 3, 2),
-        (1, 2, 0),
-        (0, 0, 2),
-    ]
-    names = [rows.tolist() for rows in travelled(layer, routes, Span(0, 1))]
-    assert names == [[5, BIG + 1], [0, 1, 2, BIG, BIG + 2], [3, 4, 2 * BIG, 2 * BIG + 1]]
-
-
-def test_dropped_choices_stay_at_home() -> None:
-    target, share = by_owner(0, 1, num_cells=2)
-    layer = Layer((torch.tensor([[-1, 1], [0, -1]]), torch.tensor([[-1, -1]])), target, share)
-    route = layer.routes()[0].on(Span(0, 1))
-    assert route.choice_N.tolist() == [2, 1]
-    assert not route.is_full
-    rows_ND = torch.tensor([[5.0], [7.0]])
-    assert route.spread(rows_ND)[..., 0].tolist() == [[0, 7], [5, 0]]
-    empty = layer.routes()[1].on(Span(0, 1))
-    assert empty.splits.sent_C == (0, 0)
-    assert empty.spread(rows_ND[:0]).shape == (1, 2, 1)
-
-
 def test_rows_of_experts() -> None:
     """3 tokens in chunks of 2 and 1; experts 0 to 2, -1 is dropped; 77 is told."""
     ids, cut = torch.tensor([[0, 2], [2, -1], [2, 1]]), Cut.equal(3, 2)

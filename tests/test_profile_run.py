@@ -9,7 +9,6 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,27 +18,22 @@ import torch
 import torch.distributed as dist
 
 from ds_moe_ext.commands.cluster_profile import (
-    add_options,
     add_profile,
     copies_text,
     main,
     notes,
     profile,
-    tell,
 )
-from ds_moe_ext.commands.profile_ranks import device_of, sizes_of
+from ds_moe_ext.commands.profile_ranks import device_of
 from ds_moe_ext.core.hardware import (
     Collectives,
     Device,
     Flops,
     Hardware,
     Link,
-    Product,
-    Products,
     read_hardware,
 )
 from ds_moe_ext.hosts.attachment.startup_check import Launched
-from ds_moe_ext.planning.probe import Sizes
 from tests.ranks import pool_of
 
 ROOT = Path(__file__).parents[1]
@@ -204,32 +198,6 @@ def test_notes_say_what_is_missing_and_what_is_noise() -> None:
     assert "all-reduce" not in note
 
 
-def test_matrix_products_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """The measured line goes before the rate; multiply-adds are two operations each."""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    noisy = Product(multiply_adds_per_s=100e12, start_s=7e-6, r_squared=0.9)
-    device = Device(name="a GPU", flops_per_s=Flops(bf16=1e12), products=Products(bf16=noisy))
-    tell(replace(cluster(1, 1), device=device), parser.parse_args([]))
-    told = capsys.readouterr().out
-    for words in ("matrix products, bf16", "7 µs", "200 TFLOP/s", "0.9000"):
-        assert words in told
-    assert "no good lines, r² below 0.99: matrix products, bf16" in told
-    assert "1 TFLOP/s" not in told
-
-
-def test_a_described_cluster_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    stated = {"intra": line(150e9), "inter": line(12.5e9), "copy": line(9e9, 0.8)}
-    tell(cluster(2, 8, **stated), parser.parse_args([]))
-    told = capsys.readouterr().out
-    assert "no good lines" not in told, "copies over all ranks grow in steps"
-    rates = ("9 GB/s", "12.5 GB/s", "150 GB/s", "300 TFLOP/s")
-    for words in ("ours", "out of a node", "over all ranks", *rates):
-        assert words in told
-
-
 # What it reads.
 
 
@@ -243,18 +211,6 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         Launched.from_environment()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert Launched.from_environment() == Launched(rank=9, world_size=16, local_rank=1)
-
-
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_sizes_lie_above_what_buffers_hide(is_quick: bool) -> None:
-    sizes = sizes_of(is_quick, 1000)
-    assert isinstance(sizes, Sizes)
-    assert min(sizes.bytes_per_peer_N) >= 128 * 1024
-    assert {1, 4} <= set(sizes.num_experts_N)
-    assert sizes.product_N[0] == 1, "multiples of FSMoE's 2^19 elements"
-    for numbers in (sizes.bytes_per_peer_N, sizes.num_experts_N, sizes.product_N):
-        assert list(numbers) == sorted(set(numbers))
-        assert len(numbers) >= 3
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,6 @@ def test_an_unbalanced_plan_is_not_kept() -> None:
     assert replanned.target.holds_EC[7].all()
 
 
-@pytest.mark.parametrize(("keys", "steps"), [({}, 1), ({"scheduler": False}, 10)])
-def test_how_long_a_plan_is_kept_if_nobody_says(keys: dict[str, Any], steps: int) -> None:
-    assert ProProphet(**keys).steps_kept == steps
-
-
 def test_balanced_rows_need_no_copies() -> None:
     """Property 3: nor anything that would move or wait for one."""
     even_LCE = np.full((NUM_LAYERS, NUM_CELLS, NUM_EXPERTS), 25)
@@ -402,12 +397,6 @@ def test_experts_have_freed_copies_again() -> None:
         *(JOIN, RECALL, SEND_HOME),
     ]
     assert HAVE_AGAIN not in schedules(plan, None)[1]
-
-
-def test_order_of_a_layer_that_only_carries() -> None:
-    forward, backward = schedules(ALONE, CARRIED)
-    assert forward == [ORDER, DISPATCH, LAUNCH, EXPERT, COMBINE, LAUNCH, RESTORE]
-    assert backward == [RESTORE, COMBINE, SEND_HOME, EXPERT, DISPATCH]
 
 
 # Keys.

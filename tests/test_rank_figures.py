@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -27,7 +26,6 @@ from ds_moe_ext.report.rank_figures import (
     RanksSeen,
     exchanges_s,
     exposed_s,
-    is_told,
 )
 from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
 from ds_moe_ext.report.summary import ranks_line, scores_line
@@ -107,10 +105,6 @@ def test_ranks_that_saw_unlike_exchanges_are_not_compared() -> None:
         assert not any(each.any() for each in Exchanged.of(told, partners))
 
 
-def test_when_ranks_tell_each_other() -> None:
-    assert [step + 1 for step in range(350) if is_told(step)] == [*range(10, 90, 10), 160, 240, 320]
-
-
 class Clock:
     """Steps take a second; every fifth, at which a run saves, takes a minute."""
 
@@ -180,35 +174,8 @@ def test_a_long_run_has_few_points() -> None:
     assert len({later - step for step, later in pairwise(steps)}) == 1
 
 
-def test_losses_are_not_kept_for_long() -> None:
-    seen = run_of(9)
-    assert np.isnan(seen.own.told(1.0).loss)
-
-
 def with_ranks() -> RunRecord:
     return dataclasses.replace(worked(), ranks=record_of(20))
-
-
-def test_json_round_trip_with_ranks() -> None:
-    run = with_ranks()
-    assert run.ranks is not None
-    pace = dataclasses.replace(run.ranks.pace, loss_G=np.array([NAN, 2.0]))
-    run = dataclasses.replace(run, ranks=dataclasses.replace(run.ranks, pace=pace))
-    text = run.to_json()
-    assert "NaN" not in text and json.loads(text)["ranks"]["pace"]["loss_G"] == [None, 2.0]
-    again = RunRecord.from_json(text)
-    assert again.ranks is not None and run.ranks is not None
-    assert again.to_json() == text and page_of(again) == page_of(run)
-    left, right = ({**vars(one), "pace": None} for one in (again.ranks, run.ranks))
-    np.testing.assert_equal(left, right)
-    np.testing.assert_equal(vars(again.ranks.pace), vars(run.ranks.pace))
-
-
-def test_json_of_an_earlier_version_has_no_ranks() -> None:
-    data = json.loads(worked().to_json())
-    del data["ranks"]
-    again = RunRecord.from_json(json.dumps(data))
-    assert again.ranks is None and ranks_line(again) == ""
 
 
 def test_a_run_that_has_just_gone_on() -> None:
@@ -256,12 +223,3 @@ def test_one_point_has_one_loss() -> None:
     pace = dataclasses.replace(ranks.pace, loss_G=loss_G)
     one = dataclasses.replace(record, ranks=dataclasses.replace(ranks, pace=pace))
     assert "loss 9.5 in step 9, counted from 0; " in ranks_line(one)
-
-
-def test_the_line_at_the_end() -> None:
-    assert ranks_line(with_ranks()) == (
-        "a step took 2 s, 48 tokens a second (median up to step 19, measured); loss 9.5 in step 9 "
-        "-> 19.5 in step 19, counted from 0; 3.5 s of communication that nothing hides; exchanges "
-        "of rows wait 0 s and send 3 s; rank 0 comes last most often, to 100 %; rank 0 needs most, "
-        "3 B of its device"
-    )

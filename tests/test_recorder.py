@@ -18,31 +18,10 @@ from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.moe.observation import Pass, Rows, TasksSeen, TimedTask
 from ds_moe_ext.planning.strategy import Choice, Destination, Plan
 from ds_moe_ext.report.page import page_of
-from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
+from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span
 from ds_moe_ext.report.recorder import MOST_ENTRIES, MOST_LAYERS, Recorder, in_turn, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
-
-
-def is_timed(**wanted: Any) -> bool:
-    """Whether the first step, number 0, is timed."""
-    tasks = TasksSeen()
-    layer: Any = SimpleNamespace(routed=SimpleNamespace(tasks=tasks))
-    Recorder("ep", 1, [layer], **wanted)
-    return tasks.is_wanted
-
-
-def tracer(steps: range) -> Any:
-    """Wants them, and begins."""
-    return SimpleNamespace(steps=steps, begin=lambda: None)
-
-
-def test_the_first_step_is_timed_if_it_is_wanted() -> None:
-    assert is_timed(trace_step=0)
-    assert is_timed(tracer=tracer(range(2)))
-    assert not is_timed(trace_step=3)
-    assert not is_timed(tracer=tracer(range(1, 3)))
-
 
 # Where experts were.
 
@@ -240,21 +219,6 @@ def test_homes_are_those_of_the_last_step() -> None:
     assert run.placements.moves == (Move(step=2, layer=0, num_experts=2),)
     assert run.layers[0].home_E == (1, 0)  # and not those of the next step
     assert run.placements.copies_ILE.shape == (4, 2, 2) and not run.placements.copies_ILE.any()
-
-
-def test_nothing_is_said_of_placements_where_nothing_was_copied_or_moved() -> None:
-    plain = plan_of([0, 1], [[0, 0], [0, 0]])
-    run = recorded([[plain]] * 3, [[np.ones((2, 2), dtype=np.int64)]] * 3)
-    assert run.placements is None
-    np.testing.assert_array_equal(run.home_balance_IL(), run.balance_IL())
-
-
-def test_what_is_known_of_the_model_is_recorded() -> None:
-    plain = plan_of([0, 1], [[0, 0], [0, 0]])
-    rows = [[np.ones((2, 2), dtype=np.int64)]]
-    term = TermRecord("experts", 1.0, 2.0, 0.5, (6, 7))
-    assert recorded([[plain]], rows, terms=(term,)).terms == (term,)
-    assert recorded([[plain]], rows).terms == ()
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

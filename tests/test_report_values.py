@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -18,6 +19,9 @@ from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.strict import MOST
 from tests.test_marked_pages import whole_run
+from tests.test_rank_figures import with_ranks
+from tests.test_report import added, copied, looked_at, worked
+from tests.test_time_saved import chosen
 
 Path_ = tuple[str | int, ...]
 SIGNED = ("loss_G", "start_s", "end_s")  # seconds are from a start, which a task may precede
@@ -47,6 +51,22 @@ def with_value(path: Path_, value: Any) -> str:
         inner = inner[step]
     inner[path[-1]] = value
     return json.dumps(document)
+
+
+RUNS = (worked, copied, added, looked_at, with_ranks, chosen)
+
+
+@pytest.mark.parametrize(
+    "run", [*(make() for make in RUNS), RunRecord.from_json(json.dumps(whole_run()))]
+)
+def test_json_round_trip(run: RunRecord) -> None:
+    """With what is not known, too, which JSON calls null."""
+    text = run.to_json()
+    assert "NaN" not in text
+    again = RunRecord.from_json(text)
+    np.testing.assert_equal(dataclasses.asdict(again), dataclasses.asdict(run))
+    assert again.rows_ILE.dtype == np.int64
+    assert again.to_json() == text and page_of(again) == page_of(run)
 
 
 PATHS = sorted(numbers_of(whole_run()), key=key_of)

@@ -95,54 +95,6 @@ def test_one_chunk_reversed() -> None:
     assert words(backward.tasks[0].writes) == ["returned[0,0]", "scores[0,0]"]
 
 
-def test_two_chunks_forward_three_backward() -> None:
-    """Six finest chunks: forward in 0-2 and 3-5, backward in 0-1, 2-3 and 4-5."""
-    forward = layer(6, 2)
-    assert str(forward) == (
-        "gate[0,0-5] order[0,0-5] dispatch[0,0-2] dispatch[0,3-5] expert[0,0-2] expert[0,3-5] "
-        "combine[0,0-2] combine[0,3-5] restore[0,0-2] restore[0,3-5]"
-    )
-    assert forward.after == (
-        (),
-        (0,),
-        (1,),
-        (1,),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-        (1, 5),
-        (0, 1, 6),
-        (0, 1, 7),
-    )
-    assert not forward.is_chain
-
-    backward = forward.backward_cut_as(layer(6, 3))
-    assert str(backward) == (
-        "restore'[0,4-5] restore'[0,2-3] restore'[0,0-1] "
-        "combine'[0,4-5] combine'[0,2-3] combine'[0,0-1] "
-        "expert'[0,4-5] expert'[0,2-3] expert'[0,0-1] "
-        "dispatch'[0,4-5] dispatch'[0,2-3] dispatch'[0,0-1] gate'[0,0-5]"
-    )
-    # Chunks 2-3 lie in both forward spans, the others in one.
-    assert [task.adjoint_of for task in backward.tasks] == [
-        *((9,), (8, 9), (8,)),
-        *((7,), (6, 7), (6,)),
-        *((5,), (4, 5), (4,)),
-        *((3,), (2, 3), (2,)),
-        (0,),
-    ]
-    assert backward.after == (
-        *((), (), ()),
-        *((0,), (1,), (2,)),
-        *((3,), (4,), (5,)),
-        *((6,), (7,), (8,)),
-        (0, 1, 2),
-    )
-    # Dispatch 0-2 is last needed by the adjoint of 0-1, dispatch 3-5 by that of 2-3.
-    assert backward.last_adjoint == {9: 1, 8: 2, 7: 4, 6: 5, 5: 7, 4: 8, 3: 10, 2: 11, 0: 12}
-    assert words(backward.outputs) == ["x[0,0-5]", "gate_weights[0]", "weights[0]"]
-
-
 def test_a_template_with_other_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no task for gate'\[0,0\] to be the adjoint of"):
         layer(1, 1, gated=False).backward_cut_as(layer(1, 1))
@@ -200,46 +152,6 @@ def timeline(
     )
     names = [task.op.name for task in schedule.tasks]
     return {name: (result.start_s[0][i], result.end_s[0][i]) for i, name in enumerate(names)}
-
-
-CHUNKS = {"d0": 2, "d1": 2, "e0": 3, "e1": 3, "c0": 2, "c1": 2}
-
-
-def test_two_chunks_overlap_stage_by_stage() -> None:
-    """inter    d0 d0 d1 d1 .  c0 c0 .  c1 c1
-    compute  .  .  e0 e0 e0 e1 e1 e1 .  .
-    """
-    schedule = flow(
-        "d0 inter",
-        "d1 inter",
-        "e0 compute d0",
-        "e1 compute d1",
-        "c0 inter e0",
-        "c1 inter e1",
-    )
-    assert timeline(schedule, CHUNKS) == {
-        "d0": (0, 2),
-        "d1": (2, 4),
-        "e0": (2, 5),
-        "e1": (5, 8),
-        "c0": (5, 7),
-        "c1": (8, 10),
-    }
-
-
-def test_two_chunks_issued_one_after_the_other_do_not_overlap() -> None:
-    """d1 stands behind c0 in its lane, and c0 waits for e0: 2 + 3 + 2, twice."""
-    schedule = flow(
-        "d0 inter",
-        "e0 compute d0",
-        "c0 inter e0",
-        "d1 inter",
-        "e1 compute d1",
-        "c1 inter e1",
-    )
-    times = timeline(schedule, CHUNKS)
-    assert times["d1"] == (7, 9)
-    assert times["c1"] == (12, 14)
 
 
 def ranks(

@@ -125,58 +125,6 @@ def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
     }
 
 
-def test_offloaded_experts_stand_behind_attention_and_before_its_adjoint() -> None:
-    step = striped_step(2, 2, offloaded=[1])
-    assert names(lane_of(step, ATTENTION_SIDE)) == (
-        "a00 a01 a10 a11 o10 o11 h20 h'20 h21 h'21 o'10 o'11 a'10 a'11 a'00 a'01"
-    )
-    assert names(lane_of(step, EXPERT_SIDE)) == (names(lane_of(striped_step(2, 2), EXPERT_SIDE)))
-    waits = {
-        name(task): names([step.tasks[w] for w in after])
-        for task, after in zip(step.tasks, step.after)
-    }
-    # One collective waits for both, and for the route that the rows came by.
-    assert (waits["c10"], waits["c00"]) == ("d10 e10 o10", "d00 e00")
-    assert waits["o10"] == "d10"
-    assert waits["o'10"] == "o10 c'10"
-    assert waits["d'10"] == "d10 e'10 o'10"
-
-
-def waits_of(step: Schedule) -> dict[str, str]:
-    pairs = zip(step.tasks, step.after)
-    return {name(task): names([step.tasks[w] for w in after]) for task, after in pairs}
-
-
-def test_copies_travel_once_a_step_and_are_joined_stripe_by_stripe() -> None:
-    step = striped_step(2, 2, copied=[1])
-    assert names(step.tasks) == (
-        "a00 a01 d00 e00 c00 d01 e01 c01 g10-1 a10 a11 d10 j10 e10 c10 d11 j11 e11 c11 "
-        "h20 h'20 c'10 h21 h'21 c'11 "
-        "e'10 j'10 d'10 e'11 j'11 d'11 g'10-1 a'10 c'00 a'11 c'01 e'00 d'00 e'01 d'01 a'00 a'01"
-    )
-    waits = waits_of(step)
-    assert waits["g10-1"] == ""
-    assert (waits["j10"], waits["e10"]) == ("g10-1 d10", "d10 j10")
-    assert waits["j'10"] == "j10 e'10"
-    assert waits["g'10-1"] == "g10-1 j'10 j'11"
-    without = [task for task in step.tasks if name(task)[0] not in "gj"]
-    assert names(without) == names(striped_step(2, 2).tasks)
-    outputs = {str(v) for v in striped_step(2, 2).outputs}
-    assert {str(v) for v in step.outputs} == outputs
-
-
-def test_what_stripes_add_travels_when_their_rows_are_known() -> None:
-    step = striped_step(1, 2, offloaded=[0], copied=[0], revised=[0])
-    assert names(lane_of(step, PARAM)) == "g00-1 r00 r01 g'00-1"
-    assert names(lane_of(step, ATTENTION_SIDE)) == (
-        "a00 a01 k00 o00 k01 o01 h10 h'10 h11 h'11 o'00 k'00 o'01 k'01 a'00 a'01"
-    )
-    waits = waits_of(step)
-    assert (waits["r00"], waits["r01"]) == ("g00-1 d00", "r00 d01")
-    assert (waits["j01"], waits["k01"]) == ("d01 r01", "d01 r01")
-    assert waits["g'00-1"] == "g00-1 r00 r01 j'00 k'00 j'01 k'01"
-
-
 def test_the_simulator_hides_copies_behind_what_precedes_their_experts() -> None:
     """Attention and dispatch of the first stripe take 4 s, the adjoint of attention more."""
     plain, copied = striped_step(2, 2), striped_step(2, 2, copied=[0, 1])

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from ds_moe_ext.report.over_steps import paces_of, rank_name, waited_for
+from ds_moe_ext.report.over_steps import paces_of
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import (
     ChoiceRecord,
     DeviceRecord,
-    LooksRecord,
     PaceRecord,
     PlacementRecord,
     RanksRecord,
@@ -25,7 +24,6 @@ from ds_moe_ext.report.summary import (
     choice_line,
     found_s,
     no_measure,
-    ranks_line,
     saved_line,
     saved_of,
     took_line,
@@ -177,31 +175,8 @@ def with_pace(base: RunRecord, over_steps: PaceRecord = PACE) -> RunRecord:
     return dataclasses.replace(base, ranks=ranks(over_steps=over_steps))
 
 
-def test_the_page_begins_with_time() -> None:
-    page = checked(with_pace(worked()))
-    assert took_line(with_pace(worked())) == (
-        "a step took 2.5 s, 12 tokens a second (median up to step 49, measured)"
-    )
-    said = f'<p class="note">A{took_line(with_pace(worked()))[1:]}.</p>'
-    assert said in page and ranks_line(with_pace(worked())).startswith("a step took 2.5 s, ")
-    assert page.index(said) < page.index("The busiest EP rank")
-
-
 def card(page: str) -> str:
     return page.partition("<h2>Time, loss and memory")[2].partition("<section>")[0]
-
-
-def test_charts_of_what_is_known() -> None:
-    page = checked(with_pace(worked()))
-    charts = card(page)
-    titles = ["Seconds of a step", "Tokens a second", "Loss", "Memory", "Communication"]
-    assert [title for title in titles if f"<h3>{title}</h3>" in charts] == titles
-    # Legends: medians, and the last loss and memory.
-    drawn = pictures(charts)
-    assert len(drawn) == 5
-    for told in ("rank 2.5 s", "ranks 1", "of the host 3 KiB", "waiting 1 s"):
-        assert told in " ".join(drawn)
-    assert "allocated" not in " ".join(drawn) and "exposed" not in " ".join(drawn)
 
 
 def test_two_runs_share_charts() -> None:
@@ -219,17 +194,6 @@ def test_two_runs_share_charts() -> None:
     on_cpu = dataclasses.replace(worked(), ranks=told)
     page = sound(page_beside(Shown("ours", on_cpu), shown[1]))
     assert "On a CPU these times are no measure of a cluster: shared cores." in page
-
-
-def test_for_whom_the_others_waited() -> None:
-    page = checked(dataclasses.replace(worked(), ranks=ranks(ep_rank_R=(0, 1))))
-    body = page.partition("<h2>Who the others waited for")[2].partition("</section>")[0]
-    cells = [row.split("</td>")[0].split(">")[-1] for row in body.split("<td>")[1:]]
-    assert cells[0] == "EP rank 1" and cells[2:7] == ["6", "75 %", "250 ms", "500 ms", "2 MiB"]
-    assert cells[7] == "EP rank 0" and cells[9:] == ["2", "25 %", "750 ms", "500 ms", "3 MiB"]
-    assert waited_for(None) == waited_for(ranks(num_last_R=np.array([0, 0]))) == ""
-    assert rank_name(ranks(), 1) == "rank 1"
-    assert rank_name(ranks(ranks_R=(4, 6), ep_rank_R=(0, 1)), 1) == "EP rank 1 (rank 6)"
 
 
 # What was chosen.
@@ -274,17 +238,6 @@ def test_a_choice_that_has_not_run_long_enough() -> None:
 # The file.
 
 
-def test_json_round_trip() -> None:
-    told = ranks(over_steps=PACE, ep_rank_R=(0, 1), device=DeviceRecord("cpu", 2))
-    seen = dataclasses.replace(chosen(), ranks=told)
-    again = RunRecord.from_json(seen.to_json())
-    assert again.choices == seen.choices
-    assert again.ranks is not None and again.ranks.ep_rank_R == (0, 1)
-    assert again.ranks.device == told.device
-    np.testing.assert_equal(vars(again.ranks.pace), vars(PACE))
-    assert again.to_json() == seen.to_json() and page_of(again) == page_of(seen)
-
-
 def test_json_of_an_earlier_version() -> None:
     data = json.loads(chosen().to_json())
     del data["ranks"]["device"], data["ranks"]["ep_rank_R"]
@@ -296,14 +249,3 @@ def test_json_of_an_earlier_version() -> None:
     assert again.ranks is not None and (again.ranks.device, again.ranks.ep_rank_R) == (None, ())
     assert np.isnan(again.ranks.pace.resident_G).all() and not again.choices[0].expected_s
     assert "<h3>Memory</h3>" not in checked(again) and "<h3>Loss</h3>" in checked(again)
-
-
-def test_what_was_predicted_stands_beside_what_was_found() -> None:
-    seen = run()
-    shape_IL = seen.cell_rows_ILC.shape[:2]
-    looks = LooksRecord(*np.full((4, *shape_IL), UNKNOWN), 1)
-    looks = dataclasses.replace(
-        looks, predicted_IL=np.full(shape_IL, 1.1375), left_IL=np.zeros(shape_IL)
-    )
-    told = saved_line(dataclasses.replace(seen, looks=looks))
-    assert "times balance 1.39 less 1.32; predicted: 1 s, by balance 1.14)" in told

@@ -218,27 +218,6 @@ def test_in_a_chain_a_cell_passes_an_expert_on_once_into_its_node_and_once_out_o
     assert set(ways.values()) <= {1}
 
 
-def test_a_chain_over_two_nodes_by_hand() -> None:
-    home = Placement.owned_by(np.array([1]), 5)
-    wanted = widened(home, [(0, cell) for cell in range(5)])
-    cargo = Cargo(expert_bytes=900, start_bytes=26)
-    assert cargo.num_segments(1, 2) == 2
-    node_C = np.array([0, 0, 1, 1, 1])
-    transfers = gather_rounds(home, wanted, node_C, cargo)
-    assert moves(transfers) == [(0, 0, 1, 0), (0, 0, 1, 2), (1, 0, 2, 3), (2, 0, 3, 4)]
-    one, two = Segment(0, 2), Segment(1, 2)
-    assert transfers.part_of(1).rounds == (
-        Round((Move(0, 0, one), Move(0, 2, one)), ()),
-        Round((Move(0, 0, two), Move(0, 2, two)), ()),
-    )
-    assert transfers.part_of(3).rounds == (
-        Round((), (Move(0, 2, one),)),
-        Round((Move(0, 4, one),), (Move(0, 2, two),)),
-        Round((Move(0, 4, two),), ()),
-    )
-    assert transfers.part_of(3).received == transfers.part_of(3).sent == (0,)
-
-
 @PROPERTY
 @given(st.integers(0, 1 << 30), st.integers(1, 1 << 24), st.integers(0, 300), st.integers(0, 16))
 def test_the_number_of_segments_is_the_best(
@@ -348,27 +327,6 @@ def test_gather_and_reduce_cost_what_all_reduces_cost(size: int, volume: float) 
     transfers = gather_rounds(homes, widened(homes, groups), np.arange(32) // 8)
     there_and_back = 2 * transfers.received_C.sum()
     assert there_and_back / size == pytest.approx(volume), "per member of a group"
-
-
-def test_one_expert_everywhere_by_hand() -> None:
-    home = Placement.owned_by(np.array([0]), 8)
-    wanted = widened(home, [(0, cell) for cell in range(8)])
-    transfers = gather_rounds(home, wanted, np.arange(8) // 4)
-    assert moves(transfers) == [
-        (0, 0, 0, 1),
-        (0, 0, 0, 4),  # to the leader of the other node, by another link
-        (1, 0, 1, 2),  # cell 1 has sent less than cell 0, which serves the last
-        (1, 0, 0, 3),
-        (1, 0, 4, 5),
-        (2, 0, 5, 6),
-        (2, 0, 4, 7),
-    ]
-    assert transfers.sent_C.tolist() == [3, 1, 0, 0, 2, 1, 0, 0]
-    assert transfers.part_of(1) == Part(
-        1,
-        (Round((), (Move(0, 0),)), Round((Move(0, 2),), ())),
-        (Move(0, 0),),
-    )
 
 
 @PROPERTY

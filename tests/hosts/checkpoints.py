@@ -32,6 +32,7 @@ from ds_moe_ext.hosts.steps.training_run import run_of
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, loss_of, micro_batch
 from tests.hosts.test_regions import in_whole
+from tests.hosts.zebra_runs import zebra
 from tests.ranks import pool_of
 
 WEIGHT = "weight"
@@ -253,11 +254,34 @@ def prophet(world_size: int, stage: int) -> Layout:
     return Layout(world_size, Job(strategy="prophet", stage=stage))
 
 
+def esp(world_size: int, stage: int, cells: int, cell_size: int) -> Layout:
+    """Experts split in cells of so many ranks."""
+    job = Job(strategy="esp", stage=stage, cells=cells, cell_size=cell_size)
+    return Layout(world_size, replace(job, keys=(("degree", 2),)))
+
+
+def moving(stage: int) -> Layout:
+    """Two cells of two ranks; experts change cells after every step."""
+    layout = esp(4, stage, 2, 2)
+    return replace(layout, job=replace(layout.job, balance="fssdp", balance_keys=MOVING.keys))
+
+
+def striped(world_size: int, stage: int, *sizes: int, **keys: Any) -> Layout:
+    """Of ZP groups of so many attention and expert ranks."""
+    return Layout(world_size, zebra(Job(stage=stage), *sizes, num_micro_batches=1, **keys))
+
+
+LAST = {"attention_cells": [1]}  # of two ranks the first has experts only
+MOVED = striped(2, 1, moved=[0, 1])
+
+
+def of(layout: Layout, family: str, dtype: str, **fields: Any) -> Layout:
+    return replace(layout, job=replace(layout.job, family=family, dtype=dtype, **fields))
+
+
 def check_cross(family: str, dtype: str, source: Layout, goal: Layout) -> None:
     """Into a run that has trained on other data."""
-    source, goal = (
-        replace(each, job=replace(each.job, family=family, dtype=dtype)) for each in (source, goal)
-    )
+    source, goal = (of(each, family, dtype) for each in (source, goal))
     checkpoint = saved(source.world_size, source.job)
     ranks = loaded(goal.world_size, goal.job, checkpoint, Call(before=1, after=1))
     assert {held.steps for held in ranks} == {2}

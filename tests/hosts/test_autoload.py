@@ -16,7 +16,6 @@ from tests.marks import slow
 
 ON: Mapping[str, str] = {}
 OFF = {"DS_MOE_EXT_AUTOLOAD": "0"}
-BOTH = pytest.mark.parametrize("switch", [ON, OFF], ids=["on", "off"])
 ON_AND_SLOWLY_OFF = pytest.mark.parametrize("switch", [ON, slow(OFF)], ids=["on", "off"])
 
 SCRIPT = """
@@ -60,7 +59,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # A user's module of our name.
 
 
-@BOTH
+@ON_AND_SLOWLY_OFF
 @pytest.mark.parametrize("name", ["ds_moe_ext.py", slow("ds_moe_ext/__init__.py")])
 def test_a_module_of_our_name_stays_what_it_is(
     name: str, switch: dict[str, str], tmp_path: Path

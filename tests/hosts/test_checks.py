@@ -6,7 +6,6 @@ Shape letters: I steps, L layers, N steps and layers that count, C cells, E expe
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from rich.console import Console
 
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
@@ -26,7 +24,6 @@ from ds_moe_ext.core.share import LocalElseHome
 from ds_moe_ext.hosts.steps import planning
 from ds_moe_ext.hosts.steps.costs import (
     CHECKED,
-    STEPS,
     TRIED,
     Correction,
     Seen,
@@ -34,11 +31,9 @@ from ds_moe_ext.hosts.steps.costs import (
     exchange_s,
 )
 from ds_moe_ext.hosts.steps.planning import Checks, term_of
-from ds_moe_ext.hosts.steps.training_run import terms_table
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.exchange_costs import BARE, LinkPrices, Trip
 from ds_moe_ext.planning.strategy import ROWS_ALONE, Forecast, Job, Plan, Pool, Site
-from ds_moe_ext.report.record import RunRecord, TermRecord
 
 HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
 JOB = Job.at_start(HOMES, np.array([0, 0]))
@@ -55,12 +50,6 @@ def test_a_term_worked_by_hand() -> None:
     term = term_of("experts", np.array([[1.0, 4.0], [9.0, 2.0]]), np.array([[2, 4], [10, 1.0]]))
     assert (term.name, term.said_s, term.found_s) == ("experts", 4.0, 4.25)
     assert term.error == pytest.approx((0.5 + 0.0 + 0.1 + 1.0) / 4)
-
-
-def test_where_nothing_was_found_does_not_count() -> None:
-    term = term_of("copies", np.array([[1.0, 5.0], [0.0, 0.0]]), np.array([[2.0, 0], [1.0, 0.0]]))
-    assert (term.said_s, term.found_s) == (0.5, 1.5)
-    assert term.error == pytest.approx((0.5 + 1.0) / 2)
 
 
 TIMES = arrays(float, (3, 2), elements=st.floats(1e-6, 1e3))
@@ -272,24 +261,4 @@ def test_without_copies_their_speed_stays_unknown(monkeypatch: pytest.MonkeyPatc
     assert fakes.checks.correction.copy_speed is None
 
 
-def test_steps_are_tried_and_checked_when_plans_know_what_was_measured() -> None:
-    # Costs are known after the last step that is measured; the next one runs by a plan from them.
-    assert TRIED[0] > STEPS[-1] + 1 and CHECKED[0] > TRIED[-1] + 1
-
-
 # What a person is shown.
-
-
-def test_terms_are_printed() -> None:
-    terms = (TermRecord("experts", 2e-3, 2.5e-3, 0.2), TermRecord("copies", 0.01, 1e-3, 9.0))
-    nothing = np.zeros((0, 0, 0), dtype=np.int64)
-    record = RunRecord("prophet", 1, 1, (), (), nothing, nothing, {}, {}, terms=terms)
-    console = Console(file=io.StringIO(), width=100)
-    console.print(terms_table(record))
-    printed: Any = console.file
-    text = printed.getvalue()
-    title = "ds_moe_ext: what prophet expected of a layer, and what it took"
-    assert " ".join(text.split()).startswith(title)
-    lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
-    shown = [[cell.strip() for cell in line] for line in lines]
-    assert shown == [["experts", "2 ms", "2.5 ms", "20 %"], ["copies", "10 ms", "1 ms", "900 %"]]

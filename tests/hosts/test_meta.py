@@ -176,7 +176,7 @@ def test_models_that_are_divided_later(way: Way, stage: int, early: bool) -> Non
 
 def differing(rank: int, world_size: int, family: str, way: str) -> list[str]:
     """Weights and buffers that are not as those of a model that was built for real."""
-    build = families._FAMILIES[family]
+    build = functools.partial(families.made, family)
     torch.manual_seed(1)
     real = build()
     with built(way):
@@ -256,7 +256,7 @@ def test_a_checkpoint_says_all(way: str, more: dict[str, Any], tmp_path: Path) -
 def loaded(rank: int, world_size: int, folder: str) -> tuple[dict[str, Tensor], Tensor]:
     """State and logits of an engine whose model was built without elements."""
     with torch.device("meta"):
-        model = families._FAMILIES["mixtral"]()
+        model = families.made("mixtral")
     with mock.patch.object(jobs, "model_of", lambda _: model):
         engine = jobs.engine_of(Job(stage=1), world_size)
     engine.load_checkpoint(folder, load_module_only=True)
@@ -436,7 +436,7 @@ def test_experts_of_ones_own(kind: str) -> None:
 def warned(rank: int, world_size: int, way: str) -> list[str]:
     """What is said of a layer of transformers that somebody drew anew."""
     with built(way):
-        model = families._FAMILIES["mixtral"]()
+        model = families.made("mixtral")
         nn.init.normal_(model.model.layers[1].self_attn.q_proj.weight)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

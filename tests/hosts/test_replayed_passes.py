@@ -15,6 +15,7 @@ import torch
 from ds_moe_ext.schedule.graphs import GraphUse
 from tests import ranks
 from tests.hosts.jobs import Job, Result, train
+from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_graphs import OnCpu, recording, uses
 
@@ -42,7 +43,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+QUICK = ("ZeRO 1", "two ranks, each with all experts", "padded", "checkpointed with reentrance")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in JOBS])
 def test_learns_the_same(name: str) -> None:
     world_size, job = JOBS[name]
     (result, use), *_ = pool_of(world_size).run(_train, job)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -18,14 +17,12 @@ import pytest
 
 from ds_moe_ext.core.hardware import Device, Hardware, Link
 from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule
-from ds_moe_ext.hosts.steps.training_run import finish, run_of
+from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.loads import LoadWindow, balance_L
 from ds_moe_ext.planning.strategy import Plan
-from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder
-from ds_moe_ext.report.summary import division_line, division_of
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -213,19 +210,3 @@ def test_copies_are_those_of_the_passes(run: Run) -> None:
         ]
         assert late == [layer.added for layer in last]
     assert any(layer.planned or layer.added for layers in run.steps for layer in layers)
-
-
-def test_a_person_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(cast(Recorder, SimpleNamespace(record=lambda: run.report)), None)
-    assert f"\nds_moe_ext: {division_line(run.report)}\n" in capsys.readouterr().out
-    looks, line, page = run.report.looks, division_line(run.report), page_of(run.report)
-    assert looks is not None
-    told = division_of(run.report, looks, range(len(run.report.layers)))
-    assert f"{100 * told.left:.1f} % of rows left their EP rank, " in line
-    assert f"{100 * told.crossed:.1f} % crossed nodes" in line
-    is_predicted = run.job.strategy != "ep"
-    assert (f"{told.predicted:.2f} predicted -> {told.balance:.2f} reached" in line) is is_predicted
-    assert ("<h2>Balance predicted and reached</h2>" in page) is is_predicted
-    assert ("<h2>Where rows went</h2>" in page) is not is_predicted
-    has_rule = "by the paper's rule" in line
-    assert ("by the paper's rule" in page.replace("&#x27;", "'")) is has_rule

@@ -6,46 +6,10 @@ from __future__ import annotations
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-
-from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.hosts.steps.training_run import start_table
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.strategies.settings import read_settings
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.ranks import pool_of
-
-
-@pytest.mark.parametrize(
-    ("block", "grid", "title"),
-    [
-        ({}, Grid(4, 2), "strategy ep, 4 ranks = 2 EP groups x 2 EP ranks, dropless"),
-        (
-            {"capacity_factor": 1.5},
-            Grid(4, 4),
-            "strategy ep, 4 ranks = 1 EP group x 4 EP ranks, x1.5",
-        ),
-        (
-            {"strategy": "esp", "balance": "fssdp", "gate": {"type": "sigmoid_top_k", "top_k": 1}},
-            Grid(8, 2, 2),
-            "strategy esp over fssdp, 8 ranks = 2 EP groups x 2 EP ranks x 2 ranks, dropless, gate "
-            "SigmoidTopK(top_k=1)",
-        ),
-        (
-            {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 3}},
-            Grid(8, 4),
-            "strategy zebra, 8 ranks = 2 x (1 attention + 3 expert ranks), dropless",
-        ),
-    ],
-)
-def test_the_title_says_how_layers_run(block: dict[str, Any], grid: Grid, title: str) -> None:
-    settings, strategy = read_settings({"ds_moe_ext": {"enabled": True, **block}})
-    blueprint = SimpleNamespace(settings=settings, strategy=strategy, grid=grid)
-    run: Any = SimpleNamespace(blueprint=blueprint, layers=())
-    assert start_table(run).title == f"ds_moe_ext: {title}"
 
 
 def _recorded(rank: int, world_size: int) -> RunRecord:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -21,30 +20,23 @@ from torch import Tensor
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Fragment, Region, read_fragments
-from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
 from ds_moe_ext.moe.sharding import Along, Shard
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
-    MOVING,
-    WEIGHT,
     Call,
     Held,
     Layout,
     Saved,
     as_of_format,
-    assert_all_say,
     assert_equal,
-    check_cross,
     ep,
+    esp,
     freeze,
-    fssdp,
     held_by,
     joined,
     loaded,
-    refused,
     run_steps,
     saved,
-    with_frozen,
 )
 from tests.hosts.jobs import Job
 from tests.marks import slow
@@ -178,83 +170,6 @@ def test_an_engine_goes_on_from_format_2(tmp_path: Path) -> None:
     assert_equal(joined(got), joined(checkpoint.ranks))
 
 
-def esp(world_size: int, stage: int, cells: int, cell_size: int) -> Layout:
-    job = Job(strategy="esp", stage=stage, cells=cells, cell_size=cell_size)
-    return Layout(world_size, replace(job, keys=(("degree", 2),)))
-
-
-def moving(stage: int) -> Layout:
-    """Two cells of two ranks; experts change cells after every step."""
-    layout = esp(4, stage, 2, 2)
-    return replace(layout, job=replace(layout.job, balance="fssdp", balance_keys=MOVING.keys))
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "source", "goal"),
-    [
-        ("mixtral", "float32", esp(2, 1, 1, 2), ep(1, 2, 1)),
-        slow("mixtral", "float32", esp(2, 1, 1, 2), esp(4, 2, 2, 2)),
-        slow("mixtral", "bfloat16", esp(4, 2, 1, 2), esp(4, 1, 1, 4)),
-        slow("gpt_moe", "bfloat16", ep(2, 2), esp(4, 2, 1, 2)),
-        slow("gpt_moe", "float32", fssdp(2, 1), esp(2, 0, 1, 2)),
-        slow("gpt_moe", "float32", moving(1), fssdp(2, 2)),
-        slow("gpt_moe", "float32", esp(2, 1, 1, 2), moving(2)),
-        slow("gpt_moe", "bfloat16", moving(2), ep(2, 1)),
-        slow("mixtral", "float32", esp(2, 1, 1, 2), fssdp(2, 1)),
-        slow("mixtral", "float32", esp(4, 1, 2, 2), esp(4, 2, 4, 1)),
-        slow("mixtral", "float32", esp(4, 0, 1, 4), esp(2, 2, 2, 1)),
-        slow("gpt_moe", "bfloat16", esp(4, 1, 1, 4), ep(2, 1, 1)),
-        slow("mixtral", "bfloat16", ep(1, 0, 1), esp(4, 2, 1, 4)),
-    ],
-    ids=str,
-)
-def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
-    """From split experts to whole ones, back, and split otherwise."""
-    check_cross(family, dtype, source, goal)
-
-
-def test_split_experts_that_moved_go_on_to_the_last_bit() -> None:
-    layout = moving(1)
-    checkpoint = saved(4, replace(layout.job, family="gpt_moe"))
-    ranks = loaded(4, replace(layout.job, family="gpt_moe"), checkpoint, Call(before=1, after=2))
-    assert ranks[0].homes == checkpoint.ranks[0].homes != [[0, 0, 1, 1]] * 2
-    assert [held.slots for held in ranks] == [held.slots for held in checkpoint.ranks]
-    assert_equal(joined(ranks), joined(checkpoint.ranks))
-    assert ranks[0].losses == checkpoint.ranks[0].losses
-
-
-@pytest.mark.slow  # those of moved experts are quick
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_same_layout_goes_on_to_the_last_bit(stage: int) -> None:
-    layout = esp(4, stage, 1, 2)
-    checkpoint = saved(4, layout.job)
-    ranks = loaded(4, layout.job, checkpoint, Call(before=1, after=2))
-    assert_equal(joined(ranks), joined(checkpoint.ranks))
-    assert ranks[0].losses == checkpoint.ranks[0].losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("goal", [ep(2, 1), esp(4, 2, 2, 2)], ids=str)
-def test_a_split_engine_loads_weights_alone(goal: Layout) -> None:
-    checkpoint = saved(2, esp(2, 1, 1, 2).job)
-    call = Call(before=1, arguments=(("load_module_only", True),))
-    got = joined(loaded(goal.world_size, goal.job, checkpoint, call))
-    expected = joined(checkpoint.ranks)
-    for key in (key for key in got if key[1] == WEIGHT):
-        assert torch.equal(got[key], expected[key]), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_frozen_experts_come_back(stage: int, tmp_path: Path) -> None:
-    split, whole = esp(2, stage, 1, 2), ep(2, stage)
-    for number, (source, goal) in enumerate([(split, whole), (whole, split), (split, split)]):
-        folder = str(tmp_path / str(number))
-        expected = pool_of(2).run(with_frozen, source.job, folder, True)
-        got = pool_of(2).run(with_frozen, goal.job, folder, False)
-        assert_equal(joined(got), joined(expected))
-
-
 def without_frozen(
     rank: int, world_size: int, job: Job, folder: str
 ) -> tuple[str, list[Held], list[str]]:
@@ -285,45 +200,9 @@ def test_frozen_experts_may_be_left_out(layout: Layout, tmp_path: Path) -> None:
     assert_equal(after, before)
 
 
-@pytest.mark.parametrize("source", [slow(ep(2, 1)), esp(2, 1, 1, 2)], ids=str)
-def test_another_shape_is_named_whole(source: Layout) -> None:
-    folders = [str(saved(2, source.job).folder)]
-    for messages in pool_of(2).run(refused, esp(2, 1, 1, 2).job, folders, width=40):
-        assert_all_say(messages, r"of shape \(96, 32\), but this run of shape \(80, 32\)")
-
-
-def test_files_of_split_experts() -> None:
-    """Whole shapes, by names that tell nothing of ranks."""
-    split, whole = saved(2, esp(2, 1, 1, 2).job), saved(2, ep(2, 1).job)
-    shapes, expected = (
-        dcp_folder.contents(each.tag / "ds_moe_ext").shapes for each in (split, whole)
-    )
-    assert shapes == expected
-    assert json.loads((split.tag / LAYOUT_FILE).read_text())["expert_sharding_size"] == 2
-
-
 def test_an_engine_of_split_experts_goes_on_from_format_2(tmp_path: Path) -> None:
     checkpoint = saved(2, ep(2, 1).job)
     shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
     as_of_format(2, tmp_path / checkpoint.tag.name)
     got = loaded(4, esp(4, 2, 1, 2).job, Saved(tmp_path, checkpoint.ranks), Call(before=1))
     assert_equal(joined(got), joined(checkpoint.ranks))
-
-
-def exported(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
-    """The model's whole state, of one that was not trained."""
-    from ds_moe_ext import full_state_dict
-
-    engine = jobs.engine_of(job, world_size)
-    return {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
-
-
-@pytest.mark.parametrize(
-    "layout", [slow(esp(2, 1, 1, 2)), esp(4, 1, 2, 2), slow(esp(4, 2, 1, 4))], ids=str
-)
-def test_a_whole_state_is_gathered(layout: Layout) -> None:
-    """The stock model's own, on every rank."""
-    stock = jobs.model_of(layout.job).state_dict()
-    for state in pool_of(layout.world_size).run(exported, layout.job):
-        assert state.keys() == stock.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())

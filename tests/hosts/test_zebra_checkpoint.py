@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -19,76 +18,30 @@ from torch import Tensor, nn
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
-    WEIGHT,
-    Call,
+    LAST,
+    MOVED,
     Held,
     Layout,
-    Saved,
     assert_all_say,
     assert_equal,
-    check_cross,
     edit_module,
     ep,
     fssdp,
     held_by,
     joined,
-    joined_master,
-    loaded,
-    prophet,
     refused,
     run_steps,
-    save,
     saved,
-    with_frozen,
+    striped,
 )
 from tests.hosts.copied_runs import check_equal
 from tests.hosts.jobs import Job, Result, train
-from tests.hosts.test_sharded_checkpoint import esp
 from tests.hosts.test_states import trust_in_float16
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
 pytestmark = pytest.mark.usefixtures("checkpoints_removed")
-
-
-def striped(world_size: int, stage: int, *sizes: int, **keys: Any) -> Layout:
-    """Of ZP groups of so many attention and expert ranks."""
-    return Layout(world_size, zebra(Job(stage=stage), *sizes, num_micro_batches=1, **keys))
-
-
-LAST = {"attention_cells": [1]}  # of two ranks the first has experts only
-
-
-# Any layout to any other.
-
-MOVED = striped(2, 1, moved=[0, 1])
-GROUPS = striped(4, 2, moved=[1, 0])
-CROSSES = [
-    ("mixtral", "float32", MOVED, [ep(4, 2, 2), striped(4, 0, 3, 1), fssdp(2, 2)]),
-    ("mixtral", "float32", fssdp(2, 1), [striped(4, 2, 2, 2), striped(2, 0, moved=[2, 0])]),
-    ("gpt_moe", "bfloat16", GROUPS, [striped(2, 1), ep(1, 1), prophet(4, 2), ep(2, 0)]),
-    ("gpt_moe", "bfloat16", ep(2, 1), [striped(2, 2, **LAST), striped(4, 1, 2, 2, moved=[1, 0])]),
-    ("gpt_moe", "float32", striped(2, 0, **LAST), [ep(2, 1), striped(2, 2), striped(4, 1)]),
-    ("gpt_moe", "float32", MOVED, [esp(4, 1, 2, 2), esp(2, 2, 1, 2)]),
-    ("mixtral", "float32", esp(2, 1, 1, 2), [striped(2, 1)]),
-    ("mixtral", "float32", striped(4, 2, 3, 1), [striped(4, 2, 1, 1), ep(4, 0), prophet(2, 1)]),
-]
-QUICK = {(0, 2), (1, 0)}
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "source", "goal"),
-    [
-        case if (row, column) in QUICK else slow(*case)
-        for row, (*rest, goals) in enumerate(CROSSES)
-        for column, goal in enumerate(goals)
-        if (case := (*rest, goal))
-    ],
-    ids=str,
-)
-def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
-    check_cross(family, dtype, source, goal)
 
 
 def trained(layout: Layout, job: Job) -> Result:
@@ -130,41 +83,6 @@ def test_in_float32_nothing_has_happened(stage: int, tmp_path: Path) -> None:
     resumed = trained(striped(4, stage, 2, 2), replace(job, folder=str(tmp_path), resume=True))
     assert resumed.losses == pytest.approx(straight.losses[2:], rel=2e-6)
     assert resumed.norms == pytest.approx(straight.norms[2:], rel=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "layout"),
-    [
-        ("mixtral", "float32", striped(2, 1, moved=[0, 1])),
-        slow("gpt_moe", "bfloat16", striped(4, 2, 2, 2, moved=[1, 0])),
-        slow("gpt_moe", "float32", striped(2, 0, **LAST)),
-        slow("mixtral", "bfloat16", striped(4, 0)),
-        slow("gpt_moe", "bfloat16", striped(4, 1, 3, 1)),
-    ],
-    ids=str,
-)
-def test_the_same_layout_goes_on_to_the_last_bit(family: str, dtype: str, layout: Layout) -> None:
-    job = replace(layout.job, family=family, dtype=dtype, clip=0.1)
-    checkpoint = saved(layout.world_size, job)
-    ranks = loaded(layout.world_size, job, checkpoint, Call(before=1, after=2))
-    assert_equal(joined(ranks), joined(checkpoint.ranks))
-    assert ranks[0].losses == checkpoint.ranks[0].losses
-
-
-@pytest.mark.slow  # test_checkpoint.py has it for other strategies
-def test_bf16_optimizer_goes_on(tmp_path: Path) -> None:
-    """DeepSpeed's wrapper for gradients that accumulate in float32."""
-    types = (("data_types", {"grad_accum_dtype": "fp32"}),)
-    ours, theirs = (
-        replace(layout.job, family="gpt_moe", dtype="bfloat16", clip=0.5, extra=types)
-        for layout in (striped(2, 1, moved=[0, 1]), ep(2, 1))
-    )
-    ranks = pool_of(2).run(save, ours, str(tmp_path), steps=2)
-    for goal in (ours, theirs):
-        got = loaded(2, goal, Saved(tmp_path, ranks), Call(before=1, after=2))
-        assert_equal(joined(got), joined(ranks))
-        if goal == ours:
-            assert got[0].losses == ranks[0].losses
 
 
 # Beside weights and states.
@@ -304,44 +222,6 @@ def merged(ranks: list[list[Rates]]) -> list[dict[bool, float]]:
 # What is asked for.
 
 
-@pytest.mark.parametrize("argument", ["load_module_only", "load_optimizer_states"])
-@pytest.mark.parametrize(
-    ("family", "dtype", "layout"),
-    [
-        ("mixtral", "bfloat16", striped(2, 1, moved=[0, 1])),
-        slow("gpt_moe", "float32", striped(2, 0)),
-        slow("gpt_moe", "bfloat16", striped(4, 2, 2, 2)),
-    ],
-    ids=str,
-)
-def test_weights_without_states(family: str, dtype: str, layout: Layout, argument: str) -> None:
-    """The optimizer goes on from the weights, with the states it had."""
-    job = replace(layout.job, family=family, dtype=dtype)
-    checkpoint = saved(2, replace(ep(2, 1).job, family=family, dtype=dtype))
-    only = argument == "load_module_only"
-    call = Call(before=1, arguments=((argument, only),))
-    ranks = loaded(layout.world_size, job, checkpoint, call)
-    expected, got = joined(checkpoint.ranks), joined(ranks)
-    assert {held.steps for held in ranks} == {1 if only else 2}
-    for key in got:
-        if key[1] == WEIGHT:
-            assert torch.equal(got[key], expected[key])
-            assert torch.equal(got[key], joined_master(got, key))
-        if key[1] == "exp_avg":
-            assert not torch.equal(got[key], expected[key])
-
-
-@pytest.mark.parametrize("stage", [slow(0), slow(2)])
-def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
-    """Of an expert rank all weights may be."""
-    ours, theirs = striped(2, stage, moved=[0, 1]), ep(2, stage)
-    for number, (source, goal) in enumerate([(ours, theirs), (theirs, ours), (ours, ours)]):
-        folder = str(tmp_path / str(number))
-        expected = pool_of(2).run(with_frozen, source.job, folder, True)
-        got = pool_of(2).run(with_frozen, goal.job, folder, False)
-        assert_equal(joined(got), joined(expected))
-
-
 def by_own_function(rank: int, world_size: int, job: Job, folder: str) -> list[list[str]]:
     """Names that a function of the user's is given to load, and those that it is to load into."""
     engine, seen = jobs.engine_of(job, world_size), []
@@ -413,73 +293,3 @@ def test_what_only_attention_ranks_can_tell_is_refused_by_all(tmp_path: Path) ->
         ranks = pool_of(2).run(refused, layout.job, folders)
         for (_, says), messages in zip(DENSE.values(), zip(*ranks), strict=True):
             assert_all_say(messages, says)
-
-
-@pytest.mark.slow  # by the same code as in test_checkpoint.py
-def test_other_experts_are_refused() -> None:
-    folders = [str(saved(2, MOVED.job).folder)]
-    for changes, arguments, says in (
-        ({"num_experts": 8}, {}, "has 4 there and 8 here"),
-        ({}, {"width": 40}, r"of shape \(96, 32\), but this run of shape \(80, 32\)"),
-        ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad disk'\)"),
-    ):
-        job = replace(MOVED.job, **changes)
-        for messages in pool_of(2).run(refused, job, folders, **arguments):
-            assert_all_say(messages, says)
-
-
-# Files.
-
-
-@pytest.mark.parametrize("layout", [MOVED, slow(striped(2, 1, **LAST))], ids=str)
-def test_files_of_a_checkpoint(layout: Layout) -> None:
-    """Those of any other run: the dense weights once, by an attention rank."""
-    job = replace(layout.job, family="gpt_moe")
-    checkpoint, other = saved(2, job), saved(2, replace(ep(2, 1).job, family="gpt_moe"))
-    names = sorted(path.name for path in checkpoint.tag.iterdir())
-    assert names == ["ds_moe_ext", "ds_moe_ext.json", "mp_rank_00_model_states.pt"]
-    document = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
-    assert document["strategy"] == "zebra"
-    assert list(document["homes"].values()) == checkpoint.ranks[0].homes
-    own, theirs = (
-        torch.load(each.tag / "mp_rank_00_model_states.pt", weights_only=False)["module"].keys()
-        for each in (checkpoint, other)
-    )
-    assert own == theirs
-
-
-# Exported.
-
-
-def exported(rank: int, world_size: int, job: Job, folder: str) -> dict[str, Tensor]:
-    """The model's whole state, of one that was not trained but for a buffer."""
-    from ds_moe_ext import full_state_dict
-
-    def with_counter(job: Job) -> nn.Module:
-        model = build(job)
-        model.register_buffer("counter", torch.tensor([True]))
-        return model
-
-    build = jobs.model_of
-    with mock.patch.object(jobs, "model_of", with_counter):
-        engine = jobs.engine_of(job, world_size)
-    if not all(map(is_moe_param, engine.module.parameters())):  # an attention rank
-        engine.module.counter.fill_(False)
-    engine.save_16bit_model(folder)
-    return {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
-@pytest.mark.parametrize(
-    "layout",
-    [striped(2, 1, moved=[0, 1]), striped(2, 0, **LAST), slow(striped(4, 2, 2, 2))],
-    ids=str,
-)
-def test_a_whole_state_is_gathered(family: str, layout: Layout, tmp_path: Path) -> None:
-    """The stock model's own, on every rank; what attention ranks have in their buffers."""
-    job = replace(layout.job, family=family)
-    stock = jobs.model_of(job).state_dict() | {"counter": torch.tensor([False])}
-    states = pool_of(layout.world_size).run(exported, job, str(tmp_path))
-    for state in (*states, torch.load(tmp_path / "pytorch_model.bin")):
-        assert state.keys() == stock.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())

@@ -20,12 +20,9 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.load_files import read_table, write_table
 from ds_moe_ext.planning.load_models import zipf_loads
 from ds_moe_ext.planning.loads import Loads, balance_L
-from ds_moe_ext.planning.prices import Prices
 
 RUN_ILCE = zipf_loads((8, 2, 4, 8), rows=1000, skew=1.5)
 """Routed by 4 ranks to 8 experts."""
-
-ROOT = Path(__file__).parents[2]
 
 
 def priced(rows: float) -> PricedCluster:
@@ -81,6 +78,7 @@ def balance_of_ep() -> float:
     return float(balance_L(computed_ILC).mean())
 
 
+@pytest.mark.slow
 def test_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,44 +157,6 @@ def test_open_copies_take_their_time_both_ways() -> None:
         assert found.late == links / 4
         expected_s = found.priced_s + links * 2 * cluster.prices.copy_s
         assert found.open_s == pytest.approx(expected_s)
-
-
-def test_assumed_costs() -> None:
-    """By hand: width 64, 16 bits; 2 ranks share a node's 50 GB/s."""
-    cluster = priced(rows=1000)
-    block, rate, weights = cluster.block, 0.35 * 312e12, 4 * 64**2
-    assert cluster.node_C.tolist() == [0, 0, 1, 1]
-    assert block.row_s == pytest.approx(2 * weights / rate)
-    assert (block.row_bytes, block.bytes_per_s) == (128, 25e9)
-    assert block.weight_bytes == block.gradient_bytes == 2 * weights
-    assert block.copy_bytes_per_s == 50e9
-    attention = 500 * (8 * 64**2 + 4 * 2048 * 64)  # operations of 500 tokens
-    assert block.forward_gap_s == pytest.approx(attention / rate)
-    assert block.backward_gap_s == pytest.approx(2 * attention / rate)
-    assert cluster.prices == Prices(
-        row_s=3 * block.row_s,
-        row_bytes=128,
-        copy_s=2 * weights / 50e9,
-        inter_bytes_per_s=50e9,
-        intra_bytes_per_s=300e9,
-    )
-
-
-def test_a_described_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In single precision, as that is all that the file tells of the device; copies at its rate."""
-    write_loads(tmp_path / "loads.npz", RUN_ILCE[:5], [1, 2, 3, 10, 11])
-    hardware = ROOT / "configs" / "hardware" / "proprophet_hpwnv.json"
-    given = ("--hardware", str(hardware), "--nodes", "4", "--copies", "1")
-    run_main(monkeypatch, tmp_path / "loads.npz", *given, "--run", "1")
-    text, _, _, _, ep, *_ = capsys.readouterr().out.splitlines()
-    balance = balance_L(RUN_ILCE[4].sum(axis=1).reshape(2, 4, 2).sum(axis=-1)).mean()
-    assert ep.startswith(f"| ep | {balance:.3f} / {balance:.3f} |")
-    assert "Pro-Prophet HPWNV, 4 nodes of 1 ranks; 12.5 TFLOP/s" in text
-    assert "4 bytes a number" in text
-    assert "Rows travel at 12.5 GB/s" in text
-    assert "copies at 1.88 GB/s" in text
 
 
 @pytest.mark.parametrize(

@@ -208,21 +208,6 @@ def test_homes_that_stay_are_told_once() -> None:
     assert "in 1 steps, for" in by_paper[-1]
 
 
-def test_how_forecasts_came_out() -> None:
-    """Here loads drift, so that the last step says more than a mean; see ``zipf_steps``."""
-    rest = r"; \d+\.\d % of the rows went to other experts"
-    for window, by in (
-        (None, r"the last step in \d+ of 11 steps, else by the mean of the last \d steps"),
-        (1, "the last step"),
-        (3, "the mean of the last 3 steps"),
-    ):
-        _, rank = told_of_steps(12, skew=1.0, window=window)
-        line = str(rank.planning.forecasts)
-        assert re.fullmatch(f"loads were predicted by {by}{rest}", line), line
-    rank = OneRank(strategy_of("ep", {}), SIZES, Parts())
-    assert str(rank.planning.forecasts) == ""
-
-
 @dataclass(frozen=True)
 class Varied(FullySharded):
     """Layers have stages of their own while nothing is copied, if asked."""

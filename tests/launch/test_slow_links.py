@@ -65,15 +65,6 @@ def test_contenders_agree_and_copies_level_the_ranks() -> None:
     assert len(notes) == 1 and " off (" in notes[0]
 
 
-def test_contenders_of_the_command_line() -> None:
-    """Without copies given, HECATE's strategy finds its own."""
-    chosen = slow_links.parse_arguments(("--strategies", "fssdp", "--copies"))
-    measured = "fssdp, t and m measured", "the same, paper share"
-    assert [way.name for way in slow_links.ways(chosen)] == ["ep", *measured]
-    names = [way.name for way in slow_links.ways(slow_links.parse_arguments(()))]
-    assert len(set(names)) == len(names) == 17
-
-
 def test_loads_of_a_trace(tmp_path: Path) -> None:
     """8 ranks in 4 groups; layers 0, 2 and 4 of 5."""
     rows_ILCE = zipf_loads((6, 5, 8, 12), rows=300, skew=1.0)

@@ -84,6 +84,7 @@ def shown(rank: int, world_size: int, path: Path) -> list[slow_motion.Result]:
     return slow_motion.show(slow_motion.parse_arguments((*words, *fast)))
 
 
+@pytest.mark.slow
 def test_every_strategy_is_shown(tmp_path: Path) -> None:
     """Few rounds measure little; what rows do is counted, and gradients are compared."""
     results, *_ = pool_of(4).run(shown, tmp_path / "shown.json")

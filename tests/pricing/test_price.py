@@ -192,19 +192,6 @@ def test_a_class_of_one_s_own_is_priced(
     priced("job.json", *ASKED, "--strategies", "priced_alone:Busiest")
 
 
-def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
-) -> None:
-    narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr("ds_moe_ext.commands.price.command.wide_console", lambda: narrow)
-    assert run(monkeypatch, files, "job.json", *ASKED, "--strategies", "ep") == 0
-    said = capsys.readouterr().out
-    (heading,) = (line for line in said.splitlines() if "balance" in line)
-    for each in ("strategy", "grid", "step", "gain", "balance", "GiB a rank"):
-        assert f" {each} " in heading
-    assert "imbalance" not in said and "--html or --json" in said
-
-
 def test_a_routing_trace_as_megatron_writes_it_is_priced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
@@ -495,8 +482,19 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
     assert "<mark>fastest</mark>" not in page and not Parsed.of(page).left_open
 
 
-@pytest.mark.parametrize(("hardware", "nodes"), CLUSTERS)
-@pytest.mark.parametrize("config", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize(
+    ("config", "hardware", "nodes"),
+    [
+        pytest.param(
+            config,
+            *cluster.values,
+            id=f"{name}-{cluster.id}",
+            marks=[] if row == column else [pytest.mark.slow],
+        )
+        for row, (name, config) in enumerate(SHORT.items())
+        for column, cluster in enumerate(CLUSTERS)
+    ],
+)
 def test_readme_s_block_is_never_behind(
     config: dict[str, Any], hardware: list[str], nodes: list[int]
 ) -> None:
