@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ds_moe_ext.hosts.attachment.block_hooks import MIXED
 from ds_moe_ext.hosts.attachment.notices import Refusal
-from ds_moe_ext.hosts.attachment.replacement import SEVERAL_HOMES
+from ds_moe_ext.hosts.attachment.replacement import SEVERAL_OWNERS
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE
@@ -34,8 +34,9 @@ last section has. What composes with what otherwise is in [composition.md](compo
 
 Only what a person wrote is refused. A key that is null (the default) asks for what the host can do:
 where a row of the sections "where experts move" and "where dense gradients are sliced" applies,
-experts keep their homes and the host reduces dense gradients, and a line at start names the key and
-the reason. Two things are known too late for that. In plain PyTorch the optimizer comes after the
+experts keep their owners and the host reduces dense gradients, and a line at start names the key
+and the reason. Two things are known too late for that. In plain PyTorch the optimizer comes after
+the
 sizes: one that takes norms of whole weights, where `esp` splits experts over the ranks of a node,
 needs `expert_sharding_size` 1. And which gradients become ready is known in the first backward
 pass: where [slices cannot take them](strategies/esp.md#slices-of-dense-gradients), set
@@ -70,10 +71,10 @@ WHILE_IT_TRAINS = (
         "a replaced layer that the last micro-batch of a step passes by (layer drop), where "
         "experts are copied and gradients accumulated; under Megatron-core and in DeepSpeed's "
         "pipelines, which count a layer's passes, also one that another passes by",
-        "gradients of copies wait for the last micro-batch, and go home as that comes back through "
-        "the layer; the error comes at the optimizer's step and names it",
-        "let every micro-batch use every MoE layer, train without copies (ep, or copies_per_rank "
-        "0), or take an optimizer step for each micro-batch",
+        "gradients of replicas wait for the last micro-batch, and go to the owner as that comes "
+        "back through the layer; the error comes at the optimizer's step and names it",
+        "let every micro-batch use every MoE layer, train without replicas (ep, or "
+        "replicas_per_rank 0), or take an optimizer step for each micro-batch",
     ),
     Limit(
         "engine.compile(compiled_autograd_enabled=True) of DeepSpeed",
@@ -108,7 +109,7 @@ SECTIONS = (
     Section("Under DeepSpeed, at ZeRO 3", deepspeed.AT_STAGE_3),
     Section(
         "Where experts move (`reshard_interval` above 0)",
-        (deepspeed.HOMES_AT_STAGE_3, SEVERAL_HOMES, MIXED, UNLIKE),
+        (deepspeed.OWNERS_AT_STAGE_3, SEVERAL_OWNERS, MIXED, UNLIKE),
     ),
     Section("Under DeepSpeed, where ranks have roles (`zebra`)", deepspeed.WITH_ROLES),
     Section(

@@ -74,7 +74,7 @@ def values(figure: Figure) -> str:
     shown = rows if len(rows) <= FEW else figure.missed
     parts = [value(figure, row) for row in shown[:FEW]]
     if len(rows) > FEW:
-        parts.append(f"{len(rows)} values, {span(rows)} off")
+        parts.append(f"{len(rows)} values, {chunk_range(rows)} off")
     return "; ".join(parts)
 
 
@@ -83,7 +83,7 @@ def value(figure: Figure, row: Row) -> str:
     return f"*{text}*" if figure.is_beyond(row) else text
 
 
-def span(rows: Sequence[Row]) -> str:
+def chunk_range(rows: Sequence[Row]) -> str:
     misses = [100 * row.miss for row in rows if row.miss is not None]
     return f"{min(misses):+.0f} to {max(misses):+.0f} %"
 

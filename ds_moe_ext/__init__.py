@@ -10,7 +10,7 @@ from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
     from ds_moe_ext.core.placement import Placement
-    from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule, Share
+    from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, Rule, Share
     from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
     from ds_moe_ext.hosts.attachment.host_layer import InOne, OneEach, Stored
     from ds_moe_ext.hosts.deepspeed.checkpoint import full_state_dict
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.moe.feed_forward import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import forget, use
-    from ds_moe_ext.planning.strategy import Destination, Job, Plan, Rhythm, Strategy, register
+    from ds_moe_ext.planning.strategy import Destination, Intervals, Job, Plan, Strategy, register
     from ds_moe_ext.strategies.settings import read_settings
     from ds_moe_ext.version import __version__
 
@@ -29,12 +29,20 @@ __all__ = ["attach", "forget", "full_state_dict", "joined", "read_settings", "re
 __all__ += ["ExpertsDescription", "FeedForwardExperts", "InOne", "MoELayer", "OneEach", "Stored"]
 __all__ += ["register_experts"]
 # A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
-__all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "Plan", "Rhythm"]
+__all__ += [
+    "Destination",
+    "Intervals",
+    "Job",
+    "LocalElseOwner",
+    "NearestReplica",
+    "Placement",
+    "Plan",
+]
 __all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
 
 _NAMES = {
     "core.placement": ("Placement",),
-    "core.share": ("LocalElseHome", "NearestCopy", "Rule", "Share"),
+    "core.share": ("LocalElseOwner", "NearestReplica", "Rule", "Share"),
     "hosts.attachment.experts": ("ExpertsDescription", "register_experts"),
     "hosts.attachment.host_layer": ("InOne", "OneEach", "Stored"),
     "hosts.deepspeed.checkpoint": ("full_state_dict",),
@@ -44,11 +52,11 @@ _NAMES = {
     "moe.feed_forward": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),
     "patches.megatron": ("forget", "use"),
-    "planning.strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),
+    "planning.strategy": ("Destination", "Job", "Plan", "Intervals", "Strategy", "register"),
     "strategies.settings": ("read_settings",),
     "version": ("__version__",),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __dir__() -> list[str]:
@@ -56,9 +64,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
-    return pkgutil.resolve_name(f"ds_moe_ext.{_HOME[name]}:{name}")
+    return pkgutil.resolve_name(f"ds_moe_ext.{_MODULE_OF[name]}:{name}")
 
 
 _autoload.autoload()

@@ -85,7 +85,7 @@ def _patch(host: str) -> None:
     except Exception as error:
         warnings.warn(
             f"ds_moe_ext could not attach to {host} and is off: {error!r}; "
-            "'ds-moe-ext doctor' tells more",
+            "'ds-moe-ext doctor' shows more",
             stacklevel=2,
         )
         if host in GUARDS:

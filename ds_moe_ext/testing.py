@@ -2,13 +2,14 @@
 """A strategy against the dense reference: ``check(MyStrategy())``, on a CPU, in a minute.
 
 Every case trains two layers for a few steps on gloo ranks that are started here: before anything is
-known, by measured costs, by what the first plans lead to, and from new homes. Outputs, the gradient
-of the input and those of all weights must be those of plain autograd on one rank, in float64::
+known, by measured costs, by what the first plans lead to, and from new owners. Outputs, the
+gradient of the input and those of all weights must be those of plain autograd on one rank, in
+float64::
 
     python -m ds_moe_ext.testing my_package.my_module:MyStrategy --options '{"degree": 2}'
 
 In a script, call ``check`` under ``if __name__ == "__main__":``, as everywhere where Python starts
-processes. Shape letters: T tokens, K choices, E experts, C cells, D model width, F expert width.
+processes. Shape letters: T tokens, K choices, E experts, C EP ranks, D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from ds_moe_ext.core.layout import Grid, ParallelLayout, world
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import Rule
 from ds_moe_ext.hosts.attachment.block_hooks import Launch
-from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.replicas import in_order
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.planning.prices import Prices
-from ds_moe_ext.planning.strategy import Job, Overlay, Past, Plan, Pool, Strategy, followers
+from ds_moe_ext.planning.strategy import CostGroup, Job, Overlay, Past, Plan, Strategy, followers
 from ds_moe_ext.schedule.task import PARAM
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
@@ -224,20 +225,20 @@ class Case:
     checkpoints: bool = False  # every layer runs again in backward (activation checkpointing)
     # chunks forward and backward, under ``esp``; None: without it
     degrees: tuple[int, int] | None = None
-    cell_size: int = 1  # ranks that split every expert, under ``esp``
+    etp_size: int = 1  # ranks that split every expert, under ``esp``
     hot: float = 2.0  # how much more one expert is chosen; another one in each step
 
     def __str__(self) -> str:
-        told = [f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"]
+        lines = [f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"]
         if self.num_micro_batches > 1:
-            told.append(f"{self.num_micro_batches} micro-batches")
+            lines.append(f"{self.num_micro_batches} micro-batches")
         if self.checkpoints:
-            told.append("activation checkpointing")
+            lines.append("activation checkpointing")
         if self.degrees is not None:
-            told.append(f"under esp in {self.degrees[0]} and {self.degrees[1]} chunks")
-        if self.cell_size > 1:
-            told.append(f"experts split by {self.cell_size}")
-        return ", ".join(told)
+            lines.append(f"under esp in {self.degrees[0]} and {self.degrees[1]} chunks")
+        if self.etp_size > 1:
+            lines.append(f"experts split by {self.etp_size}")
+        return ", ".join(lines)
 
 
 CASES = (
@@ -249,7 +250,7 @@ CASES = (
     Case(num_ranks=4, num_micro_batches=2, checkpoints=True),
     Case(num_ranks=4, degrees=(2, 3)),
     Case(num_ranks=2, degrees=(3, 2), num_micro_batches=2, checkpoints=True),
-    Case(num_ranks=4, degrees=(2, 1), num_micro_batches=2, cell_size=2),
+    Case(num_ranks=4, degrees=(2, 1), num_micro_batches=2, etp_size=2),
 )
 NUM_EXPERTS, NUM_LAYERS, NUM_STEPS = 12, 2, 4
 D, F, TOP_K = 6, 8, 2
@@ -265,11 +266,11 @@ MEASURED = {
     "row_bytes_per_s": 1e9,
     "copy_bytes_per_s": 1e9,
 }
-"""Costs by which copies pay."""
+"""Costs by which replicas pay."""
 
 
 def _weights(layer: int, step: int, hot: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up and down: others in each step, so that stale copies are found."""
+    """Gate, up and down: others in each step, so that stale replicas are found."""
     generator = torch.Generator().manual_seed(100 * step + layer)
 
     def rand(*shape: int) -> Tensor:
@@ -295,10 +296,10 @@ class Seen(NamedTuple):
     inputs: list[Tensor]  # gradients of what went in, likewise
     # gradients of each layer's gate, up and down; those of experts of this rank only
     weights: list[tuple[Tensor, Tensor, Tensor]]
-    experts: list[Tensor]  # of each layer that are at home on this rank, ascending
+    experts: list[Tensor]  # of each layer that are at the owner on this rank, ascending
     shard: Shard  # the part of them that it has
-    num_copies: int = 0  # of experts, in all cells, by the plans of the step
-    num_moved: int = 0  # experts that have left their homes before it
+    num_replicas: int = 0  # of experts, in all EP ranks, by the plans of the step
+    num_moved: int = 0  # experts that have left their owners before it
 
 
 def _dense(case: Case, step: int) -> tuple[list[Seen], list[tuple[Tensor, ...]]]:
@@ -330,7 +331,8 @@ def _grad_of(leaf: Tensor) -> Tensor:
 
 
 class _Block(nn.Module):
-    """A transformer block with nothing but its MoE layer, which is told when the block begins."""
+    """A transformer block with nothing but its MoE layer, which is reported when the block
+    begins."""
 
     def __init__(self, layer: MoELayer, shard: Shard) -> None:
         super().__init__()
@@ -351,8 +353,10 @@ class _Block(nn.Module):
 
     @property
     def experts(self) -> Tensor:
-        site = self.routed.site
-        return torch.from_numpy(site.plan.home.experts_of(site.layout.index("ep")))
+        layer_context = self.routed.layer_context
+        return torch.from_numpy(
+            layer_context.plan.owner.experts_of(layer_context.layout.index("ep"))
+        )
 
     def forward(self, x_TD: Tensor) -> Tensor:
         assert self.launch is not None
@@ -362,7 +366,7 @@ class _Block(nn.Module):
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         slots = [_grad_of(weight) for weight in self.layer.expert_weights]
-        like = self.routed.copies.like if self.routed.copies else slots[:2]
+        like = self.routed.replicas.like if self.routed.replicas else slots[:2]
         up, down = (
             torch.stack(slots[i::2]) if slots else like[i].new_zeros(0, *like[i].shape)
             for i in range(2)
@@ -373,30 +377,30 @@ class _Block(nn.Module):
 def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Seen]:
     """All steps of a case on one rank."""
     strategy = strategy.settled(lambda: ["cpu"] * num_ranks, None)
-    grid = Grid(num_ranks, num_ranks // case.cell_size, case.cell_size)
+    grid = Grid(num_ranks, num_ranks // case.etp_size, case.etp_size)
     layout = ParallelLayout.build(grid, strategy.uses(), ranks_per_node=2)
-    pools = (Pool(layers=tuple(range(NUM_LAYERS))),)
-    homes = strategy.first_homes([NUM_EXPERTS] * NUM_LAYERS, pools, grid.num_cells)
-    job = Job.at_start(homes, layout.node_C, pools)
+    cost_groups = (CostGroup(layers=tuple(range(NUM_LAYERS))),)
+    owners = strategy.first_owners([NUM_EXPERTS] * NUM_LAYERS, cost_groups, grid.num_ep_ranks)
+    job = Job.at_start(owners, layout.node_C, cost_groups)
     job = replace(job, accumulates=case.num_micro_batches > 1)
     plans = _planned(strategy, job)
     blocks = [_block(strategy, plan, layout, number) for number, plan in enumerate(plans)]
     for block, after in zip(blocks, (*blocks[1:], None)):
         block.launch = Launch(block, after)  # type: ignore[arg-type]  # all that it asks for
     if ("ep", PARAM) in strategy.uses():
-        in_order(block.routed.copies for block in blocks if block.routed.copies)
+        in_order(block.routed.replicas for block in blocks if block.routed.replicas)
     seen = []
     for step in range(NUM_STEPS):
-        before = job.homes
+        before = job.owners
         if step:
             job, plans = _next(strategy, job, blocks, step)
         _take(blocks, plans)
         for number, block in enumerate(blocks):
             block.hold(_weights(number, step, case.hot))
-        moved = (old.owner_E != new.owner_E for old, new in zip(before, job.homes))
+        moved = (old.owner_E != new.owner_E for old, new in zip(before, job.owners))
         seen.append(
             _step(blocks, case, rank, step)._replace(
-                num_copies=sum(_num_copies(block) for block in blocks),
+                num_replicas=sum(_num_replicas(block) for block in blocks),
                 num_moved=sum(int(moved_E.sum()) for moved_E in moved),
             )
         )
@@ -407,7 +411,7 @@ def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Se
 
 
 def _block(strategy: Strategy, plan: Plan, layout: ParallelLayout, number: int) -> _Block:
-    size = layout.grid.cell_size
+    size = layout.grid.etp_size
     shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), size)
     layer = MoELayer(
         nn.ParameterList(),
@@ -422,7 +426,7 @@ def _block(strategy: Strategy, plan: Plan, layout: ParallelLayout, number: int) 
     if ("ep", PARAM) in strategy.uses():
         of_one = (torch.zeros(2 * F, D), torch.zeros(D, F))
         parts = (shard.of(i, weight.double()) for i, weight in enumerate(of_one))
-        layer.routed.allow_copies(tuple(part.requires_grad_() for part in parts))
+        layer.routed.allow_replicas(tuple(part.requires_grad_() for part in parts))
     return _Block(layer, shard)
 
 
@@ -433,32 +437,32 @@ def _next(
     then plans lead to others, then experts move."""
     rows = tuple(block.routed.rows.take().routed_CE for block in blocks)
     known_s = (1.0,) * NUM_LAYERS
-    choice = blocks[0].routed.site.plan.choice
+    choice = blocks[0].routed.layer_context.plan.choice
     job = replace(
         job,
-        past=Past(step, job.rows, rows, choice) if strategy.rhythm().choose_every else None,
+        past=Past(step, job.rows, rows, choice) if strategy.intervals().choose_every else None,
         rows=rows,
-        pools=tuple(replace(pool, **MEASURED) for pool in job.pools),  # type: ignore[arg-type]
+        cost_groups=tuple(replace(cost_group, **MEASURED) for cost_group in job.cost_groups),  # type: ignore[arg-type]
         window_s=known_s,
         back_window_s=known_s,
         free_bytes=2**30,
     )
-    follow = any(block.routed.site.plan.successor is not None for block in blocks)
+    follow = any(block.routed.layer_context.plan.successor is not None for block in blocks)
     if step == 2 and follow:
         pairs = zip((block.routed for block in blocks), rows)
         return job, tuple(routed.successor(rows_CE) for routed, rows_CE in pairs)
-    if step == 3 and strategy.rhythm().shard_every:
-        job = replace(job, homes=strategy.homes(job))
+    if step == 3 and strategy.intervals().shard_every:
+        job = replace(job, owners=strategy.owners(job))
     return job, _planned(strategy, job)
 
 
 def _planned(strategy: Strategy, job: Job) -> tuple[Plan, ...]:
     """The strategy's plans, if they can be right."""
     plans = strategy.plan(job)
-    if len(plans) != len(job.homes):
-        raise ValueError(f"plan gives {len(plans)} plans for {len(job.homes)} layers")
-    for layer, (plan, home, rows_CE) in enumerate(zip(plans, job.homes, job.rows)):
-        for fault in _faults(plan, home, rows_CE if rows_CE.any() else _some_rows(rows_CE)):
+    if len(plans) != len(job.owners):
+        raise ValueError(f"plan gives {len(plans)} plans for {len(job.owners)} layers")
+    for layer, (plan, owner, rows_CE) in enumerate(zip(plans, job.owners, job.rows)):
+        for fault in _faults(plan, owner, rows_CE if rows_CE.any() else _some_rows(rows_CE)):
             raise ValueError(f"the plan of layer {layer} cannot be right: {fault}")
     return plans
 
@@ -468,14 +472,14 @@ def _some_rows(rows_CE: np.ndarray) -> np.ndarray:
     return np.arange(rows_CE.size).reshape(rows_CE.shape) * 7 % 11
 
 
-def _faults(plan: Plan, home: Placement, rows_CE: np.ndarray) -> Iterator[str]:
-    if not np.array_equal(plan.home.holds_EC, home.holds_EC):
-        yield "its home is not that of the job; only homes() moves experts"
-    yield from _faults_of_target(plan.target, home, plan.share, rows_CE)
+def _faults(plan: Plan, owner: Placement, rows_CE: np.ndarray) -> Iterator[str]:
+    if not np.array_equal(plan.owner.holds_EC, owner.holds_EC):
+        yield "its owner is not that of the job; only owners() moves experts"
+    yield from _faults_of_target(plan.target, owner, plan.share, rows_CE)
     if plan.revise is not None:
         target, share = plan.revise(rows_CE)
-        said = _faults_of_target(target, plan.target, share, rows_CE)
-        yield from (f"what revise gives: {fault}" for fault in said)
+        stated = _faults_of_target(target, plan.target, share, rows_CE)
+        yield from (f"what revise gives: {fault}" for fault in stated)
 
 
 def _faults_of_target(
@@ -483,21 +487,21 @@ def _faults_of_target(
 ) -> Iterator[str]:
     missing = np.argwhere(least.holds_EC & ~target.holds_EC)
     if missing.size:
-        yield f"its target lacks expert {missing[0][0]} in cell {missing[0][1]}, which has it"
-    num_cells = len(rows_CE)
+        yield f"its target lacks expert {missing[0][0]} in EP rank {missing[0][1]}, which has it"
+    num_ep_ranks = len(rows_CE)
     rows_CFE = np.stack((rows_CE // 3, rows_CE - rows_CE // 3), axis=1)  # as if in two chunks
     share = rule.of_rows(rows_CE)
-    sent_SFEC = np.stack([share.rows_from(s, rows_CFE[s]) for s in range(num_cells)])
+    sent_SFEC = np.stack([share.rows_from(s, rows_CFE[s]) for s in range(num_ep_ranks)])
     if (sent_SFEC < 0).any() or (sent_SFEC.sum(axis=-1) != rows_CFE).any():
         yield "rows_from of its share does not hand out all rows of each expert, and once each"
     stray = np.argwhere(sent_SFEC.any(axis=(0, 1)) & ~target.holds_EC)
     if stray.size:
-        yield f"its share sends rows of expert {stray[0][0]} to cell {stray[0][1]}, without a copy"
-    for holder in range(num_cells):
+        yield f"its share sends rows of expert {stray[0][0]} to EP rank {stray[0][1]}, without a copy"
+    for holder in range(num_ep_ranks):
         expected = share.rows_to(holder, rows_CFE)
         for sender, chunk, expert in np.argwhere(expected != sent_SFEC[..., holder]):
             yield (
-                f"by rows_from of its share cell {sender} sends cell {holder} "
+                f"by rows_from of its share EP rank {sender} sends EP rank {holder} "
                 f"{sent_SFEC[sender, chunk, expert, holder]} of "
                 f"{rows_CFE[sender, chunk, expert]} rows of expert {expert}, but by rows_to that "
                 f"one expects {expected[sender, chunk, expert]}"
@@ -505,16 +509,16 @@ def _faults_of_target(
     between_FCC = sent_SFEC.sum(axis=2).transpose(1, 0, 2)
     if not np.array_equal(share.rows_between(rows_CFE), between_FCC):
         yield "rows_between of its share is not what rows_from sums up to"
-    computed_C = np.stack([share.rows_from(s, rows_CE[s][None]) for s in range(num_cells)])
+    computed_C = np.stack([share.rows_from(s, rows_CE[s][None]) for s in range(num_ep_ranks)])
     if not np.array_equal(share.computed_C(rows_CE), computed_C.sum(axis=(0, 1, 2))):
         yield "computed_C of its share is not what rows_from sums up to"
 
 
-def _num_copies(block: _Block) -> int:
-    """In all cells, also those that ``revise`` adds, as if the step had been one pass."""
-    plan = block.routed.site.plan
+def _num_replicas(block: _Block) -> int:
+    """In all EP ranks, also those that ``revise`` adds, as if the step had been one pass."""
+    plan = block.routed.layer_context.plan
     target, _ = plan.destination_of(block.routed.rows.so_far_CE)
-    return int((target.holds_EC & ~plan.home.holds_EC).sum())
+    return int((target.holds_EC & ~plan.owner.holds_EC).sum())
 
 
 def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
@@ -524,8 +528,8 @@ def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
         if len(set(texts)) > 1:
             other = next(rank for rank, text in enumerate(texts) if text != texts[0])
             raise ValueError(
-                f"ranks plan layer {block.routed.site.layer} otherwise, but plans must be equal: "
-                f"rank 0 has\n{texts[0]}\nrank {other} has\n{texts[other]}"
+                f"ranks plan layer {block.routed.layer_context.layer} otherwise, but plans must be "
+                f"equal: rank 0 has\n{texts[0]}\nrank {other} has\n{texts[other]}"
             )
 
 
@@ -533,9 +537,9 @@ def _step(blocks: Sequence[_Block], case: Case, rank: int, step: int) -> Seen:
     outputs, inputs = [], []
     for micro_batch in range(case.num_micro_batches):
         for block in blocks:
-            if block.routed.copies is not None:
+            if block.routed.replicas is not None:
                 is_last = functools.partial(operator.eq, micro_batch, case.num_micro_batches - 1)
-                block.routed.copies.is_last_pass = is_last
+                block.routed.replicas.is_last_pass = is_last
         x, grad = _tokens(rank, step, micro_batch)
         y = x.requires_grad_()
         for block in blocks:
@@ -657,10 +661,10 @@ def _differences(
         errors = dict(_errors(case, seen))
         wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
         verdict = f"{len(wrong)} of {len(errors)} tensors DIFFER" if wrong else "equal"
-        copies, moved = map(sum, zip(*((step.num_copies, step.num_moved) for step in seen[0])))
+        replicas, moved = map(sum, zip(*((step.num_replicas, step.num_moved) for step in seen[0])))
         print(
             f"{case}: {verdict}, largest relative error {max(errors.values()):.1e}; "
-            f"{copies} copies and {moved} moves of experts in {NUM_STEPS} steps"
+            f"{replicas} replicas and {moved} moves of experts in {NUM_STEPS} steps"
         )
         yield from (Difference(str(case), what, error) for what, error in wrong.items())
 
@@ -668,8 +672,8 @@ def _differences(
 def _shortened(failures: str) -> str:
     """The first failure in full, and the last lines of the others, which may follow from it."""
     first, *others = re.split(r"\n(?=rank \d+: )", failures)
-    told = (text.strip().partition(": ") for text in others)
-    lasts = (f"{rank}: {text.splitlines()[-1]}" for rank, _, text in told)
+    reported = (text.strip().partition(": ") for text in others)
+    lasts = (f"{rank}: {text.splitlines()[-1]}" for rank, _, text in reported)
     return "\n".join((first.rstrip(), *lasts))
 
 

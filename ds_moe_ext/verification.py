@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs held against each other: ``ds-moe-ext verify``.
 
-The command tells the ranks of each run by a ``Trial``, in an environment variable, what to do. Each
-rank leaves a ``RankRecord``, in which a tensor is 64 numbers (``sketch``): neither run keeps its
-tensors. ``compare`` holds what one run computes against the other in the order in which it came to
-be, so that the first difference is the cause of the rest. Shape letters: I steps.
+The command notifies the ranks of each run by a ``Trial``, in an environment variable, what to do.
+Each rank leaves a ``RankRecord``, in which a tensor is 64 numbers (``sketch``): neither run keeps
+its tensors. ``compare`` holds what one run computes against the other in the order in which it came
+to be, so that the first difference is the cause of the rest. Shape letters: I steps.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Trial:
     @classmethod
     def from_text(cls, text: str) -> Trial:
         """Of the variable."""
-        told = json.loads(text)
-        return cls(**{**told, "precision": Precision(told["precision"])})
+        reported = json.loads(text)
+        return cls(**{**reported, "precision": Precision(reported["precision"])})
 
     def file_of(self, rank: int) -> Path:
         """Where a rank leaves its record."""
@@ -115,7 +115,7 @@ class RankRecord:
 
     # mean over the micro-batches of each step; none on a rank that sees no loss
     losses_I: np.ndarray
-    # of all reduced gradients, as the host tells; of the first step alone, or none
+    # of all reduced gradients, as the host shows; of the first step alone, or none
     norms_I: np.ndarray
     num_steps: int  # of the optimizer
     num_ranks: int  # of the run
@@ -354,7 +354,7 @@ def compare(
 def _norm(
     off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: float
 ) -> Iterator[Compared]:
-    """Of the first step, where every rank is told it."""
+    """Of the first step, where every rank is notified it."""
     if all(len(record.norms_I) for record in (*off, *on)):
         norms = [record.norms_I for record in off], [record.norms_I for record in on]
         yield _held(Stage.NORM, "step 1", *norms, tolerance=tolerance)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext import Job, NearestCopy, Placement, Plan, Rhythm, Strategy
+from ds_moe_ext import Intervals, Job, NearestReplica, Placement, Plan, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busiest(Strategy):
-    """Copies of the experts with most rows, everywhere.
+    """Replicas of the experts with most rows, everywhere.
 
     Attributes:
         num_copied: experts of a layer that are copied.
@@ -23,22 +23,22 @@ class Busiest(Strategy):
 
     num_copied: int = 1
 
-    def rhythm(self) -> Rhythm:
+    def intervals(self) -> Intervals:
         """Plan for every step, by the mean of the three before."""
-        return Rhythm(window=3, plan_every=1)
+        return Intervals(window=3, plan_every=1)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         """Of every layer. Pure: equal jobs give equal plans on every rank."""
-        return tuple(self._plan_of(job, *layer) for layer in zip(job.homes, job.rows))
+        return tuple(self._plan_of(job, *layer) for layer in zip(job.owners, job.rows))
 
-    def _plan_of(self, job: Job, home: Placement, rows_CE: np.ndarray) -> Plan:
+    def _plan_of(self, job: Job, owner: Placement, rows_CE: np.ndarray) -> Plan:
         load_E = rows_CE.sum(axis=0)
         if not load_E.any():  # before the first step
-            return Plan.at_home(home)
-        holds_EC = home.holds_EC.copy()
+            return Plan.at_owner(owner)
+        holds_EC = owner.holds_EC.copy()
         holds_EC[np.argsort(-load_E, kind="stable")[: self.num_copied]] = True
         target = Placement(holds_EC)
-        return Plan(home, target, NearestCopy(target, job.node_C))
+        return Plan(owner, target, NearestReplica(target, job.node_C))
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ class Summary:
     versions: dict[str, str]
 
     def write(self, folder: Path) -> Path:
-        """Write it into `folder`, and tell where."""
+        """Write it into `folder`, and reports where."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "summary.json"
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -374,7 +374,7 @@ def _text_files(folder: Path) -> Sequence[Path]:
 class WindowSampler:
     """Which windows each rank sees at each micro-step.
 
-    The text is cut into W windows of T bytes; every epoch visits them in another random order.
+    The text is cut into W windows of T bytes; every epoch pairs them in another random order.
     Ranks and micro-steps of a step take neighbours in that order, so within an epoch no window is
     seen twice, whatever the number of ranks, and a resumed run sees what it would have seen.
     """

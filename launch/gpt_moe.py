@@ -164,7 +164,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(config.hidden_size)
         self.has_experts = has_experts
         expert = feed_forward(config.hidden_size, config.ffn_hidden_size)
-        # Before MoE copies the expert: so the start depends neither on ep_size nor on the rank.
+        # Before MoE replicas the expert: so the start depends neither on ep_size nor on the rank.
         for module in (self.attention, expert):
             initialize(module, std=config.initializer_range)
         self.ffn = _moe(config, expert) if has_experts else expert

@@ -267,8 +267,8 @@ def type_names(module: Any) -> None:
     def type_of(self: Tensor, dtype: Any = None, *arguments: Any, **named: Any) -> Any:
         if dtype is None:
             name = stock(self)  # comes through here twice under a TorchFunctionMode
-            is_told = name.startswith("torch.cuda.")
-            return name if is_told else name.replace("torch.", "torch.cuda.", 1)
+            is_reported = name.startswith("torch.cuda.")
+            return name if is_reported else name.replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return stock(self, dtype, *arguments, **named)
@@ -502,9 +502,9 @@ def _name_this_file_as_main() -> None:
     stock = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        told = stock(name)
-        told.pop("init_main_from_name", None)
-        return {**told, "init_main_from_path": __file__}
+        reported = stock(name)
+        reported.pop("init_main_from_name", None)
+        return {**reported, "init_main_from_path": __file__}
 
     _replace(multiprocessing.spawn, "get_preparation_data", get_preparation_data)
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
 from ds_moe_ext.hosts.attachment.startup_check import is_first
-from ds_moe_ext.hosts.deepspeed.guard import is_compiled, tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import is_compiled, log_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
@@ -307,7 +307,7 @@ def main() -> None:
         run = read_run(arguments)
         model = build_model(arguments)
     if is_first():
-        tell_of_old_lock()
+        log_old_lock()
         if not is_compiled():
             print("on a CPU, DeepSpeed now compiles its collectives: 20 to 60 s", flush=True)
     # WarmupCosineLR asks for its own rate as it is made, and warns on every rank that it did.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two steps of quickstart.sh, told in words that need no glossary.
+"""Two steps of quickstart.sh, reported in words that need no glossary.
 
-`compile`: DeepSpeed's CPU collectives are compiled before ranks wait for them. `tell FOLDER`: what
-the quickstart's runs have shown, and where to look next.
+`compile`: DeepSpeed's CPU collectives are compiled before ranks wait for them. `summary FOLDER`:
+what the quickstart's runs have shown, and where to look next.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 from ds_moe_ext.commands.compare import EQUAL, Finished, equal_steps, largest_difference
 from ds_moe_ext.files.documents import read_document
-from ds_moe_ext.hosts.deepspeed.guard import is_compiled, told_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import is_compiled, notice_of_old_lock
 from ds_moe_ext.report.summary import ON_CPU
 
 BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-TOLD_EVERY_S = 15.0
+LOG_EVERY_S = 15.0
 
 
 def compile_collectives() -> None:
     """Compile, unless that was done, and say how long that goes on."""
-    if told := told_of_old_lock():
-        raise SystemExit(f"quickstart: {told}")
+    if reported := notice_of_old_lock():
+        raise SystemExit(f"quickstart: {reported}")
     if is_compiled():
         return
     print(
@@ -42,7 +42,7 @@ def compile_collectives() -> None:
     )
     while True:
         try:
-            compiler.wait(TOLD_EVERY_S)
+            compiler.wait(LOG_EVERY_S)
             break
         except subprocess.TimeoutExpired:
             print(f"quickstart: still compiling, {time.monotonic() - start_s:.0f} s", flush=True)
@@ -57,7 +57,7 @@ PUBLIC = "Mixtral 8x7B"  # what quickstart.sh prices: as many experts, and choic
 
 def learned(plain: Finished, copied: Finished) -> str:
     """Of losses."""
-    ours, theirs = plain.told.losses, copied.told.losses
+    ours, theirs = plain.reported.losses, copied.reported.losses
     alike, worst = equal_steps(ours, theirs), largest_difference(ours, theirs)
     if alike == len(ours):
         until = f"in each of {alike} steps (largest difference {worst.loss:.0e})"
@@ -65,7 +65,7 @@ def learned(plain: Finished, copied: Finished) -> str:
         until = f"in the first {alike} of {len(ours)} steps; then a last bit decides otherwise"
     return (
         "It learns the same. Each expert at one place "
-        f"({plain.name}) and copies of busy ones ({copied.name}) give losses within {EQUAL:.0e} "
+        f"({plain.name}) and replicas of busy ones ({copied.name}) give losses within {EQUAL:.0e} "
         f"{until}: from {ours[0]:.3f} to {ours[-1]:.3f}. Only who computes what differs."
     )
 
@@ -77,8 +77,8 @@ def levelled(plain: Finished, copied: Finished) -> str:
     return (
         "Work is spread more evenly. Some experts are asked far more often than others, and every "
         f"rank waits for the one that holds them. That one had {before.balance:.2f} times the "
-        f"average work; with {after.copies:.0f} copies of busy experts on idle ranks, made for one "
-        f"step at a time, {after.balance:.2f} times."
+        f"average work; with {after.replicas:.0f} replicas of busy experts on idle ranks, made for "
+        f"one step at a time, {after.balance:.2f} times."
     )
 
 
@@ -89,16 +89,16 @@ def timed(seen: Mapping[str, Any], training: Finished) -> str:
     text = (
         "That saves time where waiting costs time. In slow motion, on 4 GPUs with a network "
         f"between them, steps were {gains} as fast as with {plain['name']}: the busiest rank has "
-        "less to compute and to receive, and copies travel while ranks compute."
+        "less to compute and to receive, and replicas travel while ranks compute."
     )
     if seen["load"] > BUSY * seen["cores"]:
         text += (
             f" (Other work kept this machine busy, load {seen['load']:.0f} on {seen['cores']} "
             "cores, which hides part of that.)"
         )
-    if training.told.device == ON_CPU:
+    if training.reported.device == ON_CPU:
         text += (
-            " (The training above tells nothing of speed: its ranks share the cores of this "
+            " (The training above says nothing of speed: its ranks share the cores of this "
             "machine, where copying costs and nobody waits.)"
         )
     return text
@@ -106,10 +106,10 @@ def timed(seen: Mapping[str, Any], training: Finished) -> str:
 
 def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     """Of clusters."""
-    told = "; ".join(f"on {_cluster(each)} {_gains(each)}" for each in documents)
+    text = "; ".join(f"on {_cluster(each)} {_gains(each)}" for each in documents)
     return (
         f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
-        f"asked as unevenly as those of this young model, {told}. (esp splits each expert over the "
+        f"asked as unevenly as those of this young model, {text}. (esp splits each expert over the "
         "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that "
         "was trained longer is often more even: less to gain."
     )
@@ -128,8 +128,8 @@ def _gains(document: Mapping[str, Any]) -> str:
     for way in document["ways"]:
         if way["fits"] and way["strategy"] != base:
             best[way["strategy"]] = max(way["gain"], best.get(way["strategy"], 0.0))
-    told = ", ".join(f"{name} {gain:.2f}" for name, gain in best.items())
-    return f"{told} times as fast as {base}"
+    text = ", ".join(f"{name} {gain:.2f}" for name, gain in best.items())
+    return f"{text} times as fast as {base}"
 
 
 def screen(root: Path) -> Iterator[str]:
@@ -140,14 +140,14 @@ def screen(root: Path) -> Iterator[str]:
     """
     runs = [Finished.read(root / name) for name in ("ep", "fssdp")]
     prices = sorted(root.glob("price_*.json"))
-    said = (
+    stated = (
         learned(*runs),
         levelled(*runs),
         timed(read_document(root / "slow_motion.json"), runs[0]),
         priced([read_document(path) for path in prices]),
     )
     yield "What you have seen"
-    for number, text in enumerate(said, start=1):
+    for number, text in enumerate(stated, start=1):
         yield textwrap.fill(text, WIDTH, initial_indent=f" {number}. ", subsequent_indent="    ")
     pages = [runs[1].folder / "report.html", *(path.with_suffix(".html") for path in prices)]
     yield "Where to look next"
@@ -164,7 +164,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["compile"]:
             compile_collectives()
-        case ["tell", folder]:
+        case ["summary", folder]:
             print("\n".join(screen(Path(folder))))
         case _:
-            sys.exit("usage: quickstart.py compile | tell FOLDER")
+            sys.exit("usage: quickstart.py compile | report FOLDER")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The first five minutes, on 4 ranks of this machine, with or without GPUs: train a small
-# mixture-of-experts language model with plain expert parallelism (ep) and with copies of hot experts
+# mixture-of-experts language model with plain expert parallelism (ep) and with replicas of hot experts
 # (fssdp), from the same weights and on the same text, and compare; show in slow motion what copies
 # save on a cluster; price two clusters. Four minutes on two quiet cores. Arguments go to
 # launch/pretrain_deepspeed.py, both times; with a --model of your own the comparison is the end:

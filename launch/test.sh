@@ -16,17 +16,17 @@ python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/
 
 check ruff check
 check ruff format --check
-# Types are one core's work: found beside the tests, told behind them.
+# Types are one core's work: found beside the tests, reported behind them.
 types=(mypy ds_moe_ext patches launch docs examples)
-told=$(mktemp)
-trap 'rm -f "$told"' EXIT
-"${types[@]}" >"$told" 2>&1 &
+reported=$(mktemp)
+trap 'rm -f "$reported"' EXIT
+"${types[@]}" >"$reported" 2>&1 &
 typing=$!
 # nproc alone would count what OMP_NUM_THREADS allows.
 check pytest --numprocesses "$(nproc --all)" --maxprocesses 4 --dist worksteal "$@"
 echo "== ${types[*]}"
 wait "$typing" || failed+=("${types[*]}")
-cat "$told"
+cat "$reported"
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}" >&2

@@ -60,7 +60,7 @@ def _configure_distributed_model(original: Any, self: Any, model: Any) -> Any:
 
 
 def _has_experts_apart(engine: Any) -> bool:
-    """Whether experts are reduced over other ranks than dense weights, as we said."""
+    """Whether experts are reduced over other ranks than dense weights, as we stated."""
     return run_of(engine) is not None or rank_groups.has_roles(engine)
 
 
@@ -70,8 +70,8 @@ def _configure_wrapper(original: Any, self: Any, optimizer: Any, *args: Any, **k
     if run is not None and optimizer is not None:
         parameter_groups.check_ranks_alike(optimizer, run, is_sharded=is_sharded)
     if run is not None and is_sharded:
-        # ZeRO 3 parts groups itself, by the ranks that share a weight; told of MoE layers, it wants
-        # DeepSpeed's own.
+        # ZeRO 3 parts groups itself, by the ranks that share a weight; reported MoE layers, it
+        # wants DeepSpeed's own.
         with during(self, has_moe_layers=False):
             made = original(self, optimizer, *args, **kwargs)
         zero_3.launch_when_whole(run)
@@ -174,7 +174,7 @@ def _answering(answer: Any) -> Callable[..., Any]:
 
 
 def _telling(name: str, hear: Callable[..., None] | None = None) -> Callable[..., Any]:
-    """Other ranks are told of its errors, and ours hears what it is given."""
+    """Other ranks are notified of its errors, and ours hears what it is given."""
 
     def ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if run_of(self) is None:
@@ -243,18 +243,18 @@ PATCHES = tuple(
         ),
         *(
             (
-                f"tell-of-{name}",
+                f"log-of-{name}",
                 f"{ENGINE}.{name}",
-                "ranks that wait for one that has failed are told",
+                "ranks that wait for one that has failed are reported",
                 _telling(name, hear),
             )
             for name, hear in (("forward", engine.begin_forward), ("step", None))
         ),
         (
-            "tell-of-backward",
+            "log-of-backward",
             f"{ENGINE}.backward",
-            "ranks that wait for one that has failed are told; the report has losses; at ZeRO 0 "
-            "experts of a second one in the same micro-batch are averaged as dense weights are",
+            "ranks that wait for one that has failed are reported; the report has losses; at ZeRO "
+            "0 experts of a second one in the same micro-batch are averaged as dense weights are",
             _telling("backward", engine.begin_backward),
         ),
         (
@@ -264,9 +264,9 @@ PATCHES = tuple(
             _around(engine.train_batch),
         ),
         (
-            "tell-of-eval_batch",
+            "log-of-eval_batch",
             f"{PIPELINE}.eval_batch",
-            "ranks that wait for one that has failed are told",
+            "ranks that wait for one that has failed are reported",
             _telling("eval_batch"),
         ),
         (
@@ -287,7 +287,7 @@ PATCHES = tuple(
         (
             "slice-gradients",
             f"{ENGINE}._configure_optimizer",
-            "what reduces gradients is told their slices; ranks of two roles clip by one norm",
+            "what reduces gradients is reported their slices; ranks of two roles clip by one norm",
             _configure_optimizer,
         ),
         (

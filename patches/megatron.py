@@ -35,7 +35,7 @@ def _moe_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             given = _arguments(original, self, *args, **kwargs)
             engine.constructed(self, given.get("pg_collection"))
         except ValueError as error:
-            asked.tell(error)
+            asked.report(error)
             raise
 
 
@@ -214,7 +214,7 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
         if asked is not None:
             apply()
     except (ValueError, PatchError) as error:
-        Start(active_settings.USE).tell(error)
+        Start(active_settings.USE).report(error)
         raise
     if asked is None:
         _stand_aside()

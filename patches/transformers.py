@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches to Hugging Face's Trainer: what ``zebra`` cannot give it is said before it is missed."""
+"""Patches to Hugging Face's Trainer: what ``zebra`` cannot give it is stated before it is
+missed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ PATCHES = (
         "refuse-metrics",
         f"{TRAINER}.__init__",
         VERSIONS,
-        "under zebra compute_metrics would get no logits, which is said at start",
+        "under zebra compute_metrics would get no logits, which is stated at start",
         by(_init),
     ),
     Patch(

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from ds_moe_ext.hosts.deepspeed.guard import told_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import notice_of_old_lock
 from tests import ranks
 
 # A busy machine is slow: that is no failure of what is tested.
@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Say what all ranks would wait for, until their pools give them up."""
     is_one_of_several = hasattr(config, "workerinput")
-    if (told := told_of_old_lock()) and not is_one_of_several:
-        print(f"tests: {told}", file=sys.stderr)
+    if (reported := notice_of_old_lock()) and not is_one_of_several:
+        print(f"tests: {reported}", file=sys.stderr)
 
 
 @pytest.fixture(scope="session", autouse=True)

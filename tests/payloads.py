@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that would run something where they are unpickled, and what tells whether they did."""
+"""Files that would run something where they are unpickled, and what reports whether they did."""
 
 from __future__ import annotations
 

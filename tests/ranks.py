@@ -42,7 +42,7 @@ def forkserver() -> Any:
 
 
 @contextmanager
-def meeting_place() -> Iterator[dict[str, str]]:
+def key_value_store() -> Iterator[dict[str, str]]:
     """Environment by which the ranks of a script meet: at a store of this process, which listens
     already, on a port that the system chose. A port that is looked up first and opened by a rank
     later may be taken in between."""
@@ -81,10 +81,10 @@ def _environment(rank: int, world_size: int, port: int) -> None:
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if _ON == "way":
-        from tests.gpu.stream_order import QueuedLanes, Queues
+        from tests.gpu.stream_order import QueuedStreams, Queues
         from tests.gpu.way import on_this_way
 
-        _HELD.enter_context(on_this_way(QueuedLanes(Queues())))
+        _HELD.enter_context(on_this_way(QueuedStreams(Queues())))
     gc.freeze()  # what the forkserver has loaded: each look for garbage there takes 0.3 s
 
 

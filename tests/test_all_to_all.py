@@ -268,7 +268,7 @@ def _exchange(
         for planner in (by_leaders, by_places):
             for counts_PP in drawn_counts(world_size):
                 out = Relay.of(planner(nodes, counts_PP, rank), torch.device("cpu"))
-                home = Relay.of(planner(nodes, counts_PP.T, rank), torch.device("cpu"))
+                take_back = Relay.of(planner(nodes, counts_PP.T, rank), torch.device("cpu"))
                 for dtype in (torch.float64, torch.bfloat16):
                     torch.manual_seed(rank)
                     x_ND = torch.randn(int(counts_PP[rank].sum()), 3, dtype=dtype)
@@ -284,12 +284,12 @@ def _exchange(
                     assert arrived_RD.dtype == dtype
                     assert arrived_RD.shape == (counts_PP[:, rank].sum(), 3)
                     assert torch.equal(bits(arrived_RD), bits(expected_RD))
-                    assert torch.equal(bits(home.run(arrived_RD, channels)), bits(x_ND))
+                    assert torch.equal(bits(take_back.run(arrived_RD, channels)), bits(x_ND))
                 # Integers, whose products are exact.
                 sent_N = torch.randint(-9, 9, (x_ND.shape[0],)).double()
                 grad_R = torch.randint(-9, 9, (arrived_RD.shape[0],)).double()
                 ours = float(out.run(sent_N, channels) @ grad_R)
-                products.append((float(sent_N @ home.run(grad_R, channels)), ours))
+                products.append((float(sent_N @ take_back.run(grad_R, channels)), ours))
     return products
 
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         world_size=2,
         zero_stage=1,
         num_experts=EXPERTS,
-        homes={name: [expert % 2 for expert in range(num)] for name, num in EXPERTS.items()},
+        owners={name: [expert % 2 for expert in range(num)] for name, num in EXPERTS.items()},
         slots={name: [f"{name}.{slot}" for slot in range(num)] for name, num in EXPERTS.items()},
         optimizer="AdamW",
         step=7,
@@ -84,7 +84,7 @@ def test_the_layout_of_a_checkpoint(folder: Path, data: st.DataObject) -> None:
     try:
         path.write_bytes(data.draw(spoilt(json.loads(whole))))
         layout = SavedLayout.read(folder)
-        layout.check_homes(folder)
+        layout.check_owners(folder)
         layout.check(folder)
         assert not is_sealed(path) or layout == expected
     except ValueError as error:

@@ -100,8 +100,8 @@ def nearly(draw: st.DrawFn, document: Any) -> Any:
     return changed
 
 
-def check_line(told: str) -> None:
-    assert told and len(told.splitlines()) == 1 and len(told) < 2000, told
+def check_line(reported: str) -> None:
+    assert reported and len(reported.splitlines()) == 1 and len(reported) < 2000, reported
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -15,7 +15,7 @@ import torch
 
 from ds_moe_ext.hosts.steps.costs import SETTLING, StepTimes
 from ds_moe_ext.planning.described_run import copied_bytes_C
-from ds_moe_ext.planning.strategy import Choice, Job, Past, Rhythm, Strategy
+from ds_moe_ext.planning.strategy import Choice, Intervals, Job, Past, Strategy
 from ds_moe_ext.strategies.auto import SAMPLED, USUAL, Auto
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
@@ -86,13 +86,13 @@ def test_plans_are_those_of_the_strategy_that_was_chosen() -> None:
             theirs.backward_degree,
         )
         assert own.successor is None  # the next may come from another strategy
-    assert any(plan.has_copies for plan in plans)
+    assert any(plan.has_replicas for plan in plans)
 
 
-def test_until_costs_are_known_experts_compute_at_home() -> None:
-    pools = (replace(SKEWED.job.pools[0], expert_bytes=0),)
-    plans = Auto().plan(replace(job_of(SKEWED), pools=pools))
-    assert all(plan.target is plan.home and plan.choice is None for plan in plans)
+def test_until_costs_are_known_experts_compute_at_owner() -> None:
+    cost_groups = (replace(SKEWED.job.cost_groups[0], expert_bytes=0),)
+    plans = Auto().plan(replace(job_of(SKEWED), cost_groups=cost_groups))
+    assert all(plan.target is plan.owner and plan.choice is None for plan in plans)
 
 
 def test_a_choice_stays_until_the_next_is_due() -> None:
@@ -101,8 +101,8 @@ def test_a_choice_stays_until_the_next_is_due() -> None:
     assert chosen(auto, kept) == Choice("ep", 1.0, "it was")
     due = chosen(auto, job_of(SKEWED, step=20, present="ep"))
     assert due.name != "ep"
-    assert due.told.startswith(f"auto takes {due.name}: a step is expected to take ")
-    assert all(name in due.told for name in USUAL)
+    assert due.reported.startswith(f"auto takes {due.name}: a step is expected to take ")
+    assert all(name in due.reported for name in USUAL)
     assert {name for name, _ in due.among_s} == {*USUAL}
 
 
@@ -122,7 +122,7 @@ def test_what_steps_took_counts_beside_prices() -> None:
 
 
 def test_prices_are_of_the_rows_that_came_by_plans_made_before() -> None:
-    """Loads that turn at once make copies worthless, which plans for what came would not show."""
+    """Loads that turn at once make replicas worthless, which plans for what came would not show."""
     job = job_of(SKEWED, step=50, present="ep")
     assert job.past is not None
     turned = tuple(rows_CE[:, ::-1].copy() for rows_CE in job.past.predicted)
@@ -134,15 +134,15 @@ def test_prices_are_of_the_rows_that_came_by_plans_made_before() -> None:
 def test_of_many_layers_some_are_priced() -> None:
     before_LCE, came_LCE, _ = rows_of(SKEWED, num_layers=24)
     job = job_of(SKEWED, step=50)
-    one = job.pools[0]
-    homes = (job.homes * 3)[:24]
+    one = job.cost_groups[0]
+    owners = (job.owners * 3)[:24]
     assert job.past is not None
     assert job.pipelines is not None
     long = replace(
         job,
         rows=tuple(came_LCE),
-        homes=homes,
-        pools=(
+        owners=owners,
+        cost_groups=(
             replace(one, layers=tuple(range(12))),
             replace(one, layers=tuple(range(12, 24))),
         ),
@@ -152,7 +152,7 @@ def test_of_many_layers_some_are_priced() -> None:
         pipelines=replace(job.pipelines, layers=job.pipelines.layers * 3),
         past=replace(job.past, predicted=tuple(before_LCE), came=tuple(came_LCE)),
     )
-    assert len(homes) > SAMPLED
+    assert len(owners) > SAMPLED
     assert len(Auto().plan(long)) == 24
     # Loads of layers differ: what some stand for is about what all take.
     assert chosen(Auto(), long).expected_s == pytest.approx(
@@ -164,8 +164,8 @@ def test_of_many_layers_some_are_priced() -> None:
 
 
 def of_much(**more: Any) -> Auto:
-    """With a candidate that copies as much as it is told, whatever is free."""
-    much = FullySharded(copies_per_rank=8, overlap_degree=8, rematerialize=True)
+    """With a candidate that copies as much as it is asked, whatever is free."""
+    much = FullySharded(replicas_per_rank=8, overlap_degree=8, rematerialize=True)
     return Auto(blocks={"fssdp": much}, **more)
 
 
@@ -174,30 +174,30 @@ def without(job: Job, free_bytes: int, **taken: int) -> Job:
     return replace(job, free_bytes=free_bytes, past=replace(job.past, taken=taken))
 
 
-def test_copies_that_do_not_fit_are_left_out_and_told() -> None:
+def test_replicas_that_do_not_fit_are_left_out_and_reported() -> None:
     auto, job = of_much(candidates=["ep", "fssdp"]), job_of(SKEWED)
     assert chosen(auto, job).name == "fssdp"
     plans = auto.strategies["fssdp"].plan(job)
-    expert_bytes = job.pools[0].expert_bytes
+    expert_bytes = job.cost_groups[0].expert_bytes
     wanted = int(copied_bytes_C(plans, [expert_bytes] * 8, accumulates=False).max())
-    most = max(int((p.target.holds_EC & ~p.home.holds_EC).sum(axis=0).max()) for p in plans)
+    most = max(int((p.target.holds_EC & ~p.owner.holds_EC).sum(axis=0).max()) for p in plans)
     assert wanted == 2 * most * expert_bytes  # one layer's, and their gradients
     assert chosen(auto, without(job, wanted)).name == "fssdp"
     tight = chosen(auto, without(job, wanted - 1))
     assert (tight.name, tight.left_out) == ("ep", ("fssdp",))
-    assert tight.told.endswith(
-        f"(ms, but for the optimizer); fssdp is left out, for its copies want {wanted / 1e6:,.0f} "
-        f"MB of a rank, where {(wanted - 1) / 1e6:,.0f} MB are free for them"
+    assert tight.reported.endswith(
+        "(ms, but for the optimizer); fssdp is left out, for its replicas want "
+        f"{wanted / 1e6:,.0f} MB of a rank, where {(wanted - 1) / 1e6:,.0f} MB are free for them"
     )
-    # It is told again where others are left out, though the same runs.
+    # It is reported again where others are left out, though the same runs.
     assert not tight.is_like(tight._replace(left_out=()))
-    assert tight.is_like(tight._replace(told="", expected_s=2.0))
+    assert tight.is_like(tight._replace(reported="", expected_s=2.0))
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_count() -> None:
-    auto = Auto(blocks={"fssdp": FullySharded(copies_per_rank=2, overlap_degree=8)})
+    auto = Auto(blocks={"fssdp": FullySharded(replicas_per_rank=2, overlap_degree=8)})
     job = job_of(SKEWED)
-    plans, each = auto.strategies["fssdp"].plan(job), [job.pools[0].expert_bytes] * 8
+    plans, each = auto.strategies["fssdp"].plan(job), [job.cost_groups[0].expert_bytes] * 8
     once, summed = (
         int(copied_bytes_C(plans, each, accumulates=accumulates).max())
         for accumulates in (False, True)
@@ -215,23 +215,23 @@ def test_what_was_seen_counts_where_that_is_more() -> None:
     assert chosen(auto, without(job, much, fssdp=much)).name == "fssdp"
     seen = chosen(auto, without(job, much, fssdp=much + 10**6))
     assert (seen.name, seen.left_out) == ("ep", ("fssdp",))
-    assert "its copies want 1,000,001 MB of a rank, where 1,000,000 MB are free" in seen.told
+    assert "its replicas want 1,000,001 MB of a rank, where 1,000,000 MB are free" in seen.reported
     assert chosen(auto, without(job, much, ep=2 * much)).name == "fssdp"
 
 
-def test_the_present_one_goes_where_it_fits_no_more_and_home_is_left() -> None:
+def test_the_present_one_goes_where_it_fits_no_more_and_owner_is_left() -> None:
     auto = of_much(candidates=["fssdp"], margin=0.9)
     job = job_of(SKEWED, step=50, present="fssdp")
     assert chosen(auto, job).name == "fssdp"
-    home = chosen(auto, without(job, 0))
-    assert (home.name, home.left_out) == ("ep", ("fssdp",))
-    assert home.expected_s > chosen(auto, job).expected_s
+    owner = chosen(auto, without(job, 0))
+    assert (owner.name, owner.left_out) == ("ep", ("fssdp",))
+    assert owner.expected_s > chosen(auto, job).expected_s
 
 
-def test_of_many_layers_copies_are_planned_by_what_is_free_for_all() -> None:
+def test_of_many_layers_replicas_are_planned_by_what_is_free_for_all() -> None:
     """Where they are freed after forward, as much as in a run of few layers."""
     auto, job = Auto(candidates=["prophet"]), job_of(SKEWED)
-    job = replace(job, free_bytes=8 * job.pools[0].expert_bytes)  # two copies of a layer
+    job = replace(job, free_bytes=8 * job.cost_groups[0].expert_bytes)  # two replicas of a layer
     few = chosen(auto, job).expected_s
     assert few < 0.99 * chosen(Auto(candidates=["ep"]), job).expected_s
     assert few > 1.01 * chosen(auto, replace(job, free_bytes=10**12)).expected_s
@@ -239,8 +239,8 @@ def test_of_many_layers_copies_are_planned_by_what_is_free_for_all() -> None:
     thrice = replace(
         job,
         rows=job.rows * 3,
-        homes=job.homes * 3,
-        pools=(replace(job.pools[0], layers=tuple(range(24))),),
+        owners=job.owners * 3,
+        cost_groups=(replace(job.cost_groups[0], layers=tuple(range(24))),),
         window_s=job.window_s * 3,
         back_window_s=job.back_window_s * 3,
         pipelines=None,  # nothing but what esp is planned by
@@ -259,26 +259,26 @@ def read(**block: Any) -> Strategy:
 
 
 def test_candidates_have_the_keys_of_their_own_blocks() -> None:
-    auto = read(fssdp={"copies_per_rank": 3}, esp={"max_degree": 2})
+    auto = read(fssdp={"replicas_per_rank": 3}, esp={"max_degree": 2})
     assert isinstance(auto, Auto)
-    assert auto.strategies["fssdp"] == FullySharded(copies_per_rank=3)
+    assert auto.strategies["fssdp"] == FullySharded(replicas_per_rank=3)
     over = auto.strategies["esp over fssdp"]
     assert isinstance(over, ExpertSharding)
-    assert over.placing == FullySharded(copies_per_rank=3)
+    assert over.placing == FullySharded(replicas_per_rank=3)
     assert over.max_degree == 2
     assert not over.slices_gradients
     assert auto.strategies["ep"] == ExpertParallel()
     names = ["ep", "esp over fssdp, paper share", "fssdp, priced share"]
-    both = read(fssdp={"copies_per_rank": 3, "share": "planned"}, auto={"candidates": names})
+    both = read(fssdp={"replicas_per_rank": 3, "share": "planned"}, auto={"candidates": names})
     assert isinstance(both, Auto)
     laid = both.strategies[names[1]]
     assert isinstance(laid, ExpertSharding)
-    assert laid.placing == FullySharded(copies_per_rank=3, share="paper")
-    assert both.strategies[names[2]] == FullySharded(copies_per_rank=3, share="priced")
+    assert laid.placing == FullySharded(replicas_per_rank=3, share="paper")
+    assert both.strategies[names[2]] == FullySharded(replicas_per_rank=3, share="priced")
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "stated"),
     [
         ({"auto": {"candidates": ["ep", "fssd"]}}, r"candidates has 'fssd'.*did you mean 'fssdp'"),
         ({"auto": {"candidates": []}}, r"candidates is empty; name some of 'ep', 'fssdp'"),
@@ -294,14 +294,14 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
         ({"strategy": "esp", "balance": "auto"}, r"balance is 'auto', which does not place"),
     ],
 )
-def test_bad_keys_are_refused(block: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_keys_are_refused(block: dict[str, Any], stated: str) -> None:
+    with pytest.raises(ValueError, match=stated):
         read(**block)
 
 
 def test_pipelines_are_measured_only_where_one_is_a_candidate() -> None:
-    assert Auto().rhythm().measures
-    assert not Auto(candidates=["ep", "fssdp"]).rhythm().measures
+    assert Auto().intervals().measures
+    assert not Auto(candidates=["ep", "fssdp"]).intervals().measures
 
 
 # The clock.
@@ -327,7 +327,7 @@ def test_another_choice_begins_anew() -> None:
     assert times.ratios == {}  # too few of its own
 
 
-def test_steps_that_take_much_longer_are_told() -> None:
+def test_steps_that_take_much_longer_are_reported() -> None:
     times = times_of(8, [1.0] * 8 + [1.5] * 8)
     drifted = []
     for step in range(16):
@@ -338,5 +338,5 @@ def test_steps_that_take_much_longer_are_told() -> None:
 
 
 def test_strategies_that_plan_nothing_are_not_looked_at() -> None:
-    assert StepTimes.of(Rhythm(), torch.device("cpu"), None).every == 0
-    assert StepTimes.of(Auto(interval=7).rhythm(), torch.device("cpu"), None).every == 7
+    assert StepTimes.of(Intervals(), torch.device("cpu"), None).every == 0
+    assert StepTimes.of(Auto(interval=7).intervals(), torch.device("cpu"), None).every == 7

@@ -26,28 +26,28 @@ from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.observation import take_rows
 from ds_moe_ext.planning.exchange_costs import Way
 from ds_moe_ext.planning.strategy import (
+    CostGroup,
     Forecast,
+    Intervals,
     Job,
     Keys,
+    LayerContext,
     Plan,
-    Pool,
-    Rhythm,
-    Site,
     Strategy,
     along_nodes,
 )
 from ds_moe_ext.schedule.orders import Beside
 from ds_moe_ext.schedule.stages import Stage
-from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Op, Stream
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import KEY, ExpertSharding
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked, SineRestore
 
-HOMES = (Placement.block(4, 2),)
-JOB = Job.at_start(HOMES, np.zeros(2, dtype=np.int64))
-SITE: Any = object()
+OWNERS = (Placement.block(4, 2),)
+JOB = Job.at_start(OWNERS, np.zeros(2, dtype=np.int64))
+LAYER_CONTEXT: Any = object()
 FORECAST = Forecast(1.0, 2.0, 3.0, 4.0)
 STAGE = SineRestore()
 
@@ -57,44 +57,44 @@ class Asked(Strategy):
     """Answers nothing as the base class does, but what a balance cannot answer."""
 
     @property
-    def has_uneven_homes(self) -> bool:
+    def has_uneven_owners(self) -> bool:
         return True
 
-    def with_homes_that_stay(self) -> Strategy:
+    def with_owners_that_stay(self) -> Strategy:
         return ExpertParallel()
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
         assert (devices(), micro_batch) == (["a device"], 3)
         return ExpertParallel()
 
-    def first_homes(
-        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    def first_owners(
+        self, num_experts: Sequence[int], cost_groups: Iterable[CostGroup], num_ep_ranks: int
     ) -> tuple[Placement, ...]:
-        return HOMES
+        return OWNERS
 
-    def homes(self, job: Job) -> tuple[Placement, ...]:
-        return HOMES
+    def owners(self, job: Job) -> tuple[Placement, ...]:
+        return OWNERS
 
-    def remarks(self, job: Job) -> tuple[str, ...]:
-        return ("a remark",)
+    def notices(self, job: Job) -> tuple[str, ...]:
+        return ("a notice",)
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         return FORECAST
 
-    def beside(self, site: Site) -> Beside:
+    def beside(self, layer_context: LayerContext) -> Beside:
         return Beside(carries=True)
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
         return {RESTORE: STAGE}
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
         return (("ep", INTER), ("ep", PARAM))
 
-    def rhythm(self) -> Rhythm:
-        return Rhythm(window=7, measures=True)
+    def intervals(self) -> Intervals:
+        return Intervals(window=7, measures=True)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_home, HOMES))
+        return tuple(map(Plan.at_owner, OWNERS))
 
     def describe(self, job: Job) -> str:
         return "a balance"
@@ -109,13 +109,13 @@ ESP = ExpertSharding(degree=2, slice_gradients=False)
 
 def test_the_balance_is_asked() -> None:
     over = ESP.over(Asked())
-    assert over.has_uneven_homes
-    assert over.with_homes_that_stay() == over.settled(lambda: ["a device"], 3) == ESP
-    assert over.first_homes([4], [], 2) is over.homes(JOB) is HOMES
-    assert over.remarks(JOB) == ("a remark",)
-    assert over.forecast(JOB, 0, Plan.at_home(HOMES[0]), np.zeros((2, 4))) is FORECAST
-    assert over.beside(SITE) == Beside(carries=True)
-    assert over.stages(SITE) == {RESTORE: STAGE}
+    assert over.has_uneven_owners
+    assert over.with_owners_that_stay() == over.settled(lambda: ["a device"], 3) == ESP
+    assert over.first_owners([4], [], 2) is over.owners(JOB) is OWNERS
+    assert over.notices(JOB) == ("a notice",)
+    assert over.forecast(JOB, 0, Plan.at_owner(OWNERS[0]), np.zeros((2, 4))) is FORECAST
+    assert over.beside(LAYER_CONTEXT) == Beside(carries=True)
+    assert over.stages(LAYER_CONTEXT) == {RESTORE: STAGE}
     assert over.keys == Keys(f"{KEY}.all_to_all", f"{KEY}.slice_gradients", "a key")
 
 
@@ -134,10 +134,10 @@ def test_a_member_that_a_strategy_gains_is_asked_of_the_balance() -> None:
 def test_what_the_balance_says_is_kept() -> None:
     over = replace(ESP, all_to_all="2dh").over(Asked())
     assert {("ep", INTER), ("ep", PARAM), *along_nodes(over.ways)} == set(over.uses())
-    assert over.rhythm() == Rhythm(window=7, measures=True)
+    assert over.intervals() == Intervals(window=7, measures=True)
     (plan,) = over.plan(JOB)
-    assert (plan.home, plan.forward_degree, plan.way) == (HOMES[0], 2, Way.BY_PLACES)
-    job = Job.at_start(HOMES, JOB.node_C, (Pool(layers=(0,), expert_bytes=1),))
+    assert (plan.owner, plan.forward_degree, plan.way) == (OWNERS[0], 2, Way.BY_PLACES)
+    job = Job.at_start(OWNERS, JOB.node_C, (CostGroup(layers=(0,), expert_bytes=1),))
     assert over.describe(job) == "a balance"
     assert replace(over, degree=3).placing == over.without_slices().placing == Asked()
 
@@ -176,9 +176,9 @@ def test_a_balance_that_decides_how_rows_travel_is_refused(balance: Strategy, na
 
 
 class HalfAStage:
-    def forward(self, span: Any, *reads: Any) -> Any: ...
+    def forward(self, chunk_range: Any, *reads: Any) -> Any: ...
 
-    def backward(self, span: Any, saved: Any, *grads: Any) -> Any: ...
+    def backward(self, chunk_range: Any, saved: Any, *grads: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class Staged(ExpertParallel):
     op: Op
     stage: Any
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
         return {self.op: self.stage}
 
 
@@ -198,17 +198,17 @@ def refused(rank: int, world_size: int, case: dict[str, Any]) -> str:
     esp = ExpertSharding(degree=1, slice_gradients=False, all_to_all=case.get("way", "direct"))
     strategy = esp.over(Staged(op=case["op"], stage=case["stage"]))
     layout = ParallelLayout.build(Grid(world_size, 1, 2), (("ep", INTER),))
-    home = Placement.block(2, 1)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    owner = Placement.block(2, 1)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
     hooks = case.get("hooks", Hooked())
     with pytest.raises(ValueError) as caught:
-        site = Site(plan, layout, 0)
-        RoutedExperts(strategy, site, FUNCTION, options=LayerOptions(hooks=hooks))
+        layer_context = LayerContext(plan, layout, 0)
+        RoutedExperts(strategy, layer_context, FUNCTION, options=LayerOptions(hooks=hooks))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "stated"),
     [
         ({"op": RESTORE, "stage": HalfAStage()}, "'restore', lacks forward, backward or recut"),
         ({"op": EXPERT, "stage": Expert(FUNCTION)}, "needs whole experts, but expert_sharding"),
@@ -216,9 +216,9 @@ def refused(rank: int, world_size: int, case: dict[str, Any]) -> str:
         ({"op": COMBINE, "stage": STAGE, "hooks": Hooked(codecs=(Int8(),))}, "of hooks would have"),
     ],
 )
-def test_stages_that_cannot_be_right_are_refused(case: dict[str, Any], said: str) -> None:
+def test_stages_that_cannot_be_right_are_refused(case: dict[str, Any], stated: str) -> None:
     for message in pool_of(2).run(refused, case):
-        assert said in message
+        assert stated in message
 
 
 # Hooks.
@@ -227,8 +227,8 @@ def test_stages_that_cannot_be_right_are_refused(case: dict[str, Any], said: str
 class Moved(ExpertParallel):
     """Rows are dispatched by a stage of its own."""
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        wire = Wire.between(site.layout, INTER, torch.device("cpu"))
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
+        wire = Wire.between(layer_context.layout, INTER, torch.device("cpu"))
         return {DISPATCH: Dispatch(wire, wire)}
 
 
@@ -242,10 +242,10 @@ class Sees(Hooks):
 
 def rows_seen(rank: int, world_size: int) -> int:
     layout = ParallelLayout.build(Grid(world_size, world_size), (("ep", INTER),))
-    sees, plan = Sees(), Plan.at_home(Placement.block(2, world_size))
+    sees, plan = Sees(), Plan.at_owner(Placement.block(2, world_size))
     options = LayerOptions(hooks=Hooked(observers=(sees,)))
     strategy = ExpertSharding(degree=1, slice_gradients=False).over(Moved())
-    routed = RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    routed = RoutedExperts(strategy, LayerContext(plan, layout, 0), FUNCTION, options=options)
     weights = (torch.ones(6, 4), torch.ones(4, 3))
     expert_TK = torch.tensor([[0], [1], [1]])
     routed(torch.ones(3, 4), expert_TK, torch.ones(3, 1), weights)
@@ -270,7 +270,7 @@ def padded(rank: int, world_size: int, strategy: Strategy, options: LayerOptions
     """Rows that a layer says all ranks routed, where each knows its own alone."""
     layout = ParallelLayout.build(Grid(world_size, world_size), (("ep", INTER),))
     (plan,) = strategy.plan(Job.at_start([Placement.block(2, world_size)], layout.node_C))
-    routed = RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    routed = RoutedExperts(strategy, LayerContext(plan, layout, 0), FUNCTION, options=options)
     expert_TK = torch.tensor([[0], [1], [1], [1], [-1]])[rank:]
     for _ in range(2):
         routed.rows.begin(is_training=True)
@@ -299,9 +299,9 @@ def test_a_static_capacity_is_refused_where_rows_cannot_be_known() -> None:
         ExpertParallel(order="one_hot")
     with pytest.raises(ValueError, match=r"ep\.order is 'one_hots'.*did you mean 'one_hot'"):
         ExpertParallel(order="one_hots", static_capacity=3)
-    for asked, options, said in (
+    for asked, options, stated in (
         (strategy, LayerOptions(capacity_factor=1.5), r"capacity_factor is 1\.5.*one of them out"),
         (PaddedChunks(forward=2, backward=2), LayerOptions(), "PaddedChunks has a static capacity"),
     ):
-        with pytest.raises(AssertionError, match=f"ValueError.*{said}"):
+        with pytest.raises(AssertionError, match=f"ValueError.*{stated}"):
             pool_of(1).run(padded, asked, options)

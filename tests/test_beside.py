@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.hosts.steps.planning import BesideStep
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.observation import RowsSeen
-from ds_moe_ext.moe.order import Order, Seat
+from ds_moe_ext.moe.order import Order, RankCoordinates
 from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.schedule.executor import worker
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.schedule.task import ChunkRange
 
-HOME = Placement.block(2, 2)
+OWNER = Placement.block(2, 2)
 
 
 def counted(layers: list[RowsSeen], *numbers: int) -> None:
     """Rows of a micro-batch for each number of a layer."""
     for number in numbers:
         layers[number](
-            np.ones((2, 2), dtype=np.int64), 1, Destination(HOME, LocalElseHome(HOME, HOME))
+            np.ones((2, 2), dtype=np.int64), 1, Destination(OWNER, LocalElseOwner(OWNER, OWNER))
         )
         layers[number].sent()
 
@@ -74,18 +74,20 @@ def test_rows_that_do_not_count_begin_nothing() -> None:
     assert step.taken() is None
 
 
-def test_rows_are_sent_once_the_last_span_is() -> None:
-    home = Placement.block(4, 1)
-    destination = Destination(home, LocalElseHome(home, home))
-    order = Order(destination, Seat(0), None, None, gate_may_drop=False, on_rows=lambda *rows: None)
+def test_rows_are_sent_once_the_last_chunk_range_is() -> None:
+    owner = Placement.block(4, 1)
+    destination = Destination(owner, LocalElseOwner(owner, owner))
+    order = Order(
+        destination, RankCoordinates(0), None, None, gate_may_drop=False, on_rows=lambda *rows: None
+    )
     expert_TK = torch.arange(12).remainder(4).view(6, 2)
-    (route,), _ = order.forward(Span(0, 2), expert_TK)
-    told: list[int] = []
-    dispatch = Dispatch(Wire(None), Wire(None), sent=lambda: told.append(len(told)))
-    for span, times in ((Span(0, 1), 0), (Span(1, 2), 1), (Span(0, 2), 2)):
-        x_TD = torch.ones(route.cut.length(span), 3)
-        (arrived_RD,), _ = dispatch.forward(span, x_TD, route)
-        assert arrived_RD.shape == (2 * len(x_TD), 3) and len(told) == times
+    (route,), _ = order.forward(ChunkRange(0, 2), expert_TK)
+    lines: list[int] = []
+    dispatch = Dispatch(Wire(None), Wire(None), sent=lambda: lines.append(len(lines)))
+    for chunk_range, times in ((ChunkRange(0, 1), 0), (ChunkRange(1, 2), 1), (ChunkRange(0, 2), 2)):
+        x_TD = torch.ones(route.cut.length(chunk_range), 3)
+        (arrived_RD,), _ = dispatch.forward(chunk_range, x_TD, route)
+        assert arrived_RD.shape == (2 * len(x_TD), 3) and len(lines) == times
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_taken() -> None:

@@ -52,7 +52,7 @@ def start(
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it said."""
+    """How a command ended, and what it stated."""
 
     returncode: int
     stdout: str
@@ -111,8 +111,8 @@ def test_doctor_says_what_is_in_our_way(here: Callable[..., Done]) -> None:
     beside.write_text("")
     done = here("doctor")
     assert done.returncode == 0
-    told = " ".join(done.stdout.split())
-    assert f"autoload: off for scripts of this folder: {beside} has its name" in told
+    text = " ".join(done.stdout.split())
+    assert f"autoload: off for scripts of this folder: {beside} has its name" in text
     beside.unlink()
     assert "autoload: on, by torch's entry points" in here("doctor").stdout
 
@@ -136,9 +136,9 @@ def test_doctor_fails_where_patches_are_broken(
     check_cannot_patch(here("doctor"), "ModuleNotFoundError")
 
 
-def check_cannot_patch(done: subprocess.CompletedProcess[str] | Done, says: str) -> None:
+def check_cannot_patch(done: subprocess.CompletedProcess[str] | Done, expected: str) -> None:
     assert done.returncode == 1
-    assert done.stdout.count(says) == 1
+    assert done.stdout.count(expected) == 1
     assert "│ out" in done.stdout
     assert "whole-state" in done.stdout  # of accelerate, which is well
 
@@ -347,7 +347,7 @@ def test_doctor_lists_no_layers(here: Callable[..., Done]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "expected"),
     [
         ("no/such/folder", "neither a file or folder nor 'package.module:function'"),
         ("no_such_module:build", "cannot be imported: No module named 'no_such_module'"),
@@ -356,22 +356,22 @@ def test_doctor_lists_no_layers(here: Callable[..., Done]) -> None:
         ("math:pi", "is no function but 3.14"),
     ],
 )
-def test_doctor_says_what_is_no_model(model: str, says: str, here: Callable[..., Done]) -> None:
+def test_doctor_says_what_is_no_model(model: str, expected: str, here: Callable[..., Done]) -> None:
     done = here("doctor", "--model", model)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"ds-moe-ext: --model is {model!r}, which")
-    assert says in done.stderr
+    assert expected in done.stderr
 
 
 def test_report_draws_the_page_again(tmp_path: Path) -> None:
     record = RunRecord(
         strategy="ep",
         world_size=2,
-        num_cells=2,
+        num_ep_ranks=2,
         layers=(LayerRecord("layers.0", "MixtralExperts", 4, 2, (0, 0, 1, 1), 1024),),
         steps_I=(0, 1),
         rows_ILE=np.array([[[4, 4, 4, 4]], [[10, 2, 2, 2]]]),
-        cell_rows_ILC=np.array([[[8, 8]], [[12, 4]]]),
+        ep_rank_rows_ILC=np.array([[[8, 8]], [[12, 4]]]),
         seconds_by_kind={"forward:expert": 0.1},
         versions={"torch": "2"},
     )
@@ -427,7 +427,7 @@ def test_plan_prints_json(path: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(text)
     done = start(tmp_path, "plan", "heterogeneous-sharding", "--in", path, given=text)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+    assert json.loads(done.stdout) == {"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}
 
 
 def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
@@ -447,11 +447,11 @@ def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
         PYTHONPATH=str(tmp_path),
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == [{"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}]
+    assert json.loads(done.stdout) == [{"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "says"),
+    ("arguments", "given", "expected"),
     [
         ("heterogeneous-sharding --in -", "not json", "cannot be read as JSON"),
         ("heterogeneous-sharding --in -", '{"load": [NaN]}', "NaN is no number"),
@@ -464,7 +464,7 @@ def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
 def test_plan_says_what_is_wrong(
     arguments: str,
     given: str,
-    says: str,
+    expected: str,
     here: Callable[..., Done],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -473,7 +473,7 @@ def test_plan_says_what_is_wrong(
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ds-moe-ext: ")
-    assert says in line
+    assert expected in line
 
 
 @pytest.mark.parametrize("arguments", [(), ("docter",), ("report",), ("plan",)])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives, on gloo ranks: every member gives other sizes.
 
-Shape letters: E experts, C cells.
+Shape letters: E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ds_moe_ext.core import comm
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import (
     SMALL,
-    Cargo,
     Part,
     Run,
     Segment,
     Transfers,
+    TransferSize,
     gather_rounds,
     star_of,
 )
@@ -87,22 +87,22 @@ def test_counts_of_any_shape(shape: tuple[int, ...]) -> None:
     assert pool_of(3).run(_gather_counts, shape) == [want] * 3
 
 
-# Inside a cell.
+# Inside an ETP group.
 
 
-def _cell_rows(world_size: int, seed: int) -> tuple[list[int], int]:
+def _ep_rank_rows(world_size: int, seed: int) -> tuple[list[int], int]:
     """Rows of each rank, some of which have none, and their width; for the last seed no rows."""
     rng = np.random.default_rng([world_size, seed])
     num_rows_P = rng.integers(1, 6, world_size) * (rng.random(world_size) < 0.7)
-    return (num_rows_P * (seed < NUM_CELLS - 1)).tolist(), int(rng.integers(1, 5))
+    return (num_rows_P * (seed < NUM_EP_RANKS - 1)).tolist(), int(rng.integers(1, 5))
 
 
-NUM_CELLS = 12
+NUM_EP_RANKS = 12
 
 
-def _gather_cell(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    for seed in range(NUM_CELLS):
-        num_rows_P, width = _cell_rows(world_size, seed)
+def _gather_ep_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for seed in range(NUM_EP_RANKS):
+        num_rows_P, width = _ep_rank_rows(world_size, seed)
         rows_P = [
             torch.randn(width, n, generator=torch.Generator().manual_seed(place)).to(dtype).t()
             for place, n in enumerate(num_rows_P)
@@ -112,10 +112,10 @@ def _gather_cell(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert (gathered_G is rows_P[rank]) == (world_size == 1)
 
 
-def _scatter_cell(rank: int, world_size: int, dtype: torch.dtype, by_pairs: bool) -> None:
+def _scatter_ep_rank(rank: int, world_size: int, dtype: torch.dtype, by_pairs: bool) -> None:
     all_to_all = comm.all_to_all_by_pairs if by_pairs else comm.all_to_all_rows
-    for seed in range(NUM_CELLS):
-        num_rows_P, width = _cell_rows(world_size, seed)
+    for seed in range(NUM_EP_RANKS):
+        num_rows_P, width = _ep_rank_rows(world_size, seed)
         shape = (world_size, sum(num_rows_P), 2, width)
         rows_PG = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         given_G = rows_PG[rank].clone()
@@ -136,17 +136,17 @@ def _scatter_cell(rank: int, world_size: int, dtype: torch.dtype, by_pairs: bool
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 3, slow(4)])
-def test_a_cell_gathers_its_rows(world_size: int, dtype: torch.dtype) -> None:
-    pool_of(world_size).run(_gather_cell, dtype)
+def test_an_ep_rank_gathers_its_rows(world_size: int, dtype: torch.dtype) -> None:
+    pool_of(world_size).run(_gather_ep_rank, dtype)
 
 
 @pytest.mark.parametrize("by_pairs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 3, slow(4)])
-def test_a_cell_sums_rows_in_the_order_of_its_ranks(
+def test_an_ep_rank_sums_rows_in_the_order_of_its_ranks(
     world_size: int, dtype: torch.dtype, by_pairs: bool
 ) -> None:
-    pool_of(world_size).run(_scatter_cell, dtype, by_pairs)
+    pool_of(world_size).run(_scatter_ep_rank, dtype, by_pairs)
 
 
 def _adjoint(rank: int, world_size: int) -> tuple[float, float]:
@@ -174,15 +174,17 @@ SHAPES = (
     (1,),
 )  # an expert's tensors: the second lies transposed, the last is a bias
 EXPERT_NUMEL = 15 + 12 + 1
-IN_SEGMENTS = Cargo(expert_bytes=EXPERT_NUMEL, start_bytes=1)  # where it has more than one hop
+IN_SEGMENTS = TransferSize(
+    expert_bytes=EXPERT_NUMEL, start_bytes=1
+)  # where it has more than one hop
 Expert = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Grids:
-    """Random placements of one grid: homes, wider, wider yet."""
+    """Random placements of one grid: owners, wider, wider yet."""
 
-    home: Placement
+    owner: Placement
     first: Placement
     second: Placement
     node_C: np.ndarray
@@ -192,16 +194,16 @@ class Grids:
         """On 1, 2 or 4 nodes; sometimes nothing moves, and sometimes all goes everywhere."""
         rng = np.random.default_rng([world_size, seed])
         num_experts = int(rng.integers(1, 9))
-        home = Placement.owned_by(rng.integers(0, world_size, num_experts), world_size)
+        owner = Placement.owned_by(rng.integers(0, world_size, num_experts), world_size)
         density = rng.choice([0.0, 0.3, 1.0], (2, 1, 1))
         first, second = rng.random((2, num_experts, world_size)) < density
-        first |= home.holds_EC
+        first |= owner.holds_EC
         num_nodes = min(world_size, int(rng.choice([1, 2, 4])))
         node_C = np.arange(world_size) * num_nodes // world_size
-        return cls(home, Placement(first), Placement(first | second), node_C)
+        return cls(owner, Placement(first), Placement(first | second), node_C)
 
-    def transfers(self, cargo: Cargo = SMALL) -> Transfers:
-        return gather_rounds(self.home, self.first, self.node_C, cargo)
+    def transfers(self, transfer_size: TransferSize = SMALL) -> Transfers:
+        return gather_rounds(self.owner, self.first, self.node_C, transfer_size)
 
 
 def drawn(dtype: torch.dtype, *seed: int) -> Expert:
@@ -226,17 +228,20 @@ def all_equal(ours: Expert, theirs: Expert) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype, cargo: Cargo) -> None:
-    """From the homes, then from all that hold a copy: every wanted copy has its home's bits."""
+def _gather_twice(
+    rank: int, world_size: int, seed: int, dtype: torch.dtype, transfer_size: TransferSize
+) -> None:
+    """From the owners, then from all that hold a replica: every wanted copy has its owner's
+    bits."""
     grids = Grids.of(world_size, seed)
     chunks = {
         int(e): tuple(w.requires_grad_() for w in drawn(dtype, seed, int(e)))
-        for e in grids.home.experts_of(rank)
+        for e in grids.owner.experts_of(rank)
     }
     expert_bytes = EXPERT_NUMEL * dtype.itemsize
-    held = grids.home
+    held = grids.owner
     for wanted in (grids.first, grids.second):
-        transfers = gather_rounds(held, wanted, grids.node_C, cargo)
+        transfers = gather_rounds(held, wanted, grids.node_C, transfer_size)
         part = transfers.part_of(rank)
         in_slabs = slabs(len(part.received) + 2, dtype)
         buffers = buffers_in(in_slabs, part.received)
@@ -252,21 +257,23 @@ def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype, car
         assert all_equal(tensors, drawn(dtype, seed, expert))
 
 
-def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype, cargo: Cargo) -> None:
-    """The sum over the copies, exact; what was given is as it was."""
+def _reduce_owner(
+    rank: int, world_size: int, seed: int, dtype: torch.dtype, transfer_size: TransferSize
+) -> None:
+    """The sum over the replicas, exact; what was given is as it was."""
     grids = Grids.of(world_size, seed)
-    transfers = grids.transfers(cargo)
+    transfers = grids.transfers(transfer_size)
     held = [int(e) for e in grids.first.experts_of(rank)]
     grads = {e: drawn(dtype, seed, e, rank) for e in held}
     came = to_the_end(comm.sparse_reduce_scatter(transfers.part_of(rank), grads, dist.group.WORLD))
     assert all(all_equal(grads[e], drawn(dtype, seed, e, rank)) for e in held)
-    copied = [int(e) for e in grids.home.experts_of(rank) if grids.first.holds_EC[e].sum() > 1]
+    copied = [int(e) for e in grids.owner.experts_of(rank) if grids.first.holds_EC[e].sum() > 1]
     assert set(came.grads) == set(copied)
     for expert in copied:
-        copies = [c for c in np.flatnonzero(grids.first.holds_EC[expert]).tolist() if c != rank]
+        replicas = [c for c in np.flatnonzero(grids.first.holds_EC[expert]).tolist() if c != rank]
         exact = [
             torch.stack([w.double() for w in same]).sum(dim=0)
-            for same in zip(*(drawn(dtype, seed, expert, cell) for cell in copies))
+            for same in zip(*(drawn(dtype, seed, expert, ep_rank) for ep_rank in replicas))
         ]
         assert all_equal(tuple(w.double() for w in came.grads[expert]), tuple(exact))
         assert all(w.dtype == dtype for w in came.grads[expert])
@@ -276,22 +283,26 @@ def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype, carg
 
 
 def _many(
-    rank: int, world_size: int, check: Callable[..., None], dtype: torch.dtype, cargo: Cargo
+    rank: int,
+    world_size: int,
+    check: Callable[..., None],
+    dtype: torch.dtype,
+    transfer_size: TransferSize,
 ) -> tuple[int, int]:
     """Returns how many experts moved, so that a test cannot pass by moving none, and how many
     transfers were in segments."""
     seeds = range(24)
     for seed in seeds:
-        check(rank, world_size, seed, dtype, cargo)
-    transfers = [Grids.of(world_size, seed).transfers(cargo) for seed in seeds]
+        check(rank, world_size, seed, dtype, transfer_size)
+    transfers = [Grids.of(world_size, seed).transfers(transfer_size) for seed in seeds]
     in_segments = sum(int((each.num_segments_N > 1).sum()) for each in transfers)
     return sum(each.num_moved for each in transfers), in_segments
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, slow(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("check", [_gather_twice, _reduce_home])
+@pytest.mark.parametrize("check", [_gather_twice, _reduce_owner])
 @pytest.mark.parametrize(
-    ("world_size", "cargo"),
+    ("world_size", "transfer_size"),
     [
         *((1, SMALL), (4, SMALL), (8, IN_SEGMENTS)),
         *(slow(2, SMALL), slow(8, SMALL)),
@@ -299,11 +310,11 @@ def _many(
     ],
 )
 def test_random_placements(
-    world_size: int, check: Callable[..., None], dtype: torch.dtype, cargo: Cargo
+    world_size: int, check: Callable[..., None], dtype: torch.dtype, transfer_size: TransferSize
 ) -> None:
-    (num_moved, in_segments), *_ = pool_of(world_size).run(_many, check, dtype, cargo)
+    (num_moved, in_segments), *_ = pool_of(world_size).run(_many, check, dtype, transfer_size)
     assert num_moved > 10 or world_size == 1
-    assert in_segments > 10 or cargo == SMALL
+    assert in_segments > 10 or transfer_size == SMALL
 
 
 def normal(dtype: torch.dtype, *seed: int) -> Expert:
@@ -312,12 +323,12 @@ def normal(dtype: torch.dtype, *seed: int) -> Expert:
 
 
 def _reduce_everywhere(
-    rank: int, world_size: int, dtype: torch.dtype, in_float32: bool, cargo: Cargo
+    rank: int, world_size: int, dtype: torch.dtype, in_float32: bool, transfer_size: TransferSize
 ) -> tuple[float, float]:
     """The largest errors, of the sums of three experts and of a repetition."""
-    home = Placement.owned_by(np.arange(3), world_size)
+    owner = Placement.owned_by(np.arange(3), world_size)
     everywhere = Placement(np.ones((3, world_size), dtype=bool))
-    part = gather_rounds(home, everywhere, np.arange(world_size) // 4, cargo).part_of(rank)
+    part = gather_rounds(owner, everywhere, np.arange(world_size) // 4, transfer_size).part_of(rank)
     grads = {e: normal(dtype, e, rank) for e in range(3)}
     first, again = (
         to_the_end(
@@ -327,8 +338,10 @@ def _reduce_everywhere(
     )
     error = 0.0
     for expert, tensors in first.items():
-        copies = [normal(dtype, expert, cell) for cell in range(world_size) if cell != rank]
-        for ours, *theirs in zip(tensors, *copies):
+        replicas = [
+            normal(dtype, expert, ep_rank) for ep_rank in range(world_size) if ep_rank != rank
+        ]
+        for ours, *theirs in zip(tensors, *replicas):
             exact = torch.stack([w.double() for w in theirs]).sum(dim=0)
             error = max(error, float((ours.double() - exact).abs().max()))
     same = all(all_equal(first[e], again[e]) for e in first)
@@ -346,18 +359,18 @@ def _reduce_everywhere(
         (torch.bfloat16, True, 4 / 32),
     ],
 )
-@pytest.mark.parametrize("cargo", [SMALL, IN_SEGMENTS], ids=["trees", "chains"])
+@pytest.mark.parametrize("transfer_size", [SMALL, IN_SEGMENTS], ids=["trees", "chains"])
 def test_sums_are_right_and_the_same_bits_every_time(
-    dtype: torch.dtype, in_float32: bool, bound: float, cargo: Cargo
+    dtype: torch.dtype, in_float32: bool, bound: float, transfer_size: TransferSize
 ) -> None:
-    for error, change in pool_of(8).run(_reduce_everywhere, dtype, in_float32, cargo):
+    for error, change in pool_of(8).run(_reduce_everywhere, dtype, in_float32, transfer_size):
         assert error <= bound
         assert change == 0.0
 
 
 def _small_after_large(rank: int, world_size: int, in_float32: bool) -> list[float]:
-    home = Placement.owned_by(np.array([0]), 8)
-    part = gather_rounds(home, Placement(np.ones((1, 8), dtype=bool)), np.zeros(8, int)).part_of(
+    owner = Placement.owned_by(np.array([0]), 8)
+    part = gather_rounds(owner, Placement(np.ones((1, 8), dtype=bool)), np.zeros(8, int)).part_of(
         rank
     )
     value = {7: 256.0, 5: 1.0, 6: 1.0}.get(rank, 0.0)
@@ -370,8 +383,8 @@ def _small_after_large(rank: int, world_size: int, in_float32: bool) -> list[flo
 
 @pytest.mark.parametrize(("in_float32", "total"), [(False, 256.0), (True, 258.0)])
 def test_float32_keeps_what_bfloat16_loses(in_float32: bool, total: float) -> None:
-    # At home arrive 256 of cell 7, then 1 by way of cell 3 (from 5), then 1 by way of cell 1
-    # (from 6). The next bfloat16 after 256 is 258.
+    # At the owner arrive 256 of EP rank 7, then 1 by way of EP rank 3 (from 5), then 1 by way of EP
+    # rank 1 (from 6). The next bfloat16 after 256 is 258.
     answers = pool_of(8).run(_small_after_large, in_float32)
     assert answers == [[total], *([[]] * 7)]
 
@@ -380,9 +393,9 @@ def _fail(*_: Any, **__: Any) -> None:
     raise AssertionError("communicated")
 
 
-def test_no_copies_no_communication() -> None:
-    home = Placement.block(8, 4)
-    part = gather_rounds(home, home, np.array([0, 0, 1, 1])).part_of(2)
+def test_no_replicas_no_communication() -> None:
+    owner = Placement.block(8, 4)
+    part = gather_rounds(owner, owner, np.array([0, 0, 1, 1])).part_of(2)
     with mock.patch.object(comm.Pairs, "post", _fail):
         assert to_the_end(comm.sparse_all_gather(part, {}, {}, None)) == comm.Traffic(0, 0)
         came = to_the_end(comm.sparse_reduce_scatter(part, {}, None))
@@ -390,10 +403,10 @@ def test_no_copies_no_communication() -> None:
 
 
 def _some_have_no_part(rank: int, world_size: int) -> bool:
-    home = Placement.owned_by(np.array([2]), 4)
-    holds_EC = home.holds_EC.copy()
+    owner = Placement.owned_by(np.array([2]), 4)
+    holds_EC = owner.holds_EC.copy()
     holds_EC[0, 3] = True
-    part = gather_rounds(home, Placement(holds_EC), np.array([0, 0, 1, 1])).part_of(rank)
+    part = gather_rounds(owner, Placement(holds_EC), np.array([0, 0, 1, 1])).part_of(rank)
     if rank < 2:  # need not even call
         return not part.rounds
     buffers = {0: (torch.zeros(3),)} if rank == 3 else {}
@@ -443,14 +456,16 @@ def test_the_whole_is_what_was_given() -> None:
 
 def _chain_of_types(rank: int, world_size: int, in_float32: bool) -> tuple[Expert, ...]:
     """Sums of an expert of several types, of which one lies transposed, by a tree and a chain."""
-    home = Placement.owned_by(np.array([0]), world_size)
+    owner = Placement.owned_by(np.array([0]), world_size)
     everywhere = Placement(np.ones((1, world_size), dtype=bool))
     grads = {0: tuple(map(Tensor.to, normal(torch.float64, rank), TYPES))}
     grads[0] = (grads[0][0].t().contiguous().t(), *grads[0][1:])
     kept = tuple(grad.clone() for grad in grads[0])
     found = []
-    for cargo in (SMALL, IN_SEGMENTS):
-        part = gather_rounds(home, everywhere, np.arange(world_size) // 2, cargo).part_of(rank)
+    for transfer_size in (SMALL, IN_SEGMENTS):
+        part = gather_rounds(owner, everywhere, np.arange(world_size) // 2, transfer_size).part_of(
+            rank
+        )
         came = to_the_end(
             comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
         )
@@ -468,8 +483,8 @@ def test_types_of_one_expert_may_differ(world_size: int, are_equal: bool, in_flo
     """On three nodes of two the tree is a chain, and sums have the same bits; on four it is not."""
     (tree, chain), *others = pool_of(world_size).run(_chain_of_types, in_float32)
     assert others == [((), ())] * (world_size - 1)
-    copies = [normal(torch.float64, cell) for cell in range(1, world_size)]
-    for ours, theirs, dtype, *same in zip(tree, chain, TYPES, *copies):
+    replicas = [normal(torch.float64, ep_rank) for ep_rank in range(1, world_size)]
+    for ours, theirs, dtype, *same in zip(tree, chain, TYPES, *replicas):
         assert ours.dtype == theirs.dtype == dtype
         exact = sum(same)
         for total in (ours, theirs):
@@ -484,14 +499,14 @@ MOVED = (0, 1, 3)  # experts that go everywhere
 
 
 def _by_trees_and_by_broadcasts(rank: int, world_size: int, together_bytes: int) -> tuple[int, int]:
-    home = Placement.owned_by(np.array([1, 1, 0, 1]), world_size)
-    holds_EC = home.holds_EC.copy()
+    owner = Placement.owned_by(np.array([1, 1, 0, 1]), world_size)
+    holds_EC = owner.holds_EC.copy()
     holds_EC[list(MOVED)] = True
-    grid = home, Placement(holds_EC), np.arange(world_size) // 2
+    grid = owner, Placement(holds_EC), np.arange(world_size) // 2
     trees, star = gather_rounds(*grid).part_of(rank), star_of(*grid, rank)
     assert star is not None
     assert star.runs == (Run(1, (0, 1)), Run(1, (3,)))
-    chunks = {int(e): drawn(torch.float64, 5, int(e)) for e in home.experts_of(rank)}
+    chunks = {int(e): drawn(torch.float64, 5, int(e)) for e in owner.experts_of(rank)}
     grads = {e: drawn(torch.float64, 6, e, rank) for e in MOVED}
 
     def both(part: Part) -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
@@ -528,21 +543,21 @@ def test_broadcasts_equal_trees(together_bytes: int) -> None:
     assert rooted == [(0, 0), (num_bytes, num_bytes), (0, 0), (0, 0)]
 
 
-def test_experts_are_a_run_if_they_follow_each_other_at_one_home() -> None:
-    home = Placement.owned_by(np.array([0, 0, 1, 1, 0, 0, 0, 1]), 2)
+def test_experts_are_a_run_if_they_follow_each_other_at_one_owner() -> None:
+    owner = Placement.owned_by(np.array([0, 0, 1, 1, 0, 0, 0, 1]), 2)
     moves_E = np.array([1, 1, 1, 0, 1, 0, 1, 1], dtype=bool)
-    wanted = home.with_copies(np.stack((moves_E, moves_E), axis=1))
-    star = star_of(home, wanted, np.zeros(2, dtype=np.int64), 0)
+    wanted = owner.with_replicas(np.stack((moves_E, moves_E), axis=1))
+    star = star_of(owner, wanted, np.zeros(2, dtype=np.int64), 0)
     assert star is not None
     runs = [(0, (0, 1)), (1, (2,)), (0, (4,)), (0, (6,)), (1, (7,))]
     assert [(run.root, run.experts) for run in star.runs] == runs
 
 
 def _by_a_star_in_float32(rank: int, world_size: int) -> list[float]:
-    """The home adds what comes from all others in one round, to each of its sums once a call."""
-    home = Placement.owned_by(np.array([0, 0]), world_size)
+    """The owner adds what comes from all others in one round, to each of its sums once a call."""
+    owner = Placement.owned_by(np.array([0, 0]), world_size)
     everywhere = Placement(np.ones((2, world_size), dtype=bool))
-    star = star_of(home, everywhere, np.zeros(world_size, dtype=np.int64), rank)
+    star = star_of(owner, everywhere, np.zeros(world_size, dtype=np.int64), rank)
     assert star is not None
     add_each = comm.add_each
 
@@ -563,9 +578,9 @@ def test_a_star_adds_to_a_sum_once_a_call() -> None:
 
 
 def test_when_broadcasts_serve() -> None:
-    home = Placement.owned_by(np.array([0, 1]), 2)
+    owner = Placement.owned_by(np.array([0, 1]), 2)
     node_C = np.zeros(2, dtype=np.int64)
-    all_E2 = gather_rounds(home, Placement(np.ones((2, 2), dtype=bool)), node_C).part_of(0)
+    all_E2 = gather_rounds(owner, Placement(np.ones((2, 2), dtype=bool)), node_C).part_of(0)
     cuda = torch.device("cuda", 0)
     assert comm.by_broadcast(all_E2, cuda)
     assert not comm.by_broadcast(all_E2, torch.device("cpu"))

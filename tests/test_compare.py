@@ -18,13 +18,13 @@ from rich.console import Console
 from ds_moe_ext.commands.compare import (
     SUMMARY,
     Finished,
-    Told,
+    Reported,
     check_comparable,
     compare,
     comparison,
     equal_steps,
     largest_difference,
-    remarks,
+    notices,
 )
 from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
@@ -58,17 +58,17 @@ def summary(strategy: str, losses: list[float], **other: object) -> Summary:
 
 
 def record(strategy: str) -> RunRecord:
-    """2 steps, 1 layer of 2 experts on 2 cells; one of the first 8 rows' experts was copied."""
+    """2 steps, 1 layer of 2 experts on 2 EP ranks; one of the first 8 rows' experts was copied."""
     rows_ILE = np.array([[[6, 2]], [[4, 4]]])
     copied = PlacementRecord(np.array([[[1, 0]], [[0, 0]]]), rows_ILE, (), 1, (((), ()),))
     return RunRecord(
         strategy=strategy,
         world_size=2,
-        num_cells=2,
+        num_ep_ranks=2,
         layers=(LayerRecord("a", "fake", 2, 1, (0, 1), 2048),),
         steps_I=(0, 1),
         rows_ILE=rows_ILE,
-        cell_rows_ILC=np.array([[[4, 4]], [[4, 4]]]) if strategy == "fssdp" else rows_ILE,
+        ep_rank_rows_ILC=np.array([[[4, 4]], [[4, 4]]]) if strategy == "fssdp" else rows_ILE,
         seconds_by_kind={},
         versions={},
         placements=copied if strategy == "fssdp" else None,
@@ -97,8 +97,8 @@ def printed(first: Finished, second: Finished) -> dict[str, list[str]]:
 
 
 def telling(run: Finished, **other: object) -> Finished:
-    told = dataclasses.replace(run.told, **other)  # type: ignore[arg-type]
-    return dataclasses.replace(run, told=told)
+    reported = dataclasses.replace(run.reported, **other)  # type: ignore[arg-type]
+    return dataclasses.replace(run, reported=reported)
 
 
 def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
@@ -110,13 +110,13 @@ def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
         "largest difference, step 4": ["", "", "1.2e-01"],
         "tokens/s": ["2,000", "2,200", "+10.0 %"],
         "a step takes": ["0.500 s", "0.400 s", "-20.0 %"],
-        "balance, no copies": ["1.25", "1.25", ""],
+        "balance, no replicas": ["1.25", "1.25", ""],
         "balance, as computed": ["1.25", "1.00", ""],
-        "copies a step": ["0.0", "0.5", ""],
-        "homes moved": ["0", "0", ""],
+        "replicas a step": ["0.0", "0.5", ""],
+        "owners moved": ["0", "0", ""],
         "expert weights, rank 0": ["2 KiB", "2 KiB", ""],
     }
-    losses, found, balance, *alone, first_page, second_page = remarks(*runs)
+    losses, found, balance, *alone, first_page, second_page = notices(*runs)
     assert found == (
         "Found: a step took 500 ms with ep and 400 ms with fssdp, 1.25 times as fast (measured in "
         "both runs)."
@@ -135,20 +135,21 @@ def test_ranks_of_one_cpu_measure_no_speed(runs: tuple[Finished, Finished]) -> N
         on_cpu = [telling(run, device="cpu", cores=cores) for run in runs]
         table = printed(*on_cpu)
         assert [table[name][-1] for name in ("tokens/s", "a step takes")] == [why, why]
-        assert any("no measure" in line for line in remarks(*on_cpu))
+        assert any("no measure" in line for line in notices(*on_cpu))
 
 
 def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) -> None:
     """A script's mean is not held against another's median, nor its loss, without that of routers,
     against what gradients were made of."""
-    told = pace((9, 19), step_s_G=[3.0, 1.0], tokens_per_s_G=[9.0, UNKNOWN], loss_G=[4.0, 2.0])
+    reported = pace((9, 19), step_s_G=[3.0, 1.0], tokens_per_s_G=[9.0, UNKNOWN], loss_G=[4.0, 2.0])
     found = [
         dataclasses.replace(
-            run, record=dataclasses.replace(record("ep"), ranks=ranks(over_steps=told, device=cpu))
+            run,
+            record=dataclasses.replace(record("ep"), ranks=ranks(over_steps=reported, device=cpu)),
         )
         for run, cpu in zip(runs, (DeviceRecord("cpu", 1), None))
     ]
-    alone = [dataclasses.replace(run, told=Told()) for run in found]
+    alone = [dataclasses.replace(run, reported=Reported()) for run in found]
     check_comparable(*alone)
     table = printed(*alone)
     why = "no measure: shared cores"
@@ -156,8 +157,8 @@ def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) ->
     assert table["loss, step 10"] == ["4.000000", "4.000000", "+0.0e+00"]
     assert table["host memory, fullest rank"] == ["3 MiB", "3 MiB", ""]
     assert "allocated, fullest rank" not in table and "loss, step 1" not in table
-    first, *others = remarks(*alone)
-    assert "in the first 2 of 2 steps that both reports tell of." in first
+    first, *others = notices(*alone)
+    assert "in the first 2 of 2 steps that both reports cover." in first
     assert any("(1 cores here) are no measure" in line for line in others)
     both = printed(found[0], alone[1])
     assert both["loss, step 20"] == table["loss, step 20"] and both["tokens/s"][:2] == ["9", "9"]
@@ -191,7 +192,7 @@ def test_nothing_is_further_apart_than_the_largest_difference(
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "expected"),
     [
         ({"seed": 2}, "seed is 1 in .*ep and 2 in .*fssdp; compare runs that differ in"),
         ({"text": "another"}, "text is 'a book' in .* and 'another' in"),
@@ -201,9 +202,9 @@ def test_nothing_is_further_apart_than_the_largest_difference(
     ],
 )
 def test_runs_that_cannot_be_compared(
-    runs: tuple[Finished, Finished], other: dict[str, object], says: str
+    runs: tuple[Finished, Finished], other: dict[str, object], expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         check_comparable(runs[0], telling(runs[1], **other))
 
 
@@ -233,4 +234,4 @@ def test_the_command(
 
 def test_a_summary_may_tell_more_and_less(tmp_path: Path) -> None:
     (tmp_path / SUMMARY).write_text(json.dumps({"losses": [1, 2.5], "weather": "fine"}))
-    assert Told.read(tmp_path / SUMMARY) == Told(losses=(1.0, 2.5))
+    assert Reported.read(tmp_path / SUMMARY) == Reported(losses=(1.0, 2.5))

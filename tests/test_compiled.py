@@ -120,17 +120,17 @@ def read(strategy: str, share: str) -> str:
     compiled.library.cache_clear()
     row_levels.is_compiled.cache_clear()
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             chosen = read_settings({"ds_moe_ext": block})[1]
             assert (
-                chosen is not None and not told and not row_levels.is_compiled.cache_info().misses
+                chosen is not None and not caught and not row_levels.is_compiled.cache_info().misses
             )
             chosen.settled(list, None)
     finally:
         compiled.library.cache_clear()
         row_levels.is_compiled.cache_clear()
-    return "\n".join(str(each.message) for each in told)
+    return "\n".join(str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize("strategy", SHARES)
@@ -142,14 +142,14 @@ def test_shares_say_at_start_what_they_lack(
     (library,) = kept.iterdir()
     library.unlink()
     own_compiler(temporary.parent, 'echo "no space left" >&2; exit 1', monkeypatch)
-    told = read(strategy, "priced")
-    assert all(part in told for part in ("no space left", str(kept), str(temporary)))
-    assert "let TORCH_EXTENSIONS_DIR name a folder" in told
+    reported = read(strategy, "priced")
+    assert all(part in reported for part in ("no space left", str(kept), str(temporary)))
+    assert "let TORCH_EXTENSIONS_DIR name a folder" in reported
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("PATH", "/nowhere")
     assert compiled.compiler() is None
-    told = read(strategy, "planned")
-    assert told.count("row_levels.c needs a C compiler, and there is none") == 1
+    reported = read(strategy, "planned")
+    assert reported.count("row_levels.c needs a C compiler, and there is none") == 1
     assert read(strategy, SHARES[strategy]) == ""
 
 
@@ -205,8 +205,8 @@ import numpy as np
 from ds_moe_ext import row_tables
 from ds_moe_ext.core.rows import place_of
 rows, ends = np.ones((1, 1, 4), dtype=np.int64), np.empty({length}, dtype=np.int32)
-told = 1, 1, 4, 0, place_of(rows), True, 0, None, None, True, place_of(ends)
-print(row_tables._code()(*told), ends[-1])
+reported = 1, 1, 4, 0, place_of(rows), True, 0, None, None, True, place_of(ends)
+print(row_tables._code()(*reported), ends[-1])
 """
 
 
@@ -229,8 +229,8 @@ def test_no_memory_of_others_is_touched(tmp_path: Path, monkeypatch: pytest.Monk
         "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",  # Python leaves memory behind
     }
 
-    def run(*told: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *told]
+    def run(*reported: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *reported]
         environment = {**os.environ, **watched}
         root = Path(__file__).parents[1]
         return subprocess.run(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.hosts.zebra.passage import Abandoned, Ask, Asked, Coroutine, Returned
+from ds_moe_ext.hosts.zebra.stripe_pass import Abandoned, Ask, Asked, Coroutine, Returned
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def test_any_turns(turns: list[int]) -> None:
     with ThreadPoolExecutor(4) as threads:
         coroutines = [Coroutine(_sums, threads) for _ in range(4)]
         counts = [0] * 4
-        for turn in turns:
-            asked = coroutines[turn].resume(turn + 1)
-            assert asked == Asked(max(counts[turn], 0) * (turn + 1))
-            counts[turn] += 1
+        for turn_around in turns:
+            asked = coroutines[turn_around].resume(turn_around + 1)
+            assert asked == Asked(max(counts[turn_around], 0) * (turn_around + 1))
+            counts[turn_around] += 1
         for coroutine in coroutines:
             coroutine.abandon()
 

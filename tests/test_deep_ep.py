@@ -2,7 +2,7 @@
 """The adapter to DeepEP over a stand-in that keeps to its documented API, on gloo ranks: what the
 adapter asks for, and refuses. DeepEP itself is not run.
 
-Shape letters: C cells, N rows sent, D model width.
+Shape letters: C EP ranks, N rows sent, D model width.
 """
 
 from __future__ import annotations
@@ -117,22 +117,22 @@ def _carried(rank: int, world_size: int) -> None:
         make_buffer = partial(buffer_of, dist.group.WORLD)
         carrier = DeepEp(make_buffer, rank)
         for counts_CC in cases:
-            trip = carrier.trip(counts_CC, CPU)
+            transfer = carrier.transfer(counts_CC, CPU)
             sent_C, received_C = counts_CC[rank].tolist(), counts_CC[:, rank].tolist()
             rows_ND = torch.randn(sum(sent_C), 8, dtype=torch.bfloat16)
             expected = all_to_all_rows(rows_ND, sent_C, received_C, dist.group.WORLD)
             for _ in range(2):  # by the handle of the first time
-                arrived = trip.out(rows_ND)
+                arrived = transfer.out(rows_ND)
                 assert torch.equal(arrived, expected)
-            assert torch.equal(trip.home(arrived), rows_ND)
-            assert len(trip.tensors()) == 2
+            assert torch.equal(transfer.take_back(arrived), rows_ND)
+            assert len(transfer.tensors()) == 2
         buffer = make_buffer(CPU, 16)
         assert buffer.layouts == 1 + len(cases), "one buffer, and one layout a trip and to try it"
         assert buffer.num_bytes == (2 * 16 * world_size, 0)
         with pytest.raises(ValueError, match=r"float32 of shape \(3, 8\), but DeepEP .*bfloat16"):
-            carrier.trip(counts_CC, CPU).out(torch.zeros(3, 8))
+            carrier.transfer(counts_CC, CPU).out(torch.zeros(3, 8))
         with pytest.raises(ValueError, match="a multiple of 16 bytes"):
-            carrier.trip(counts_CC, CPU).out(torch.zeros(3, 7, dtype=torch.bfloat16))
+            carrier.transfer(counts_CC, CPU).out(torch.zeros(3, 7, dtype=torch.bfloat16))
 
 
 def test_rows_are_carried_as_by_an_all_to_all() -> None:
@@ -149,24 +149,24 @@ def test_another_order_is_found_at_once() -> None:
     pool_of(2).run(_misordered)
 
 
-def layout_of(num_cells: int, ranks_per_node: int) -> ParallelLayout:
-    nodes = tuple(rank // ranks_per_node for rank in range(num_cells))
-    return ParallelLayout(Grid(num_cells, num_cells), 0, nodes)
+def layout_of(num_ep_ranks: int, ranks_per_node: int) -> ParallelLayout:
+    nodes = tuple(rank // ranks_per_node for rank in range(num_ep_ranks))
+    return ParallelLayout(Grid(num_ep_ranks, num_ep_ranks), 0, nodes)
 
 
 @pytest.mark.parametrize(
-    ("num_cells", "ranks_per_node", "reason"),
+    ("num_ep_ranks", "ranks_per_node", "reason"),
     [
         (8, 8, ""),
         (4, 8, ""),
         (16, 8, ""),
-        (6, 8, "6 cells exchange rows, and DeepEP has settings for 2, 4, 8"),
-        (4, 2, "up to 8 cells on one node, or 8 on each"),
-        (16, 4, "up to 8 cells on one node, or 8 on each"),
+        (6, 8, "6 EP ranks exchange rows, and DeepEP has settings for 2, 4, 8"),
+        (4, 2, "up to 8 EP ranks on one node, or 8 on each"),
+        (16, 4, "up to 8 EP ranks on one node, or 8 on each"),
     ],
 )
-def test_layouts_that_it_knows(num_cells: int, ranks_per_node: int, reason: str) -> None:
-    layout = layout_of(num_cells, ranks_per_node)
+def test_layouts_that_it_knows(num_ep_ranks: int, ranks_per_node: int, reason: str) -> None:
+    layout = layout_of(num_ep_ranks, ranks_per_node)
     with installed():
         found = why_not(layout, CUDA)
         assert reason in found and bool(found) == bool(reason)

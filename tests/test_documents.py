@@ -138,8 +138,10 @@ def test_nothing_of_a_file_is_run(
         cli.main()
     assert not marker.exists()
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ds-moe-ext: ") and file.name in told and told.count("\n") == 1, told
+    printed = capsys.readouterr().err
+    assert (
+        printed.startswith("ds-moe-ext: ") and file.name in printed and printed.count("\n") == 1
+    ), printed
 
 
 def test_the_payload_runs_where_it_is_unpickled(tmp_path: Path) -> None:

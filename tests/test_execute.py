@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes obey the rule of time: a task starts when the task before it in its lane and every task
+"""Streams obey the rule of time: a task starts when the task before it in its stream and every task
 that writes what it reads have finished; and it takes as long as the simulator says."""
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from ds_moe_ext.moe.expert import Local
 from ds_moe_ext.schedule.executor import (
-    CudaLanes,
-    InlineLanes,
-    Lanes,
+    DeviceStreams,
+    InlineStreams,
+    ScheduleStreams,
     Steps,
-    ThreadLanes,
+    ThreadStreams,
 )
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.simulator import simulate
-from ds_moe_ext.schedule.stages import Crew
+from ds_moe_ext.schedule.stages import LayerStages
 from ds_moe_ext.schedule.task import (
     COMBINE,
     COMPUTE,
@@ -38,20 +38,20 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     HOST,
     PARAM,
+    ChunkRange,
     Kind,
-    Lane,
     Op,
     Schedule,
-    Span,
+    Stream,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 from ds_moe_ext.schedule.watch import BrokenOff
-from tests.flows import LANES, before, flow, flows
+from tests.flows import STREAMS, before, flow, flows
 
-THREADS = ThreadLanes()  # shared, as layers share them; every test leaves them usable
-BOTH = pytest.mark.parametrize("lanes", [InlineLanes(), THREADS], ids=["inline", "threads"])
+THREADS = ThreadStreams()  # shared, as layers share them; every test leaves them usable
+BOTH = pytest.mark.parametrize("streams", [InlineStreams(), THREADS], ids=["inline", "threads"])
 PATIENCE_S = 20.0
 
 
@@ -76,12 +76,12 @@ class Log:
 @settings(deadline=None, max_examples=50)
 @given(schedule=flows(), data=st.data())
 def test_every_dependency_is_respected(
-    lanes: Lanes, schedule: Schedule, data: st.DataObject
+    streams: ScheduleStreams, schedule: Schedule, data: st.DataObject
 ) -> None:
     size = len(schedule.tasks)
     pauses = data.draw(st.lists(st.sampled_from((0, 0, 1e-3)), min_size=size, max_size=size))
     log = Log(pauses)
-    lanes.run(schedule, log)
+    streams.run(schedule, log)
     assert sorted(log.order("end")) == list(range(size))  # each once, all when execute returns
     for position, waits in enumerate(before(schedule)):
         begin = log.events.index(("begin", position))
@@ -89,14 +89,14 @@ def test_every_dependency_is_respected(
 
 
 @given(flows())
-def test_inline_lanes_run_in_issue_order_in_the_callers_thread(schedule: Schedule) -> None:
+def test_inline_streams_run_in_issue_order_in_the_callers_thread(schedule: Schedule) -> None:
     seen: list[tuple[int, int]] = []
-    InlineLanes().run(schedule, lambda i: seen.append((i, threading.get_ident())))
+    InlineStreams().run(schedule, lambda i: seen.append((i, threading.get_ident())))
     assert seen == [(i, threading.get_ident()) for i in range(len(schedule.tasks))]
 
 
-def test_lanes_run_at_the_same_time() -> None:
-    """Three tasks that each wait for the other two: only three lanes can pass."""
+def test_streams_run_at_the_same_time() -> None:
+    """Three tasks that each wait for the other two: only three streams can pass."""
     meeting = threading.Barrier(3)
     THREADS.run(flow("a compute", "b inter", "c param"), lambda i: _meet(meeting))
     assert not meeting.broken
@@ -106,7 +106,7 @@ def _meet(meeting: threading.Barrier) -> None:
     meeting.wait(PATIENCE_S)
 
 
-def test_what_one_lane_wrote_the_other_sees() -> None:
+def test_what_one_stream_wrote_the_other_sees() -> None:
     schedule = flow(
         "t0 compute", *(f"t{i} {('inter', 'compute')[i % 2]} t{i - 1}" for i in range(1, 40))
     )
@@ -139,12 +139,12 @@ def failing(at: Iterable[int], then: Callable[[int], None]) -> Callable[[int], N
 @settings(deadline=None, max_examples=50)
 @given(schedule=flows(), data=st.data())
 def test_nothing_hangs_whatever_fails(
-    lanes: Lanes, schedule: Schedule, data: st.DataObject
+    streams: ScheduleStreams, schedule: Schedule, data: st.DataObject
 ) -> None:
-    nothing_hangs(lanes, schedule, data)
+    nothing_hangs(streams, schedule, data)
 
 
-def nothing_hangs(lanes: Lanes, schedule: Schedule, data: st.DataObject) -> None:
+def nothing_hangs(streams: ScheduleStreams, schedule: Schedule, data: st.DataObject) -> None:
     """Whatever tasks fail: the first one's error comes out, and nothing runs that needs them."""
     positions = st.integers(0, len(schedule.tasks) - 1)
     broken = data.draw(st.sets(positions, min_size=1))
@@ -153,7 +153,7 @@ def nothing_hangs(lanes: Lanes, schedule: Schedule, data: st.DataObject) -> None
 
     def call() -> None:
         try:
-            lanes.run(schedule, failing(broken, log))
+            streams.run(schedule, failing(broken, log))
         except Broken as error:
             caught.append(error.args)
 
@@ -171,17 +171,17 @@ def nothing_hangs(lanes: Lanes, schedule: Schedule, data: st.DataObject) -> None
 
 
 @BOTH
-def test_a_default_device_is_taken_to_the_lanes(lanes: Lanes) -> None:
+def test_a_default_device_is_taken_to_the_streams(streams: ScheduleStreams) -> None:
     schedule = flow("a compute", "b inter a")
     seen: list[str] = []
     with torch.device("meta"):
-        lanes.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
-    lanes.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
+        streams.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
+    streams.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
     assert seen == ["meta", "meta", "cpu", "cpu"]
 
 
 @BOTH
-def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
+def test_autocast_is_taken_to_the_streams(streams: ScheduleStreams) -> None:
     schedule = flow("a compute", "b inter a")
     a = torch.randn(4, 4)
     seen: list[tuple[bool, torch.dtype]] = []
@@ -189,14 +189,14 @@ def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
     def run(position: int) -> None:
         seen.append((torch.is_autocast_enabled("cpu"), (a @ a).dtype))
 
-    lanes.run(schedule, run)
+    streams.run(schedule, run)
     with torch.autocast("cpu", torch.bfloat16):
-        lanes.run(schedule, run)
+        streams.run(schedule, run)
         with torch.autocast("cpu", enabled=False):
-            lanes.run(schedule, run)
+            streams.run(schedule, run)
     with torch.autocast("cpu", torch.float16):
-        lanes.run(schedule, run)
-    lanes.run(schedule, run)
+        streams.run(schedule, run)
+    streams.run(schedule, run)
     assert seen == [
         *[(False, torch.float32)] * 2,
         *[(True, torch.bfloat16)] * 2,
@@ -207,22 +207,24 @@ def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
 
 
 @BOTH
-def test_marks_measure_seconds(lanes: Lanes) -> None:
+def test_marks_measure_seconds(streams: ScheduleStreams) -> None:
     marks: dict[int, Any] = {}
 
     def run(position: int) -> None:
         time.sleep(0.01)
-        marks[position] = lanes.mark()
+        marks[position] = streams.mark()
 
-    lanes.run(flow("a compute", "b inter a"), run)
-    assert 0.01 <= lanes.seconds_between(marks[0], marks[1]) < PATIENCE_S
-    assert lanes.seconds_between(marks[1], marks[0]) == -lanes.seconds_between(marks[0], marks[1])
+    streams.run(flow("a compute", "b inter a"), run)
+    assert 0.01 <= streams.seconds_between(marks[0], marks[1]) < PATIENCE_S
+    assert streams.seconds_between(marks[1], marks[0]) == -streams.seconds_between(
+        marks[0], marks[1]
+    )
 
 
 # Work that pauses.
 
 
-class Told(list[str]):
+class Reported(list[str]):
     """What was done, and in which thread: the caller's or another."""
 
     def __init__(self) -> None:
@@ -240,62 +242,64 @@ class Told(list[str]):
 
 
 def test_the_caller_begins_and_who_joins_ends() -> None:
-    told = Told()
-    begun = THREADS.begin(PARAM, told.pausing())
-    assert told == ["first here"]
+    reported = Reported()
+    begun = THREADS.begin(PARAM, reported.pausing())
+    assert reported == ["first here"]
     for _ in range(2):
         THREADS.join([begun])
-        assert told == ["first here", "rest here"]
+        assert reported == ["first here", "rest here"]
 
 
-def test_a_lane_that_is_busy_does_all_in_its_order() -> None:
-    told, goes_on = Told(), threading.Event()
-    before = THREADS.submit(PARAM, lambda: told.add(f"before {goes_on.wait(PATIENCE_S)}"), ())
-    begun = THREADS.begin(PARAM, told.pausing())
-    assert not told
+def test_a_stream_that_is_busy_does_all_in_its_order() -> None:
+    reported, goes_on = Reported(), threading.Event()
+    before = THREADS.submit(PARAM, lambda: reported.add(f"before {goes_on.wait(PATIENCE_S)}"), ())
+    begun = THREADS.begin(PARAM, reported.pausing())
+    assert not reported
     goes_on.set()
     THREADS.join([begun])
-    assert told == ["before True there", "first there", "rest there"]
+    assert reported == ["before True there", "first there", "rest there"]
     THREADS.join([before])
-    assert [THREADS.begin(PARAM, told.pausing()) and told[-1]] == ["first here"], "it is done now"
+    assert [THREADS.begin(PARAM, reported.pausing()) and reported[-1]] == ["first here"], (
+        "it is done now"
+    )
 
 
-def test_work_that_pauses_is_behind_a_schedule_of_its_lane() -> None:
-    """What is begun amid a schedule does not overtake that lane's tasks."""
-    told, goes_on = Told(), threading.Event()
-    a, b = (Task(Op("a", lane), 0, Span(0, 1), (), ()) for lane in (PARAM, COMPUTE))
+def test_work_that_pauses_is_behind_a_schedule_of_its_stream() -> None:
+    """What is begun amid a schedule does not overtake that stream's tasks."""
+    reported, goes_on = Reported(), threading.Event()
+    a, b = (Task(Op("a", stream), 0, ChunkRange(0, 1), (), ()) for stream in (PARAM, COMPUTE))
     events = []
 
     def do(position: int) -> None:
         if position == 0:
-            told.add(f"task {goes_on.wait(PATIENCE_S)}")
+            reported.add(f"task {goes_on.wait(PATIENCE_S)}")
         else:
-            events.append(THREADS.begin(PARAM, told.pausing()))
+            events.append(THREADS.begin(PARAM, reported.pausing()))
             goes_on.set()
 
     THREADS.run(Schedule((a, b), (), ()), do)
     THREADS.join(events)
-    assert told == ["task True there", "first there", "rest there"]
+    assert reported == ["task True there", "first there", "rest there"]
 
 
 def test_what_fails_after_its_pause_reaches_everyone_who_joins() -> None:
-    told = Told()
-    begun = THREADS.begin(PARAM, told.pausing(Broken()))
+    reported = Reported()
+    begun = THREADS.begin(PARAM, reported.pausing(Broken()))
     for _ in range(2):
         with pytest.raises(Broken):
             THREADS.join([begun])
-    assert told == ["first here", "rest here"]
+    assert reported == ["first here", "rest here"]
 
 
 def test_an_exchange_that_is_broken_off_tells_of_what_failed() -> None:
-    failed = THREADS.begin(PARAM, Told().pausing(Broken()))
+    failed = THREADS.begin(PARAM, Reported().pausing(Broken()))
     with pytest.raises(Broken):
         THREADS.join([failed])
     with pytest.raises(Broken):
-        THREADS.join([THREADS.begin(PARAM, Told().pausing(BrokenOff())), failed])
+        THREADS.join([THREADS.begin(PARAM, Reported().pausing(BrokenOff())), failed])
 
 
-# Streams, without a device: what is issued runs later, in threads in place of streams.
+# Streams, without a device: what is issued runs later, in threads in place of cuda_streams.
 
 
 class FakeStream:
@@ -316,50 +320,50 @@ class FakeStream:
     def wait_event(self, event: threading.Event) -> None:
         self.issue(functools.partial(event.wait, PATIENCE_S))
 
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.wait_event(stream.record_event())
+    def wait_stream(self, cuda_stream: FakeStream) -> None:
+        self.wait_event(cuda_stream.record_event())
 
 
 class FakeStreams(threading.local):
-    """Of one device, whose caller has a stream; each thread issues where it has entered."""
+    """Of one device, whose caller has a cuda_stream; each thread issues where it has entered."""
 
     caller = FakeStream("caller")
-    made: ClassVar[dict[Lane, FakeStream]] = {}
+    made: ClassVar[dict[Stream, FakeStream]] = {}
     _current: FakeStream | None = None
 
     def current(self) -> FakeStream:
         return self._current or self.caller
 
-    def made_for(self, lane: Lane) -> FakeStream:
-        return self.made.setdefault(lane, FakeStream(lane.name))
+    def made_for(self, stream: Stream) -> FakeStream:
+        return self.made.setdefault(stream, FakeStream(stream.name))
 
     @contextmanager
-    def entered(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+    def entered(self, cuda_stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, cuda_stream
         yield
         self._current = before
 
-    def enter(self, stream: FakeStream) -> None:
-        self._current = stream
+    def enter(self, cuda_stream: FakeStream) -> None:
+        self._current = cuda_stream
 
 
-STREAMS = FakeStreams()
-ON_STREAMS = CudaLanes(torch.device("cpu"), STREAMS)
+FAKE_STREAMS = FakeStreams()
+ON_STREAMS = DeviceStreams(torch.device("cpu"), FAKE_STREAMS)
 
 
-@pytest.mark.parametrize("lanes", [InlineLanes(), ON_STREAMS], ids=["inline", "streams"])
-def test_other_lanes_do_not_pause(lanes: Lanes) -> None:
-    told = Told()
-    lanes.join([lanes.begin(PARAM, told.pausing())])
-    assert told == ["first here", "rest here"]
+@pytest.mark.parametrize("streams", [InlineStreams(), ON_STREAMS], ids=["inline", "streams"])
+def test_other_streams_do_not_pause(streams: ScheduleStreams) -> None:
+    reported = Reported()
+    streams.join([streams.begin(PARAM, reported.pausing())])
+    assert reported == ["first here", "rest here"]
 
 
-WITH_HOST = (*LANES, "host")
-WHOLE = Span(0, 1)
+WITH_HOST = (*STREAMS, "host")
+WHOLE = ChunkRange(0, 1)
 
 
 @settings(deadline=None, max_examples=50)
-@given(schedule=flows(lanes=WITH_HOST), data=st.data())
+@given(schedule=flows(streams=WITH_HOST), data=st.data())
 def test_streams_and_the_host_beside_them_respect_every_dependency(
     schedule: Schedule, data: st.DataObject
 ) -> None:
@@ -368,19 +372,19 @@ def test_streams_and_the_host_beside_them_respect_every_dependency(
     size = len(schedule.tasks)
     pauses = data.draw(st.lists(st.sampled_from((0, 0, 1e-3)), min_size=size, max_size=size))
     issued, done = Log(), Log(pauses)
-    is_of_host = [task.lane == HOST for task in schedule.tasks]
+    is_of_host = [task.stream == HOST for task in schedule.tasks]
 
     def do(position: int) -> None:
         issued(position)
-        lane = schedule.tasks[position].lane
-        assert STREAMS.current().name == ("caller" if lane == COMPUTE else lane.name)
+        stream = schedule.tasks[position].stream
+        assert FAKE_STREAMS.current().name == ("caller" if stream == COMPUTE else stream.name)
         if is_of_host[position]:
             done(position)
         else:
-            STREAMS.current().issue(functools.partial(done, position))
+            FAKE_STREAMS.current().issue(functools.partial(done, position))
 
     ON_STREAMS.run(schedule, do)
-    end = STREAMS.caller.record_event()  # the caller's next work
+    end = FAKE_STREAMS.caller.record_event()  # the caller's next work
     assert end.wait(PATIENCE_S)
     assert sorted(done.order("end")) == list(range(size))
     for position, waits in enumerate(before(schedule)):
@@ -418,9 +422,11 @@ def test_the_host_works_in_a_thread_of_its_own_while_the_caller_issues() -> None
 
 def test_a_program_runs_with_the_host_beside_it() -> None:
     """Forward and backward; the host's task makes nothing that has a gradient."""
-    x, y, told = (Value(kind, 0, WHOLE) for kind in (X, Y, Kind("told", has_gradient=False)))
-    asked = Task(Op("ask", HOST), 0, WHOLE, (x,), (told,))
-    made = Task(EXPERT, 0, WHOLE, (x, told), (y,))
+    x, y, reported = (
+        Value(kind, 0, WHOLE) for kind in (X, Y, Kind("reported", has_gradient=False))
+    )
+    asked = Task(Op("ask", HOST), 0, WHOLE, (x,), (reported,))
+    made = Task(EXPERT, 0, WHOLE, (x, reported), (y,))
     forward = Schedule((asked, made), (x,), (y,))
     threads: list[int] = []
 
@@ -428,8 +434,11 @@ def test_a_program_runs_with_the_host_beside_it() -> None:
         threads.append(threading.get_ident())
         return (len(x),)
 
-    stages = {asked.op: Local(ask, graded=(False,)), EXPERT: Local(lambda x, told: (x * told,))}
-    program = Program(forward, forward.reversed(), Crew(stages), ON_STREAMS)
+    stages = {
+        asked.op: Local(ask, graded=(False,)),
+        EXPERT: Local(lambda x, reported: (x * reported,)),
+    }
+    program = Program(forward, forward.reversed(), LayerStages(stages), ON_STREAMS)
     given = torch.ones(5, requires_grad=True)
     (out,) = program(given)
     out.sum().backward()
@@ -451,7 +460,7 @@ def test_the_hosts_thread_has_the_callers_state() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(schedule=flows(lanes=WITH_HOST), data=st.data())
+@given(schedule=flows(streams=WITH_HOST), data=st.data())
 def test_nothing_hangs_beside_the_streams_whatever_fails(
     schedule: Schedule, data: st.DataObject
 ) -> None:
@@ -462,7 +471,7 @@ def test_nothing_hangs_beside_the_streams_whatever_fails(
 
 GATHER = Op("gather", PARAM)
 X = Kind("x", by_token=True)
-COPIES = Kind("copies")
+REPLICAS = Kind("replicas")
 ARRIVED = Kind("arrived", by_token=True)
 COMPUTED = Kind("computed", by_token=True)
 Y = Kind("y", by_token=True)
@@ -491,15 +500,19 @@ class Paced:
 
     op: Op
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(
+        self, chunk_range: ChunkRange, *reads: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         self._hold(False)
         return (reads[0] * 2,), reads[1:]
 
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+    def backward(
+        self, chunk_range: ChunkRange, saved: tuple[Any, ...], *grads: Any
+    ) -> tuple[Any, ...]:
         self._hold(True)
         return (grads[0] * 2, *map(torch.ones_like, saved))
 
-    def recut(self, span: Span, pieces: Sequence[Any]) -> tuple[Any, ...]:
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[Any]) -> tuple[Any, ...]:
         return pieces[0][1]
 
     def _hold(self, is_backward: bool) -> None:
@@ -507,18 +520,24 @@ class Paced:
 
 
 def paced_layer(num_chunks: int, degree: int) -> Schedule:
-    """Rows out, computed and back in chunks, while copies of the weights arrive in a third lane."""
-    whole = Span(0, num_chunks)
-    x, y, w, copies = Value(X, 0, whole), Value(Y, 0, whole), Value(W, 0, whole), Value(COPIES, 0)
+    """Rows out, computed and back in chunks, while replicas of the weights arrive in a third
+    stream."""
+    whole = ChunkRange(0, num_chunks)
+    x, y, w, replicas = (
+        Value(X, 0, whole),
+        Value(Y, 0, whole),
+        Value(W, 0, whole),
+        Value(REPLICAS, 0),
+    )
     tasks = []
-    for s in spans(num_chunks, degree):
+    for s in chunk_ranges(num_chunks, degree):
         arrived, computed = Value(ARRIVED, 0, s), Value(COMPUTED, 0, s)
         tasks += [
             Task(DISPATCH, 0, s, (Value(X, 0, s),), (arrived,)),
-            Task(EXPERT, 0, s, (arrived, copies), (computed,)),
+            Task(EXPERT, 0, s, (arrived, replicas), (computed,)),
             Task(COMBINE, 0, s, (computed,), (Value(Y, 0, s),)),
         ]
-    gather = Task(GATHER, 0, whole, (w,), (copies,))
+    gather = Task(GATHER, 0, whole, (w,), (replicas,))
     ordered = stage_major(tasks, (DISPATCH, EXPERT, COMBINE))
     return Schedule((gather, *ordered), (x, w), (y,))
 
@@ -553,7 +572,7 @@ def test_the_same_schedule_takes_the_simulated_time(
     num_chunks = max(forward_degree, 6 if backward_degree == 2 else backward_degree)
     forward = paced_layer(num_chunks, forward_degree)
     backward = forward.backward_cut_as(paced_layer(num_chunks, backward_degree))
-    program = Program(forward, backward, Crew(STAGES), THREADS, num_chunks)
+    program = Program(forward, backward, LayerStages(STAGES), THREADS, num_chunks)
     simulated = [simulate(schedule, seconds_of).makespan_s for schedule in (forward, backward)]
     assert_takes(simulated, lambda: executed_s(program))
 

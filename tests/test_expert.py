@@ -68,7 +68,7 @@ def test_grouped_linear_is_one_product_a_slot(
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_feed_forward_layouts(is_transposed: bool, has_bias: bool, sizes: tuple[int, ...]) -> None:
     """GPT-OSS stores its weights transposed and has biases; Mixtral neither. Weights come by slot,
-    or in stacks of so many slots, as those of copies behind those at home."""
+    or in stacks of so many slots, as those of replicas behind those at their owners."""
     up, down = rand(S, 2 * F, D), rand(S, D, F)
     up_bias, down_bias = rand(S, 2 * F), rand(S, D)
     stored = [up.mT.contiguous(), down.mT.contiguous()] if is_transposed else [up, down]

@@ -39,7 +39,7 @@ from ds_moe_ext.moe.gate import (
     z_loss,
 )
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
-from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.planning.strategy import Job, LayerContext
 from ds_moe_ext.testing import dense_experts, relative_error
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked
@@ -218,7 +218,7 @@ def test_a_kept_token_stays_though_its_score_vanishes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "keys", "says"),
+    ("gate", "keys", "expected"),
     [
         (
             ExpertChoice,
@@ -234,9 +234,9 @@ def test_a_kept_token_stays_though_its_score_vanishes() -> None:
     ],
 )
 def test_what_leaves_nothing_to_do_is_refused(
-    gate: type[Gate], keys: dict[str, Any], says: str
+    gate: type[Gate], keys: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         gate(**keys)
 
 
@@ -297,12 +297,12 @@ def soft_layer(rank: int, world_size: int, slots: int) -> list[float]:
     """Errors of output and gradients, of two sequences a rank; experts' summed over ranks."""
     strategy = Chunked(forward=2, backward=3)
     layout = ParallelLayout.build(Grid(world_size, world_size), strategy.uses())
-    home = Placement.block(E, world_size)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    owner = Placement.block(E, world_size)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
     function = FeedForwardExperts(silu_gated)
-    routed = RoutedExperts(strategy, Site(plan, layout, 0), function)
+    routed = RoutedExperts(strategy, LayerContext(plan, layout, 0), function)
     soft = SoftMixture(slots_per_expert=slots)
-    mine = home.experts_of(rank)
+    mine = owner.experts_of(rank)
     own = [weight[e].clone().requires_grad_() for e in mine for weight in experts()]
     ours = [rand(2 * T, D, seed=rank), rand(E * slots, D, seed=50)]
     ours = [t.requires_grad_() for t in ours]
@@ -462,9 +462,9 @@ def sharded(
     case = CASES[name]
     strategy = Chunked(forward=2, backward=3)
     layout = ParallelLayout.build(Grid(world_size, world_size), strategy.uses())
-    home = Placement.block(E, world_size)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    mine = home.experts_of(rank)
+    owner = Placement.block(E, world_size)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
+    mine = owner.experts_of(rank)
     layer = MoELayer(
         nn.ParameterList(weights_of(case)),
         nn.ParameterList([weight[expert] for expert in mine for weight in experts()]),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes that are replayed, on a CPU: what a GPU would be told again is computed again, into the
-same memory. ``tests/gpu/test_graphs.py`` has CUDA graphs.
+"""Passes that are replayed, on a CPU: what a GPU would be reported again is computed again, into
+the same memory. ``tests/gpu/test_graphs.py`` has CUDA graphs.
 
 Shape letters: T tokens, K choices, E experts, D model width, F expert width.
 """
@@ -27,7 +27,7 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Hooked, Hooks
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.observation import take_rows
-from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.planning.strategy import Job, LayerContext
 from ds_moe_ext.schedule import graphs as captured_module
 from ds_moe_ext.schedule.graphs import MOST_KINDS, MOST_MOVES, WARM_UPS, GraphUse, Tensors
 from ds_moe_ext.schedule.task import INTER
@@ -91,7 +91,7 @@ def captured() -> Iterator[None]:
 
 
 def _is_captured() -> bool:
-    """As it is said now: who has imported that hears what was said then."""
+    """As it is stated now: who has imported that hears what was stated then."""
     return captured_module.is_captured()
 
 
@@ -122,7 +122,7 @@ def routed_by(
     if world_size > 1:
         layout = ParallelLayout.build(Grid(world_size, world_size), (("ep", INTER),))
     (plan,) = strategy.plan(Job.at_start([Placement.block(E, world_size)], layout.node_C))
-    return RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    return RoutedExperts(strategy, LayerContext(plan, layout, 0), FUNCTION, options=options)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def check_replays(strategy: ExpertParallel, like: Like = ON_CPU) -> None:
     assert (use.num_passes, use.num_replayed) == (WARM_UPS + 3, 3)
 
 
-@pytest.mark.parametrize("strategy", [PADDED, ALONE], ids=["padded", "one cell"])
+@pytest.mark.parametrize("strategy", [PADDED, ALONE], ids=["padded", "an EP rank"])
 def test_replayed_passes_are_those_of_the_program(strategy: ExpertParallel) -> None:
     recorder = OnCpu()
     with recording(recorder):
@@ -429,9 +429,9 @@ def _route_alone(rank: int, world_size: int) -> None:
 
 
 def test_graphs_are_refused_where_passes_differ() -> None:
-    for said in pool_of(2).run(refusal, _route_alone):
-        assert "ep.cuda_graphs is true, but 2 ranks exchange rows" in said
-        assert "set ds_moe_ext.expert_parallel_size to 1" in said
+    for stated in pool_of(2).run(refusal, _route_alone):
+        assert "ep.cuda_graphs is true, but 2 ranks exchange rows" in stated
+        assert "set ds_moe_ext.expert_parallel_size to 1" in stated
     with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true.*may be dropped.*set"):
         routed_by(ALONE, LayerOptions(gate_may_drop=True))
     with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true, but hooks.*leave one"):
@@ -440,11 +440,11 @@ def test_graphs_are_refused_where_passes_differ() -> None:
         ExpertSharding().over(ALONE)
 
 
-def test_a_person_is_told() -> None:
+def test_a_person_is_reported() -> None:
     job = Job.at_start([Placement.block(E, 1)], np.zeros(1, dtype=np.int64))
-    assert any("cuda_graphs has no effect on a CPU" in line for line in PADDED.remarks(job))
-    told = str(GraphUse.of_all([GraphUse(1200, 1100, "they differ"), GraphUse(100, 90)]))
-    assert "of 1,300 training passes of MoE layers 1,190 were replayed; others" in told
+    assert any("cuda_graphs has no effect on a CPU" in line for line in PADDED.notices(job))
+    reported = str(GraphUse.of_all([GraphUse(1200, 1100, "they differ"), GraphUse(100, 90)]))
+    assert "of 1,300 training passes of MoE layers 1,190 were replayed; others" in reported
     assert not str(GraphUse())
 
 

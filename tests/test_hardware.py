@@ -90,15 +90,15 @@ def test_overlap_degree_of_the_spec() -> None:
     assert late.bytes_within(5e-3) / 4_718_592 == pytest.approx(13.245 - 0.249, abs=1e-3)
 
 
-def test_nodes_of_cells() -> None:
+def test_nodes_of_ep_ranks() -> None:
     ours = cluster()
     assert ours.num_ranks == 8
-    np.testing.assert_array_equal(ours.node_of_cells(8), [0, 0, 0, 0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(ours.node_of_cells(6), [0, 0, 0, 0, 1, 1])
-    np.testing.assert_array_equal(ours.node_of_cells(4, cell_size=2), [0, 0, 1, 1])
+    np.testing.assert_array_equal(ours.node_of_ep_ranks(8), [0, 0, 0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(ours.node_of_ep_ranks(6), [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(ours.node_of_ep_ranks(4, etp_size=2), [0, 0, 1, 1])
 
 
-def test_copies_wait_for_the_slow_level_and_what_was_measured_counts() -> None:
+def test_replicas_wait_for_the_slow_level_and_what_was_measured_counts() -> None:
     stated = cluster(intra=FAST, inter=SLOW)
     assert stated.copy_link(8) == SLOW
     assert stated.copy_link(4) == FAST
@@ -234,7 +234,7 @@ def product(**changed: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "expected"),
     [
         ({"interr": {"bytes_per_s": 1}}, "hardware has no key 'interr'; did you mean 'inter'"),
         ({"inter": {"bytes_per_s": 1, "latency": 2}}, "hardware.inter has no key 'latency'; did"),
@@ -261,12 +261,12 @@ def product(**changed: float) -> dict[str, Any]:
         ({"device": product(r_squared=2)}, "a product's r_squared is 2.0; it must be at most 1"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(changed: dict[str, Any], expected: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(json.dumps(json.loads(cluster().to_json()) | changed))
     with pytest.raises(ValueError) as raised:
         read_hardware(path)
-    assert says in str(raised.value)
+    assert expected in str(raised.value)
     assert str(path) in str(raised.value)
 
 

@@ -48,9 +48,9 @@ class Case:
     """How a layer runs."""
 
     degrees: tuple[int, int] = (1, 1)
-    cell_size: int = 1
+    etp_size: int = 1
     schedule: str = "fsmoe"
-    way: str = "direct"  # between cells, of two a node
+    way: str = "direct"  # between EP ranks, of two a node
     has_own_gate: bool = True
     send_once: bool = False
 
@@ -62,7 +62,7 @@ class Called:
     hook: str
     moe: Moe
     shape: tuple[int, ...]
-    span: tuple[int, int] | None
+    chunk_range: tuple[int, int] | None
     is_backward: bool
     requires_grad: bool
 
@@ -74,8 +74,8 @@ class Notes(Hooks):
         self.calls: list[Called] = []
 
     def _note(self, hook: str, moe: Moe, batch: Batch) -> None:
-        data, span = batch.data, batch.span
-        given = None if span is None else tuple(span)
+        data, chunk_range = batch.data, batch.chunk_range
+        given = None if chunk_range is None else tuple(chunk_range)
         self.calls.append(
             Called(hook, moe, tuple(data.shape), given, batch.is_backward, data.requires_grad)
         )
@@ -150,23 +150,23 @@ def strategy_of(case: Case) -> Strategy:
 def layer_of(world_size: int, case: Case, options: LayerOptions) -> MoELayer:
     strategy = strategy_of(case)
     layout = ParallelLayout.build(
-        Grid(world_size, world_size // case.cell_size, case.cell_size),
+        Grid(world_size, world_size // case.etp_size, case.etp_size),
         strategy.uses(),
-        ranks_per_node=2 * case.cell_size,
+        ranks_per_node=2 * case.etp_size,
     )
-    home = Placement.block(E, layout.grid.num_cells)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    owner = Placement.block(E, layout.grid.num_ep_ranks)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
     generator = torch.Generator().manual_seed(0)
     shapes = ((E, D), (E, 2 * F, D), (E, D, F))
     gate_ED, *weights = (
         torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4 for shape in shapes
     )
-    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), case.cell_size)
+    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), case.etp_size)
     parts = [shard.of(number, weight, first_dim=1) for number, weight in enumerate(weights)]
     return MoELayer(
         nn.ParameterList([gate_ED]),
         nn.ParameterList(
-            [part[expert] for expert in home.experts_of(layout.index("ep")) for part in parts]
+            [part[expert] for expert in owner.experts_of(layout.index("ep")) for part in parts]
         ),
         gate=SoftmaxTopK(top_k=TOP_K),
         function=FeedForwardExperts(silu_gated),
@@ -181,8 +181,8 @@ def layer_of(world_size: int, case: Case, options: LayerOptions) -> MoELayer:
 def behind_a_gate(layer: MoELayer, case: Case, options: LayerOptions, x_TD: Tensor) -> Tensor:
     """The layer's experts, as a host calls them behind its own gate."""
     choice = SoftmaxTopK(top_k=TOP_K)(x_TD, tuple(layer.gate_weights))
-    site, function = layer.routed.site, layer.routed.function
-    experts = RoutedExperts(strategy_of(case), site, function, options=options)
+    layer_context, function = layer.routed.layer_context, layer.routed.function
+    experts = RoutedExperts(strategy_of(case), layer_context, function, options=options)
     return experts(x_TD, choice.expert_TK, choice.score_TK, tuple(layer.expert_weights))
 
 
@@ -226,9 +226,9 @@ CASES = (
     (2, Case()),
     (2, Case(degrees=(3, 2))),
     (2, Case(degrees=(2, 4), has_own_gate=False)),
-    (2, Case(degrees=(2, 1), cell_size=2)),
-    (4, Case(degrees=(3, 3), cell_size=2)),
-    (4, Case(degrees=(2, 3), cell_size=2, schedule="tutel")),
+    (2, Case(degrees=(2, 1), etp_size=2)),
+    (4, Case(degrees=(3, 3), etp_size=2)),
+    (4, Case(degrees=(2, 3), etp_size=2, schedule="tutel")),
     (1, Case(degrees=(2, 2))),
 )
 
@@ -241,7 +241,7 @@ def test_hooks_are_called_once_in_order_and_see_what_is_there(world_size: int, c
         assert results.error_of(without) == 0
         assert {call.moe for call in calls} == {Moe(3, "blocks.3")}
         assert not any(call.requires_grad for call in calls)
-        ends = [call for call in calls if call.span is None]
+        ends = [call for call in calls if call.chunk_range is None]
         assert [call.hook for call in ends] == ["before_moe_start_hook", "before_moe_end_hook"]
         assert [call.shape for call in ends] == [(T, D)] * 2 and calls[0] == ends[0]
     tokens, rows = world_size * T, world_size * T * TOP_K
@@ -249,17 +249,21 @@ def test_hooks_are_called_once_in_order_and_see_what_is_there(world_size: int, c
         chunks = math.lcm(*case.degrees) // degree
         lengths: Counter[str] = Counter()
         for _, calls in answers:
-            own = [c for c in calls if c.span is not None and c.is_backward == is_backward]
-            assert {c.span for c in own} == {(i * chunks, (i + 1) * chunks) for i in range(degree)}
-            for span in {call.span for call in own}:
-                assert [call.hook for call in own if call.span == span] == list(CHUNK_HOOKS)
+            own = [c for c in calls if c.chunk_range is not None and c.is_backward == is_backward]
+            assert {c.chunk_range for c in own} == {
+                (i * chunks, (i + 1) * chunks) for i in range(degree)
+            }
+            for chunk_range in {call.chunk_range for call in own}:
+                assert [call.hook for call in own if call.chunk_range == chunk_range] == list(
+                    CHUNK_HOOKS
+                )
             for call in own:
                 assert call.shape[1:] == (D,)
                 lengths[call.hook] += call.shape[0]
         assert lengths == {
             "before_dispatch_hook": rows if is_backward else tokens,
-            "after_dispatch_hook": rows * case.cell_size,
-            "before_combine_hook": rows * case.cell_size,
+            "after_dispatch_hook": rows * case.etp_size,
+            "before_combine_hook": rows * case.etp_size,
             "after_combine_hook": tokens if is_backward else rows,
         }
 
@@ -296,7 +300,7 @@ def test_in_inference_mode_hooks_are_called() -> None:
     notes = Notes()
     with torch.inference_mode():
         data = torch.zeros(2, D)
-        Hooked((notes,)).tell(Hook.BEFORE_MOE_END, Moe(0), Batch(data))
+        Hooked((notes,)).notify(Hook.BEFORE_MOE_END, Moe(0), Batch(data))
     assert len(notes.calls) == 1
 
 
@@ -305,9 +309,9 @@ def test_in_inference_mode_hooks_are_called() -> None:
 CODED = (
     (2, Case(degrees=(3, 2))),
     (2, Case(schedule="default")),
-    (4, Case(degrees=(2, 3), cell_size=2)),
-    (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
-    (2, Case(cell_size=2)),
+    (4, Case(degrees=(2, 3), etp_size=2)),
+    (4, Case(degrees=(2, 2), etp_size=2, schedule="tutel")),
+    (2, Case(etp_size=2)),
     (4, Case(degrees=(2, 3), send_once=True)),
     (4, Case(degrees=(2, 1), send_once=True, way="2dh")),
     (4, Case(degrees=(3, 2), way="2dh")),
@@ -332,34 +336,34 @@ def test_an_exact_codec_changes_nothing(world_size: int, case: Case, codec: Code
 @pytest.mark.parametrize(("world_size", "case"), [slow(*CODED[0]), slow(*CODED[1]), CODED[2]])
 def test_errors_of_a_layer(world_size: int, case: Case, codec: Codec, bound: float) -> None:
     """Largest error over the largest value, of output and all gradients. Each comes of up to four
-    passages; the gate's gradient adds up the errors of rows, hence twice as much."""
+    stripe passes; the gate's gradient adds up the errors of rows, hence twice as much."""
     pairs = zip(run(world_size, case, codec), run(world_size, case))
     errors = [coded.error_of(plain) for (coded, _), (plain, _) in pairs]
     assert bound / 10 < max(errors) < 8 * bound
 
 
-IN_CELLS = (
-    (2, Case(degrees=(2, 1), cell_size=2)),
-    (4, Case(degrees=(2, 3), cell_size=2)),
-    (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
+IN_EP_RANKS = (
+    (2, Case(degrees=(2, 1), etp_size=2)),
+    (4, Case(degrees=(2, 3), etp_size=2)),
+    (4, Case(degrees=(2, 2), etp_size=2, schedule="tutel")),
 )
 
 
-@pytest.mark.parametrize(("world_size", "case"), [slow(*IN_CELLS[0]), *IN_CELLS[1:]])
-def test_an_exact_codec_within_cells_changes_nothing(world_size: int, case: Case) -> None:
-    codec = InHalves(cell=True)
+@pytest.mark.parametrize(("world_size", "case"), [slow(*IN_EP_RANKS[0]), *IN_EP_RANKS[1:]])
+def test_an_exact_codec_within_ep_ranks_changes_nothing(world_size: int, case: Case) -> None:
+    codec = InHalves(etp=True)
     for (coded, _), (plain, _) in zip(run(world_size, case, codec), run(world_size, case)):
         assert coded.error_of(plain) <= 1e-12
 
 
 @pytest.mark.parametrize(("codec", "bound"), [(BFloat16, 2**-8), (Int8, 1 / 254)])
-def test_errors_of_a_layer_encoded_within_cells(codec: type[Codec], bound: float) -> None:
-    """Of each summand, too: somewhat more than between cells alone."""
-    world_size, case = IN_CELLS[1]
+def test_errors_of_a_layer_encoded_within_ep_ranks(codec: type[Codec], bound: float) -> None:
+    """Of each summand, too: somewhat more than between EP ranks alone."""
+    world_size, case = IN_EP_RANKS[1]
     plain = [results for results, _ in run(world_size, case)]
     errors = [
         max(coded.error_of(each) for (coded, _), each in zip(run(world_size, case, own), plain))
-        for own in (codec(), codec(cell=True))
+        for own in (codec(), codec(etp=True))
     ]
     assert bound / 10 < errors[0] < 8 * bound
     assert bound / 10 < errors[1] < 12 * bound
@@ -374,13 +378,13 @@ def _row_bytes(rank: int, world_size: int, case: Case, hooks: Hooked) -> RowByte
 
 def test_layers_know_what_their_rows_weigh() -> None:
     """Means of four trips, of float64."""
-    case = Case(cell_size=2)
+    case = Case(etp_size=2)
     whole, coded = 8 * D, D + 4
     for codecs, expected in (
         ((), (whole, whole)),
         ((Int8(),), (coded, whole)),
-        ((Int8(cell=True),), (coded, coded)),
-        ((Int8(gradients=False, cell=True),), ((coded + whole) / 2,) * 2),
+        ((Int8(etp=True),), (coded, coded)),
+        ((Int8(gradients=False, etp=True),), ((coded + whole) / 2,) * 2),
         ((Int8(combine=False),), ((coded + whole) / 2, whole)),
         ((BFloat16(combine=False), Int8(dispatch=False)), ((2 * D + coded) / 2, whole)),
     ):
@@ -552,7 +556,7 @@ def test_the_block_takes_them() -> None:
         assert read_settings({"ds_moe_ext": {"hooks": none}})[0].hooks == Hooked()
 
 
-def test_what_an_observer_may_do_is_told() -> None:
+def test_what_an_observer_may_do_is_reported() -> None:
     hooks = read_hooks(["int8", f"{HERE}:Counts"], "hooks")
     assert hooks.rule.startswith("hooks: Counts may read what is shown, and clone it")
     assert Hooked(codecs=(Int8(),)).rule == ""
@@ -605,7 +609,7 @@ def test_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     rows_ND = torch.randn(20, D, generator=torch.Generator().manual_seed(0))
     assert relative_error(there_and_back(scope["Float8"](), rows_ND), rows_ND) < 2**-4
     observers = (scope["Sizes"](),)
-    Hooked(observers).tell(Hook.AFTER_DISPATCH, Moe(1, "a"), Batch(rows_ND))
+    Hooked(observers).notify(Hook.AFTER_DISPATCH, Moe(1, "a"), Batch(rows_ND))
     assert capsys.readouterr().out == "1 a None 20\n"
 
 
@@ -646,7 +650,7 @@ def engine_run(job: jobs.Job, *hooks: Any) -> tuple[jobs.Result, Counter[tuple[s
 
 STRATEGIES = {
     "esp": (("degree", 2), ("slice_gradients", False)),
-    "fssdp": (("copies_per_rank", 1),),
+    "fssdp": (("replicas_per_rank", 1),),
     "prophet": (),
 }
 
@@ -681,18 +685,18 @@ def _warnings(rank: int, world_size: int, job: jobs.Job, *hooks: Any) -> list[st
     return [str(each.message) for each in caught if "ds_moe_ext.hooks" in str(each.message)]
 
 
-def test_a_codec_without_effect_is_told_once() -> None:
+def test_a_codec_without_effect_is_reported_once() -> None:
     """All experts are on each rank: rows travel nowhere."""
-    told = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1, cells=1))
-    assert [len(messages) for messages in told] == [1, 0]
-    assert "has no effect: there is one cell" in told[0][0]
-    assert "raise expert_parallel_size" in told[0][0]
+    results = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1, ep_ranks=1))
+    assert [len(messages) for messages in results] == [1, 0]
+    assert "has no effect: there is an EP rank" in results[0][0]
+    assert "raise expert_parallel_size" in results[0][0]
 
 
-def test_keys_of_a_codec_without_effect_are_told() -> None:
+def test_keys_of_a_codec_without_effect_are_reported() -> None:
     """No rank splits experts, and `ep` copies none."""
-    everywhere = {"type": "int8", "cell": True, "copies": True}
-    told, _ = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1), everywhere)
-    in_cells, of_copies = told
-    assert "'cell' of" in in_cells and "raise expert_sharding_size" in in_cells
-    assert "strategy 'ep' copies no experts" in of_copies
+    everywhere = {"type": "int8", "etp": True, "replicas": True}
+    results, _ = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1), everywhere)
+    in_etp_groups, of_replicas = results
+    assert "'etp' of" in in_etp_groups and "raise expert_sharding_size" in in_etp_groups
+    assert "strategy 'ep' copies no experts" in of_replicas

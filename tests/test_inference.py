@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_lanes
+from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_streams
 
-from ds_moe_ext.moe.copies import Copies
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes
+from ds_moe_ext.moe.replicas import Replicas
+from ds_moe_ext.schedule.executor import InlineStreams, ScheduleStreams, ThreadStreams
 from ds_moe_ext.schedule.task import PARAM
 
-FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+FSSDP = {"overlap_degree": 8, "replicas_per_rank": 2, "reshard_interval": 0}
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "ep": {"strategy": "ep"},
     "static capacity": {"strategy": "ep", "ep": {"static_capacity": 16}},
@@ -31,21 +31,21 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 SIZES = Sizes(layers=2, experts=8, tokens=32, top_k=2)
 
 
-def copies_of(model: Ours) -> list[Copies]:
-    found = [layer.routed.copies for layer in model.replaced.layers]
-    return [copies for copies in found if copies is not None]
+def replicas_of(model: Ours) -> list[Replicas]:
+    found = [layer.routed.replicas for layer in model.replaced.layers]
+    return [replicas for replicas in found if replicas is not None]
 
 
 @pytest.mark.parametrize("is_eval", [True, False], ids=["eval", "train"])
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+@pytest.mark.parametrize("streams", [InlineStreams, ThreadStreams])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layers_are_trained_after_an_evaluation(
-    name: str, lanes: type[Lanes], is_mixed: bool, is_eval: bool
+    name: str, streams: type[ScheduleStreams], is_mixed: bool, is_eval: bool
 ) -> None:
     """Autograd differentiates the experts where types are mixed."""
     mixed = torch.autocast("cpu", dtype=torch.bfloat16) if is_mixed else nullcontext()
-    with fake_world(4, rank=1), on_lanes(lanes()), as_on_cuda():
+    with fake_world(4, rank=1), on_streams(streams()), as_on_cuda():
         model = Ours(Way("", BLOCKS[name], has_threads=True), SIZES)
         for number in range(3):
             batch = Batch.of(SIZES, number)
@@ -54,7 +54,7 @@ def test_layers_are_trained_after_an_evaluation(
                 with torch.inference_mode():
                     assert model.forward(batch).is_inference()
                 # Nothing is left for the next step to wait for, however many evaluations there are.
-                assert not any(copies._outstanding for copies in copies_of(model))
+                assert not any(replicas._outstanding for replicas in replicas_of(model))
                 model.model.train().zero_grad(set_to_none=True)
                 model.forward(batch).sum().backward()
             assert all(weight.grad is not None for weight in model.model.parameters())
@@ -62,22 +62,24 @@ def test_layers_are_trained_after_an_evaluation(
 
 
 def test_other_threads_are_in_inference_mode_too() -> None:
-    """Copies are unpacked there into memory that the caller has made."""
-    lanes = ThreadLanes()
+    """Replicas are unpacked there into memory that the caller has made."""
+    streams = ThreadStreams()
     with torch.inference_mode():
         room = torch.zeros(3)
-        lanes.join([lanes.submit(PARAM, lambda: room.add_(1), ())])
+        streams.join([streams.submit(PARAM, lambda: room.add_(1), ())])
     assert room.tolist() == [1, 1, 1]
     seen: list[bool] = []
-    lanes.join([lanes.submit(PARAM, lambda: seen.append(torch.is_inference_mode_enabled()), ())])
+    streams.join(
+        [streams.submit(PARAM, lambda: seen.append(torch.is_inference_mode_enabled()), ())]
+    )
     assert seen == [False]
 
 
-@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+@pytest.mark.parametrize("streams", [InlineStreams, ThreadStreams])
 @pytest.mark.parametrize("name", ["ep", "fssdp", "prophet"])
-def test_what_an_evaluation_does_is_not_timed(name: str, lanes: type[Lanes]) -> None:
+def test_what_an_evaluation_does_is_not_timed(name: str, streams: type[ScheduleStreams]) -> None:
     """Its rows are not counted, and costs are seconds a row. It begins where the model's blocks do,
-    before its layers know, and what was launched in a lane may end late."""
+    before its layers know, and what was launched in a stream may end late."""
 
     def seen(*, evaluates: bool) -> list[Counter[str]]:
         model = Ours(Way("", BLOCKS[name], has_threads=True), SIZES)
@@ -107,5 +109,5 @@ def test_what_an_evaluation_does_is_not_timed(name: str, lanes: type[Lanes]) -> 
                 layer.after_step()
         return found
 
-    with fake_world(4, rank=1), on_lanes(lanes()), as_on_cuda():
+    with fake_world(4, rank=1), on_streams(streams()), as_on_cuda():
         assert seen(evaluates=True) == seen(evaluates=False)

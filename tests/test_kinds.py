@@ -22,13 +22,13 @@ def test_these_do(kinds: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("kinds", "reported"),
     [
         ([TRAINING, EVALUATION], "place 0: layer 2, training; place 1: layer 2, evaluation"),
         ([TRAINING, RECOMPUTED, LATER], "place 1: layer 2, other; place 2: layer 3, training"),
     ],
 )
-def test_these_do_not(kinds: list[int], told: str) -> None:
+def test_these_do_not(kinds: list[int], reported: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         check_kinds(np.array(kinds))
-    assert told in str(caught.value) and "ds_moe_ext.joined(engine)" in str(caught.value)
+    assert reported in str(caught.value) and "ds_moe_ext.joined(engine)" in str(caught.value)

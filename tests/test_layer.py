@@ -37,8 +37,8 @@ class Case:
     hot: float = 0.0  # added to the first expert's logits
     dead: int = 0  # experts that no token chooses
     degrees: tuple[int, int] = (1, 1)
-    num_cells: int | None = None
-    cell_size: int = 1
+    num_ep_ranks: int | None = None
+    etp_size: int = 1
     schedule: str | None = None  # of strategy esp
     has_sine: bool = False  # by a stage of its own
     capacity_factor: float | None = None
@@ -96,12 +96,12 @@ def _dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
-    num_cells = case.num_cells or world_size // case.cell_size
+    num_ep_ranks = case.num_ep_ranks or world_size // case.etp_size
     strategy = _strategy(case)
-    layout = ParallelLayout.build(Grid(world_size, num_cells, case.cell_size), strategy.uses())
-    home = Placement.block(case.num_experts, num_cells)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    mine = home.experts_of(layout.index("ep"))
+    layout = ParallelLayout.build(Grid(world_size, num_ep_ranks, case.etp_size), strategy.uses())
+    owner = Placement.block(case.num_experts, num_ep_ranks)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
+    mine = owner.experts_of(layout.index("ep"))
     gate_ED, *weights = _weights(case)
     shard = _shard(case, layout.index("esp"))
     parts = [shard.of(number, weight, first_dim=1) for number, weight in enumerate(weights)]
@@ -137,7 +137,7 @@ def _strategy(case: Case) -> Strategy:
         return ExpertSharding(degree=degree, schedule=case.schedule, placing=placing)
     if case.has_sine:
         return Sine()
-    if case.degrees == (1, 1) and case.cell_size == 1:
+    if case.degrees == (1, 1) and case.etp_size == 1:
         return ExpertParallel(
             static_capacity=case.static_capacity, send_once=case.send_once, order=case.order
         )
@@ -145,7 +145,7 @@ def _strategy(case: Case) -> Strategy:
 
 
 def _shard(case: Case, place: int) -> Shard:
-    return Shard((Along(0, num_blocks=2), Along(1)), place, case.cell_size)
+    return Shard((Along(0, num_blocks=2), Along(1)), place, case.etp_size)
 
 
 def _check(case: Case, world_size: int) -> None:
@@ -159,12 +159,12 @@ def _check(case: Case, world_size: int) -> None:
         errors[f"x of rank {rank}"] = relative_error(x_grad, reference["x"][rank])
         errors[f"losses of rank {rank}"] = relative_error(losses, reference["losses"][rank])
         gate_sum += gate_grad
-        shard = _shard(case, rank % case.cell_size)
+        shard = _shard(case, rank % case.etp_size)
         for number, (total, own) in enumerate(((up_sum, up_grad), (down_sum, down_grad))):
             dim = shard.alongs[number].dim + 1
             stretches = shard.stretches(number, total.shape[dim])
             for start, own_start, length in (
-                stretches if case.cell_size > 1 else [(0, 0, own.shape[dim])]
+                stretches if case.etp_size > 1 else [(0, 0, own.shape[dim])]
             ):
                 part = total.narrow(dim, start, length)
                 part.index_add_(0, mine, own.narrow(dim, own_start, length))
@@ -251,15 +251,15 @@ WIDELY = {"ragged"}  # on more ranks, too
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "cell_size"),
+    ("name", "world_size", "etp_size"),
     [
         (name, *sizes) if sizes in ((2, 2), (4, 2)) or name in WIDELY else slow(name, *sizes)
         for name in SPLIT
         for sizes in ((1, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4))
     ],
 )
-def test_split_experts_equal_dense(name: str, world_size: int, cell_size: int) -> None:
-    _check(replace(SPLIT[name], cell_size=cell_size), world_size)
+def test_split_experts_equal_dense(name: str, world_size: int, etp_size: int) -> None:
+    _check(replace(SPLIT[name], etp_size=etp_size), world_size)
 
 
 OWN_STAGE = {
@@ -267,7 +267,7 @@ OWN_STAGE = {
     "whole": Case(has_sine=True, schedule="default"),
     "two chunks": Case(has_sine=True, schedule="fsmoe", degrees=(2, 2)),
     "unlike degrees": Case(has_sine=True, schedule="fsmoe", degrees=(3, 2), hot=3.0),
-    "of split experts": Case(has_sine=True, schedule="tutel", degrees=(1, 3), cell_size=2),
+    "of split experts": Case(has_sine=True, schedule="tutel", degrees=(1, 3), etp_size=2),
 }
 
 
@@ -276,9 +276,9 @@ def test_a_stage_of_the_balance_equals_dense(name: str) -> None:
     _check(OWN_STAGE[name], 4)
 
 
-def test_several_grids_of_cells_equal_dense() -> None:
-    _check(replace(SPLIT["fsmoe"], cell_size=2, num_cells=2), 8)
-    _check(replace(SPLIT["fsmoe"], cell_size=2, num_cells=1), 4)
+def test_several_grids_of_ep_ranks_equal_dense() -> None:
+    _check(replace(SPLIT["fsmoe"], etp_size=2, num_ep_ranks=2), 8)
+    _check(replace(SPLIT["fsmoe"], etp_size=2, num_ep_ranks=1), 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -289,9 +289,9 @@ def test_few_experts_equal_dense(world_size: int) -> None:
 
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 3)])
 def test_several_grids_equal_dense(degrees: tuple[int, int]) -> None:
-    """Two expert-parallel grids of two cells: each sees its own tokens only."""
-    _check(Case(num_cells=2, degrees=degrees), 4)
-    _check(Case(num_cells=1, degrees=degrees), 4)
+    """Two expert-parallel grids of two EP ranks: each sees its own tokens only."""
+    _check(Case(num_ep_ranks=2, degrees=degrees), 4)
+    _check(Case(num_ep_ranks=1, degrees=degrees), 4)
 
 
 @pytest.mark.parametrize("world_size", [3, slow(5), slow(6), slow(7)])

@@ -21,25 +21,25 @@ from tests.ranks import pool_of
 
 # Ranks [edp, ep, esp] of 8 ranks, the last axis fastest.
 WORKED = {
-    # One grid of 8 cells: nobody shares an expert with anybody.
+    # One grid of 8 EP ranks: nobody shares an expert with anybody.
     Grid(8, 8): {
         "edp": [[0], [1], [2], [3], [4], [5], [6], [7]],
         "ep": [[0, 1, 2, 3, 4, 5, 6, 7]],
         "esp": [[0], [1], [2], [3], [4], [5], [6], [7]],
     },
-    # Two grids of 4 cells: ranks 0-3 and 4-7; rank r and r + 4 hold the same experts.
+    # Two grids of 4 EP ranks: ranks 0-3 and 4-7; rank r and r + 4 hold the same experts.
     Grid(8, 4): {
         "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
         "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "esp": [[0], [1], [2], [3], [4], [5], [6], [7]],
     },
-    # One grid of 4 cells of 2 ranks: cells 01, 23, 45, 67.
+    # One grid of 4 EP ranks of 2 ranks: EP ranks 01, 23, 45, 67.
     Grid(8, 4, 2): {
         "edp": [[0], [1], [2], [3], [4], [5], [6], [7]],
         "ep": [[0, 2, 4, 6], [1, 3, 5, 7]],
         "esp": [[0, 1], [2, 3], [4, 5], [6, 7]],
     },
-    # Two grids of 2 cells of 2 ranks: cells 01, 23 and 45, 67.
+    # Two grids of 2 EP ranks of 2 ranks: EP ranks 01, 23 and 45, 67.
     Grid(8, 2, 2): {
         "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
         "ep": [[0, 2], [1, 3], [4, 6], [5, 7]],
@@ -71,9 +71,9 @@ def test_place_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((8, 3), "3 cells of 1 rank(s) do not divide 8 ranks"),
-        ((8, 4, 4), "4 cells of 4 rank(s) do not divide 8 ranks"),
-        ((4, 8), "8 cells of 1 rank(s) do not divide 4 ranks"),
+        ((8, 3), "3 ETP groups of 1 rank(s) do not divide 8 ranks"),
+        ((8, 4, 4), "4 ETP groups of 4 rank(s) do not divide 8 ranks"),
+        ((4, 8), "8 ETP groups of 1 rank(s) do not divide 4 ranks"),
         ((1, 2), "choose sizes whose product divides 1"),
     ],
 )
@@ -84,9 +84,9 @@ def test_sizes_that_do_not_fill_the_world(sizes: tuple[int, ...], message: str) 
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-def test_every_axis_parts_the_ranks(num_grids: int, num_cells: int, cell_size: int) -> None:
-    grid = Grid(num_grids * num_cells * cell_size, num_cells, cell_size)
-    lengths = {"edp": num_grids, "ep": num_cells, "esp": cell_size}
+def test_every_axis_parts_the_ranks(num_grids: int, num_ep_ranks: int, etp_size: int) -> None:
+    grid = Grid(num_grids * num_ep_ranks * etp_size, num_ep_ranks, etp_size)
+    lengths = {"edp": num_grids, "ep": num_ep_ranks, "esp": etp_size}
     for axis, length in lengths.items():
         lists = grid.along(axis)
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(grid.world_size))
@@ -122,7 +122,7 @@ class _Nccl:
 
 
 @pytest.mark.parametrize("has_nccl", [True, False])
-def test_on_nccl_what_a_lane_sends_goes_first(has_nccl: bool) -> None:
+def test_on_nccl_what_a_stream_sends_goes_first(has_nccl: bool) -> None:
     """With the timeout of the world; a communicator keeps its options, so that each has its own."""
     backend = _Nccl() if has_nccl else object()
     world = SimpleNamespace(
@@ -145,11 +145,11 @@ def _asked(rank: int, world_size: int) -> tuple[object, int, int]:
     asked: list[None] = []
     with mock.patch.object(layout, "urgent", lambda: asked.append(None)):
         ParallelLayout.build(Grid(world_size, 1), [("ep", INTRA), ("edp", INTRA)]).close()
-        of_lanes = len(asked)
+        of_streams = len(asked)
         layout.group_among([list(range(world_size))])
-    return comm.urgent(), of_lanes, len(asked)
+    return comm.urgent(), of_streams, len(asked)
 
 
-def test_communicators_of_lanes_alone_go_first() -> None:
-    # Two ranks, each a grid: two communicators along the axis of cells, one between the grids.
+def test_communicators_of_streams_alone_go_first() -> None:
+    # Two ranks, each a grid: two communicators along the axis of EP ranks, one between the grids.
     assert pool_of(2).run(_asked) == [(None, 3, 3)] * 2

@@ -61,7 +61,7 @@ def test_hottest_first_breaks_ties_by_index_and_pads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load_E", "says"),
+    ("load_E", "expected"),
     [
         (np.array([1.0, 2.0, 3.0]), "float64, but planners count whole rows"),
         (np.array([True, False, True]), "are bool"),
@@ -71,8 +71,8 @@ def test_hottest_first_breaks_ties_by_index_and_pads() -> None:
         (np.array([[1, 2, 3]]), "one load an expert"),
     ],
 )
-def test_loads_that_cannot_be_counted_with(load_E: np.ndarray, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_loads_that_cannot_be_counted_with(load_E: np.ndarray, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         check_loads([np.array([1, 2, 3]), load_E], [3, 3], factor=10)
 
 
@@ -131,7 +131,7 @@ def test_how_a_forecast_came_out() -> None:
     assert window.outcome == Outcome(num_steps=1, astray=3, rows=10)
     window.push([np.array([[3, 7]])])  # of the mean, 6.5 and 3.5, which both forecasts were
     assert window.outcome == Outcome(num_steps=2, astray=3, rows=10)
-    window.push([np.array([[1, 9]])])  # the last step said 3, the mean of the two before 6.5
+    window.push([np.array([[1, 9]])])  # the last step stated 3, the mean of the two before 6.5
     assert window.outcome == Outcome(num_steps=1, astray=2, rows=10)
     assert window_of(NOISY, 2).outcome == Outcome(num_steps=2, astray=16, rows=200)
 

@@ -69,7 +69,7 @@ class Shape(HTMLParser):
         raise AssertionError(data)
 
 
-def said(page: str) -> str:
+def stated(page: str) -> str:
     """All that a page says, in its drawings too, after these were found to hold no script."""
     drawings = chart_files(page).values()
     for drawing in drawings:
@@ -87,7 +87,7 @@ def check_same_shape(marked: str, plain: str) -> None:
     assert ours.attributes <= theirs.attributes, ours.attributes - theirs.attributes
     assert not [name for _, name in ours.attributes if name.startswith("on")]
     assert ours.code == theirs.code and ours.policy == theirs.policy
-    said(marked)
+    stated(marked)
 
 
 def whole_run() -> dict[str, Any]:
@@ -150,11 +150,21 @@ def record_of(document: Any) -> RunRecord:
 
 
 def test_a_report_has_strings_of_all_kinds() -> None:
-    wanted = {"strategy", "kind", "name", "lane", "phase", "layer", "chunk", "told", "kinds_K"}
+    wanted = {
+        "strategy",
+        "kind",
+        "name",
+        "stream",
+        "phase",
+        "layer",
+        "chunk",
+        "reported",
+        "kinds_K",
+    }
     assert wanted | {f"{name}[]" for name in FREE} <= set(KEYS)
 
 
-WORDS = ("strategy", "kind", "name", "lane", "phase")
+WORDS = ("strategy", "kind", "name", "stream", "phase")
 """By these a page chooses what it shows: each is marked alone, so that the rest is known."""
 
 
@@ -174,7 +184,7 @@ def test_marked_reports(keys: list[str]) -> None:
     run = record_of(marked(whole_run(), marks))
     page = page_of(run)
     check_same_shape(page, plain_pages()[0])
-    shown = {key for number, key in enumerate(keys) if f"alert({number})" in said(page)}
+    shown = {key for number, key in enumerate(keys) if f"alert({number})" in stated(page)}
     if keys is not KEYS:
         assert shown == {*keys} - UNSEEN
     else:

@@ -16,8 +16,8 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import runs_of
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, arranged, silu_gated, stacked, unstacked
-from ds_moe_ext.moe.route import one_cell_route
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.moe.route import one_rank_route
+from ds_moe_ext.schedule.task import ChunkRange
 
 S, D, F = 6, 8, 12
 SHAPES = ((2 * F, D), (2 * F,), (D, F), (D,))  # of an expert with biases
@@ -77,11 +77,11 @@ def test_runs_are_counted(layout: str) -> None:
 
 
 def test_order_does_not_depend_on_which_memory_comes_first() -> None:
-    """Copies that are freed and gathered again may lie elsewhere, and checkpoints ask for the same
-    order."""
+    """Replicas that are freed and gathered again may lie elsewhere, and checkpoints ask for the
+    same order."""
     one, other = (laid(by_weight(DOWN)) for _ in range(2))
-    weights, copies = one[:3], other[3:]
-    there, back = (list(zip(*both)) for both in ((*weights, *copies), (*other[:3], *one[3:])))
+    weights, replicas = one[:3], other[3:]
+    there, back = (list(zip(*both)) for both in ((*weights, *replicas), (*other[:3], *one[3:])))
     assert arranged(there) == arranged(back)
     assert len(arranged(there).runs) == 2
 
@@ -95,7 +95,7 @@ def test_a_run_is_stacked_without_a_copy() -> None:
 
 
 def test_a_stack_has_the_gradients_of_its_slots() -> None:
-    """Without a copy where they lie as one, as behind a grouped GEMM."""
+    """Without a replica where they lie as one, as behind a grouped GEMM."""
     weight = torch.zeros(S, D, F, dtype=torch.float64, requires_grad=True)
     whole = torch.randn(S, D, F, dtype=torch.float64)
     by_slot = unstacked(weight)
@@ -121,12 +121,12 @@ def computed(places: Sequence[Sequence[int]], expert: Expert) -> tuple[Tensor, l
     """What the stage writes, and gradients of the rows and of all weights."""
     generator = torch.Generator().manual_seed(1)
     expert_TK = torch.randint(S - 1, (20, 2), generator=generator)  # the last slot has no rows
-    route = one_cell_route(expert_TK, Placement.block(S, 1))
+    route = one_rank_route(expert_TK, Placement.block(S, 1))
     rows, grad = torch.randn(2, 40, D, generator=generator, dtype=torch.float64)
     weights = tuple(weight.requires_grad_() for own in laid(places) for weight in own)
-    span = Span(0, 1)
-    (out,), saved = expert.forward(span, rows.requires_grad_(), route, weights)
-    found, of_weights = expert.backward(span, saved, grad)
+    chunk_range = ChunkRange(0, 1)
+    (out,), saved = expert.forward(chunk_range, rows.requires_grad_(), route, weights)
+    found, of_weights = expert.backward(chunk_range, saved, grad)
     return out, [found, *of_weights]
 
 

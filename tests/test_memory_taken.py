@@ -10,7 +10,7 @@ EP, FSSDP, PROPHET = "ep", "fssdp", "prophet"
 
 def taken(steps: list[tuple[str, int, bool]], free: int = 100, others: int = 0) -> dict[str, int]:
     """After steps: by which choice, what was left at the fullest moment so far, and whether ranks
-    tell each other; ``others`` is what another rank says."""
+    report to each other; ``others`` is what another rank says."""
     spare = [free]
     memory = MemoryTaken(lambda: spare[0], lambda number: max(number, others))
     memory.begin(free)
@@ -50,7 +50,7 @@ def test_it_begins_anew_where_costs_are_measured_again() -> None:
     memory.begin(100)
     spare[0] = 60
     memory.after_step(FSSDP, is_due=True)
-    memory.begin(100)  # 60, and copies that take 40
+    memory.begin(100)  # 60, and replicas that take 40
     assert memory.taken == {}
     spare[0] = 50
     memory.after_step(FSSDP, is_due=True)

@@ -24,11 +24,11 @@ from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
-    CELL_GATHER,
-    CELL_SCATTER,
     COMBINE,
     COMPUTE,
     DISPATCH,
+    ETP_GATHER,
+    ETP_SCATTER,
     EXPERT,
     GRADIENTS,
     INTER,
@@ -44,7 +44,7 @@ ONE = Slices(within_moe=1)
 
 
 def forward_of(degree: int, layer: int = 0) -> Schedule:
-    """Of a layer whose gate is the host's, its experts split in cells, nothing reordered."""
+    """Of a layer whose gate is the host's, its experts split in EP ranks, nothing reordered."""
     tasks = orders.routed_tasks(layer, num_chunks=degree, degree=degree, sharded=True)
     return orders.layer_schedule(tasks, layer, num_chunks=degree, gated=False)
 
@@ -73,7 +73,7 @@ class Seconds(NamedTuple):
     def of(self, rank: int, task: Task) -> float:
         before, behind = (self.s, self.g) if task.adjoint_of else (self.g, self.s)
         by_op = {DISPATCH: self.a, COMBINE: self.a, EXPERT: self.e, GRADIENTS: self.t}
-        by_op |= {CELL_GATHER: before, CELL_SCATTER: behind}
+        by_op |= {ETP_GATHER: before, ETP_SCATTER: behind}
         return {op.name: seconds for op, seconds in by_op.items()}.get(task.op.name, 0.0)
 
 
@@ -81,54 +81,54 @@ def simulated(schedule: Schedule, seconds: Seconds) -> float:
     return simulate(schedule, seconds.of).makespan_s
 
 
-def lanes(schedule: Schedule) -> dict[str, str]:
-    """The work of each lane as text, in issue order."""
+def streams(schedule: Schedule) -> dict[str, str]:
+    """The work of each stream as text, in issue order."""
     work = [task for task in schedule.tasks if not task.op.name.startswith(("order", "restore"))]
-    names = {task.lane.name for task in work}
-    return {name: " ".join(str(t) for t in work if t.lane.name == name) for name in names}
+    names = {task.stream.name for task in work}
+    return {name: " ".join(str(t) for t in work if t.stream.name == name) for name in names}
 
 
 # Issue orders.
 
 
-def test_the_cells_collectives_stand_around_the_experts() -> None:
-    words = ["order", "dispatch", "cell_gather", "expert", "cell_scatter", "combine", "restore"]
+def test_the_ep_ranks_collectives_stand_around_the_experts() -> None:
+    words = ["order", "dispatch", "etp_gather", "expert", "etp_scatter", "combine", "restore"]
     assert str(forward_of(1)) == " ".join(f"{word}[0,0]" for word in words)
-    words = ["restore", "combine", "cell_scatter", "expert", "cell_gather", "dispatch"]
+    words = ["restore", "combine", "etp_scatter", "expert", "etp_gather", "dispatch"]
     assert str(backward_of(1)) == " ".join(f"{word}'[0,0]" for word in words)
     assert len(forward_of(2).after) == 13  # nothing is read before it is written
-    assert [t.lane for t in forward_of(1).tasks[1:6]] == [INTER, INTRA, COMPUTE, INTRA, INTER]
+    assert [t.stream for t in forward_of(1).tasks[1:6]] == [INTER, INTRA, COMPUTE, INTRA, INTER]
 
 
 def test_fsmoe_forward() -> None:
-    assert lanes(FSMOE.arranged(forward_of(2))) == {
+    assert streams(FSMOE.arranged(forward_of(2))) == {
         "inter": "dispatch[0,0] dispatch[0,1] combine[0,0] combine[0,1]",
-        "intra": "cell_gather[0,0] cell_gather[0,1] cell_scatter[0,0] cell_scatter[0,1]",
+        "intra": "etp_gather[0,0] etp_gather[0,1] etp_scatter[0,0] etp_scatter[0,1]",
         "compute": "expert[0,0] expert[0,1]",
     }
 
 
 def test_fsmoe_backward() -> None:
     schedule = FSMOE.arranged(backward_of(2), Slices(within_moe=1, dense=2, tail=1))
-    assert lanes(schedule) == {
+    assert streams(schedule) == {
         "inter": "combine'[0,0] combine'[0,1] gradients[0,0] dispatch'[0,0] dispatch'[0,1] "
         "gradients[0,1] gradients[0,2] gradients[0,3]",
-        "intra": "cell_scatter'[0,0] cell_scatter'[0,1] cell_gather'[0,0] cell_gather'[0,1]",
+        "intra": "etp_scatter'[0,0] etp_scatter'[0,1] etp_gather'[0,0] etp_gather'[0,1]",
         "compute": "expert'[0,0] expert'[0,1]",
     }
 
 
 def test_tutel_takes_turns_in_one_queue() -> None:
-    assert lanes(TUTEL.arranged(forward_of(2)))["inter"] == (
-        "dispatch[0,0] cell_gather[0,0] dispatch[0,1] cell_gather[0,1] "
-        "cell_scatter[0,0] combine[0,0] cell_scatter[0,1] combine[0,1]"
+    assert streams(TUTEL.arranged(forward_of(2)))["inter"] == (
+        "dispatch[0,0] etp_gather[0,0] dispatch[0,1] etp_gather[0,1] "
+        "etp_scatter[0,0] combine[0,0] etp_scatter[0,1] combine[0,1]"
     )
 
 
 def test_no_iio_reduces_behind_the_last_gather() -> None:
-    assert lanes(NO_IIO.arranged(backward_of(2), ONE))["inter"] == (
-        "combine'[0,0] cell_scatter'[0,0] combine'[0,1] cell_scatter'[0,1] gradients[0,0] "
-        "cell_gather'[0,0] dispatch'[0,0] cell_gather'[0,1] dispatch'[0,1]"
+    assert streams(NO_IIO.arranged(backward_of(2), ONE))["inter"] == (
+        "combine'[0,0] etp_scatter'[0,0] combine'[0,1] etp_scatter'[0,1] gradients[0,0] "
+        "etp_gather'[0,0] dispatch'[0,0] etp_gather'[0,1] dispatch'[0,1]"
     )
 
 
@@ -144,7 +144,7 @@ def test_every_pipeline_issues_every_task_once(pipeline: Pipeline, schedule: Sch
     assert {task.op for task in arranged.tasks} - queued == {
         task.op for task in schedule.tasks
     } - set(QUEUED)
-    assert (INTRA in {task.lane for task in arranged.tasks}) == (not pipeline.has_one_queue)
+    assert (INTRA in {task.stream for task in arranged.tasks}) == (not pipeline.has_one_queue)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
@@ -154,7 +154,7 @@ def test_adjoints_are_of_the_tasks_they_name(pipeline: Pipeline) -> None:
     for task in backward.tasks:
         for position in task.adjoint_of:
             assert forward.tasks[position].op == task.op
-            assert forward.tasks[position].span.overlaps(task.span)
+            assert forward.tasks[position].chunk_range.overlaps(task.chunk_range)
     adjoints = [task for task in backward.tasks if task.adjoint_of]
     assert len(adjoints) == 6 * degrees[1]
     assert len(backward.tasks) == len(adjoints) + 1
@@ -189,7 +189,7 @@ def events(schedule: Schedule, timeline: Timeline, op: Op) -> list[tuple[float, 
 def test_g4_events() -> None:
     schedule = FSMOE.arranged(backward_of(2), ONE)
     timeline = simulate(schedule, Seconds(a=2, g=1, s=1, e=3, t=3).of)
-    ops = (COMBINE, GRADIENTS, CELL_SCATTER, EXPERT, CELL_GATHER, DISPATCH)
+    ops = (COMBINE, GRADIENTS, ETP_SCATTER, EXPERT, ETP_GATHER, DISPATCH)
     assert [events(schedule, timeline, op) for op in ops] == [
         [(0, 2), (2, 4)],
         [(4, 7)],
@@ -264,7 +264,7 @@ def g8(pipeline: Pipeline, slices: Sequence[Slices], elements: dict[tuple[int, i
 
     def seconds_of(rank: int, task: Task) -> float:
         if task.op.name == GRADIENTS.name:
-            return 0.5 + 1e-3 * elements[task.layer, task.span.start]
+            return 0.5 + 1e-3 * elements[task.layer, task.chunk_range.start]
         if task.op.name == ATTENTION.name:
             return 2.0 if task.adjoint_of else 1.2
         return (backward if task.adjoint_of else forward).of(rank, task)
@@ -371,7 +371,7 @@ def test_order_at_the_best_degrees(layer: Seconds, start_s: float) -> None:
 
 
 def test_crowding() -> None:
-    """Two lanes at half the rate, so that 2 s beside 2 s take 4; alone they take 2."""
+    """Two streams at half the rate, so that 2 s beside 2 s take 4; alone they take 2."""
 
     def crowding_of(task: Task, under_way: Sequence[Task]) -> float:
         return float(len(under_way))

@@ -21,7 +21,7 @@ SHARE = "priced-share"
 
 REPLICATION: dict[str, Any] = {
     "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
-    "home": [0, 1, 2, 3],
+    "owner": [0, 1, 2, 3],
     "num_excluded": 0,
     "balance": 0.5,
     "bytes_per_row": 1,
@@ -45,10 +45,10 @@ BACKWARD: dict[str, Any] = {
 
 JOBS: dict[str, dict[str, Any]] = {
     MATERIALIZE: {
-        "home": [0, 0, 1, 1, 2, 2, 3, 3],
+        "owner": [0, 0, 1, 1, 2, 2, 3, 3],
         "load": [40, 10, 6, 4, 20, 8, 7, 5],
         "overlap_degree": 3,
-        "copies_per_rank": 1,
+        "replicas_per_rank": 1,
         "num_ranks": 4,
         "ranks_per_node": 2,
     },
@@ -120,7 +120,7 @@ H2 = {
     "holders": [[0, 1, 2], [0, 3], [1], [1], [0, 2], [2], [3], [3]],
     "received_per_rank": [1, 1, 1, 1],
 }
-H5 = {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+H5 = {"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}
 EVERYWHERE = [0, 1, 2, 3]
 P1 = {
     "holders": [EVERYWHERE, [1], [2], [3]],
@@ -157,8 +157,8 @@ def test_goldens() -> None:
     assert planned(SHARE, JOBS[SHARE]) == S1
 
 
-def test_shares_that_do_not_pay_are_the_nearest_copies() -> None:
-    """Moving a row costs more than it saves; unlike cells take rows by their speed."""
+def test_shares_that_do_not_pay_are_the_nearest_replicas() -> None:
+    """Moving a row costs more than it saves; unlike EP ranks take rows by their speed."""
     dear = planned(SHARE, changed(SHARE, rows=[[10, 0], [8, 4]], local_row_s=3))
     assert dear["time_s"] == dear["time_nearest_s"] == 12
     assert dear["sent"] == [[{"0": 10}, {}], [{"1": 8}, {"1": 4}]]
@@ -168,10 +168,10 @@ def test_shares_that_do_not_pay_are_the_nearest_copies() -> None:
 
 
 def test_h1_and_h3() -> None:
-    h1 = planned(MATERIALIZE, changed(MATERIALIZE, copies_per_rank=4))
+    h1 = planned(MATERIALIZE, changed(MATERIALIZE, replicas_per_rank=4))
     assert h1["received_per_rank"] == [1, 3, 2, 3]
     assert h1["holders"][:2] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    h3 = planned(MATERIALIZE, changed(MATERIALIZE, overlap_degree=4, copies_per_rank=2))
+    h3 = planned(MATERIALIZE, changed(MATERIALIZE, overlap_degree=4, replicas_per_rank=2))
     assert h3["received_per_rank"] == [2, 2, 2, 2]
     assert h3["holders"] == [[0, 1, 2, 3], [0, 2], [1], [1], [0, 1, 2, 3], [0, 2], [3], [3]]
 
@@ -251,9 +251,9 @@ def test_a_list_of_jobs_is_a_list_of_plans() -> None:
 
 def test_layers_of_different_sizes() -> None:
     plan = planned(SHARD, changed(SHARD, load=[[1], [2, 3], [5, 4, 3]]))
-    assert [len(ranks) for ranks in plan["home"]] == [1, 2, 3]
+    assert [len(ranks) for ranks in plan["owner"]] == [1, 2, 3]
     # Six experts on four ranks.
-    assert sorted(chain.from_iterable(plan["home"])) == [0, 0, 1, 1, 2, 3]
+    assert sorted(chain.from_iterable(plan["owner"])) == [0, 0, 1, 1, 2, 3]
 
 
 def test_loads_may_be_means() -> None:
@@ -301,7 +301,7 @@ OPTIONAL = ("num_excluded", "max_moved", "attention_s", "expert_s")
 
 
 def bad_jobs() -> list[tuple[str, Any, str]]:
-    """Name, job and what must be said."""
+    """Name, job and what must be stated."""
     gather, reduce = JOBS[DEGREE]["all_gather"], JOBS[PARTITION]["all_reduce"]
     changes: list[tuple[str, dict[str, Any], str]] = [
         (MATERIALIZE, {"overlap_degree": -1}, "degree is -1; it must be an integer from 0 to"),
@@ -311,19 +311,23 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         (MATERIALIZE, {"num_ranks": 10**30}, "are more than 1048576"),
         (MATERIALIZE, {"num_rank": 4}, "has no key 'num_rank'; did you mean 'num_ranks'?"),
         (MATERIALIZE, {"steps": 3}, "has no key 'steps'; known: "),
-        (MATERIALIZE, {"load": [1] * 7}, "load has 7 numbers, but home has 8"),
-        (MATERIALIZE, {"home": [], "load": []}, "load is []"),
-        (MATERIALIZE, {"home": [0] * 7 + [4]}, "home[7] is 4; it must be an integer from 0 to 3"),
+        (MATERIALIZE, {"load": [1] * 7}, "load has 7 numbers, but owner has 8"),
+        (MATERIALIZE, {"owner": [], "load": []}, "load is []"),
+        (MATERIALIZE, {"owner": [0] * 7 + [4]}, "owner[7] is 4; it must be an integer from 0 to 3"),
         (SHARD, {"load": []}, "load is []; give a list of loads for each layer"),
         (SHARD, {"load": [[1, 2], []]}, "load[1] is []"),
         (SHARD, {"load": [[1, 2], 3]}, "load[1] is 3"),
         (SHARD, {"load": [[1], [1, 2**33]]}, "load[1][1] is 8589934592.0; it must be a number"),
         (PROPHET, {"rows": []}, "rows is []; give a list of rows for each rank"),
-        (PROPHET, {"rows": [[]], "home": []}, "rows[0] is []; give a list of rows for each"),
-        (PROPHET, {"rows": [[1, 2, 3, 4], [1]]}, "rows[1] has 1 numbers, but home has 4 ranks"),
-        (PROPHET, {"home": [0, 1, 2]}, "rows[0] has 4 numbers, but home has 3 ranks; give both"),
-        (PROPHET, {"home": [0, 1, 2, 4]}, "home[3] is 4; it must be an integer from 0 to 3"),
-        (PROPHET, {"num_excluded": 4}, "num_excluded is 4, but an expert has 3 cells besides its"),
+        (PROPHET, {"rows": [[]], "owner": []}, "rows[0] is []; give a list of rows for each"),
+        (PROPHET, {"rows": [[1, 2, 3, 4], [1]]}, "rows[1] has 1 numbers, but owner has 4 ranks"),
+        (PROPHET, {"owner": [0, 1, 2]}, "rows[0] has 4 numbers, but owner has 3 ranks; give both"),
+        (PROPHET, {"owner": [0, 1, 2, 4]}, "owner[3] is 4; it must be an integer from 0 to 3"),
+        (
+            PROPHET,
+            {"num_excluded": 4},
+            "num_excluded is 4, but an expert has 3 EP ranks besides its",
+        ),
         (PROPHET, {"num_excluded": -1}, "give a number from 0 to 3, or null for automatic"),
         (PROPHET, {"num_excluded": "auto"}, "write null"),
         (PROPHET, {"bandwidth": 0}, "bandwidth is 0.0; it must be a number from 1e-09 to 1e+18"),
@@ -353,29 +357,29 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         (ASYMMETRIC, {"variant": "print"}, "variant is 'print', which is unknown; did you mean"),
         (SHARE, {"rows": []}, "rows are of 0 senders and holders of 2 experts; give at least one"),
         (SHARE, {"rows": [[10, 2], [8]]}, "rows[1] has 1 numbers, but holders are of 2 experts"),
-        (SHARE, {"holders": [[0, 1], []]}, "holders[1] is []; give a list of the cells"),
+        (SHARE, {"holders": [[0, 1], []]}, "holders[1] is []; give a list of the EP ranks"),
         (
             SHARE,
             {"holders": [[0, 2], [1]]},
             "holders[0][1] is 2; it must be an integer from 0 to 1",
         ),
-        (SHARE, {"holders": [[1, 1], [1]]}, "holders[0] is [1, 1]; name each cell once"),
-        (SHARE, {"node": [0]}, "node has 1 numbers, but rows are of 2 cells; give one for each"),
-        (SHARE, {"row_s": [1]}, "row_s has 1 numbers, but rows are of 2 cells"),
+        (SHARE, {"holders": [[1, 1], [1]]}, "holders[0] is [1, 1]; name each EP rank once"),
+        (SHARE, {"node": [0]}, "node has 1 numbers, but rows are of 2 EP ranks; give one for each"),
+        (SHARE, {"row_s": [1]}, "row_s has 1 numbers, but rows are of 2 EP ranks"),
         (SHARE, {"row_s": [1, -1]}, "row_s[1] is -1.0; it must be a number from 0 to 1e+18"),
         (SHARE, {"row_s": "1"}, "row_s is '1', but must be a list or a number"),
     ]
     return [
-        *((name, changed(name, **values), says) for name, values, says in changes),
+        *((name, changed(name, **values), expected) for name, values, expected in changes),
         *((name, job, "must be an object") for name in JOBS for job in (3, "job", None, True)),
     ]
 
 
-@pytest.mark.parametrize(("name", "job", "says"), bad_jobs())
-def test_bad_jobs(name: str, job: Any, says: str) -> None:
+@pytest.mark.parametrize(("name", "job", "expected"), bad_jobs())
+def test_bad_jobs(name: str, job: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         planned(name, job)
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).startswith("job: ")
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(ValueError, match=r"^job 1: "):
@@ -392,7 +396,7 @@ def test_every_key_is_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         (b"", "Expecting value"),
         (b"{'load': 3}", "double quotes"),
@@ -404,10 +408,10 @@ def test_every_key_is_needed(name: str) -> None:
         (b"[" * 100_000, "recursion"),
     ],
 )
-def test_no_json(text: bytes, says: str) -> None:
+def test_no_json(text: bytes, expected: str) -> None:
     with pytest.raises(ValueError, match="cannot be read as JSON") as caught:
         plan_text(SHARD, text)
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from ds_moe_ext.commands.cluster_profile import (
     add_profile,
-    copies_text,
     main,
     notes,
     profile,
+    replicas_text,
 )
 from ds_moe_ext.commands.profile_ranks import device_of
 from ds_moe_ext.core.hardware import (
@@ -80,8 +80,8 @@ def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     assert product.r_squared is not None
     for words in ("matrix products, fp32", "between nodes: not measured"):
         assert words in done.stdout
-    assert done.stdout.count("wrote ours.json") == 1, "one rank tells, for all"
-    assert "one more copy of an expert of 293 KiB everywhere" in done.stdout
+    assert done.stdout.count("wrote ours.json") == 1, "one rank shows, for all"
+    assert "one more replica of an expert of 293 KiB everywhere" in done.stdout
     assert "behind 100 ms" in done.stdout
 
 
@@ -100,22 +100,22 @@ def exit_of(
     rank: int, world_size: int, options: tuple[str, ...], environment: dict[str, str], folder: Path
 ) -> tuple[object, str]:
     """Exit code and standard error of a rank that starts in a folder."""
-    said = io.StringIO()
+    stated = io.StringIO()
     arguments = ["profile_run", *SMALL, *options]
     with (
         pytest.MonkeyPatch.context() as changed,
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stderr(stated),
         mock.patch.object(sys, "argv", arguments),
         mock.patch.dict(os.environ, environment, clear=bool(environment)),
         pytest.raises(SystemExit) as ended,
     ):
         changed.chdir(folder)
         main()
-    return ended.value.code, said.getvalue()
+    return ended.value.code, stated.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "says"),
+    ("options", "environment", "expected"),
     [
         (("--expert-bytes", "0"), {}, "an expert has 0 bytes"),
         (("--ranks-per-node", "3"), {}, "3 rank(s) on a node do not divide 1 rank(s)"),
@@ -124,18 +124,18 @@ def exit_of(
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
-    options: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path
+    options: tuple[str, ...], environment: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
-    ((code, said),) = pool_of(1).run(exit_of, options, environment, tmp_path)
+    ((code, stated),) = pool_of(1).run(exit_of, options, environment, tmp_path)
     assert code == 2
-    assert says in said
-    assert "Traceback" not in said
+    assert expected in stated
+    assert "Traceback" not in stated
 
 
 def test_all_ranks_end_where_the_first_cannot_write(tmp_path: Path) -> None:
-    for code, said in pool_of(2).run(exit_of, ("--out", "nowhere/ours.json"), {}, tmp_path):
+    for code, stated in pool_of(2).run(exit_of, ("--out", "nowhere/ours.json"), {}, tmp_path):
         assert code == 2
-        assert "--out is 'nowhere/ours.json', which cannot be written: No such file" in said
+        assert "--out is 'nowhere/ours.json', which cannot be written: No such file" in stated
 
 
 def in_a_world(rank: int, world_size: int, out: str, ranks_per_node: int) -> int:
@@ -178,10 +178,10 @@ def cluster(num_nodes: int, ranks_per_node: int, **known: Any) -> Hardware:
 
 
 def test_overlap_degree_of_the_spec() -> None:
-    """HECATE, H7: 13 copies."""
-    text = copies_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, 5e-3)
+    """HECATE, H7: 13 replicas."""
+    text = replicas_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, 5e-3)
     assert text.endswith("of 4.5 MiB everywhere: 377 µs; behind 5 ms: 13 (overlap degree t)")
-    assert "behind" not in copies_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, None)
+    assert "behind" not in replicas_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, None)
 
 
 def test_notes_say_what_is_missing_and_what_is_noise() -> None:
@@ -214,16 +214,16 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "local_rank", "says"),
+    ("num_devices", "local_rank", "expected"),
     [
         (0, 0, "--device is 'cuda', but torch finds no CUDA device here; give --device cpu"),
         (2, 2, r"local rank 2 \(LOCAL_RANK\), but this node has 2 CUDA device\(s\), one a rank"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(
-    num_devices: int, local_rank: int, says: str, monkeypatch: pytest.MonkeyPatch
+    num_devices: int, local_rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         device_of(Launched(local_rank, 3, local_rank), "cuda")

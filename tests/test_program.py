@@ -20,28 +20,28 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.expert import Local
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
+from ds_moe_ext.schedule.executor import InlineStreams, Mark, ScheduleStreams, ThreadStreams
 from ds_moe_ext.schedule.program import Program
-from ds_moe_ext.schedule.stages import Crew, Stage
+from ds_moe_ext.schedule.stages import LayerStages, Stage
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,
     PARAM,
+    ChunkRange,
     Cut,
     Kind,
     Op,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 
-INLINE, THREADS = InlineLanes(), ThreadLanes()
-BOTH = pytest.mark.parametrize("lanes", [INLINE, THREADS], ids=["inline", "threads"])
+INLINE, THREADS = InlineStreams(), ThreadStreams()
+BOTH = pytest.mark.parametrize("streams", [INLINE, THREADS], ids=["inline", "threads"])
 
 T, D = 11, 3
-WHOLE = Span(0, 1)
+WHOLE = ChunkRange(0, 1)
 X = Kind("x", by_token=True)
 A, B, Y = (Kind(name, by_token=True) for name in "aby")
 W = Kind("w")  # a tuple of tensors
@@ -59,15 +59,17 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def task(op: Op, reads: Sequence[Kind], writes: Sequence[Kind], span: Span = WHOLE) -> Task:
+def task(
+    op: Op, reads: Sequence[Kind], writes: Sequence[Kind], chunk_range: ChunkRange = WHOLE
+) -> Task:
     def value(kind: Kind) -> Value:
-        return Value(kind, 0, span if kind.by_token else None)
+        return Value(kind, 0, chunk_range if kind.by_token else None)
 
-    return Task(op, 0, span, tuple(map(value, reads)), tuple(map(value, writes)))
+    return Task(op, 0, chunk_range, tuple(map(value, reads)), tuple(map(value, writes)))
 
 
 def given(*kinds: Kind, num_chunks: int = 1) -> tuple[Value, ...]:
-    whole = Span(0, num_chunks)
+    whole = ChunkRange(0, num_chunks)
     return tuple(Value(kind, 0, whole if kind.by_token else None) for kind in kinds)
 
 
@@ -79,7 +81,7 @@ def join(x: Tensor, a: Tensor, b: Tensor, w: tuple[Tensor, Tensor]) -> tuple[Ten
     return (x * a + b.sin() * w[0],)
 
 
-def diamond(lanes: Lanes, *observers: Any) -> Program:
+def diamond(streams: ScheduleStreams, *observers: Any) -> Program:
     """x is read by three tasks and the weights by two: ``y = join(x, 2 x, scale(x, w), w)``."""
     forward = Schedule(
         (
@@ -91,7 +93,7 @@ def diamond(lanes: Lanes, *observers: Any) -> Program:
         given(Y),
     )
     stages = {DOUBLE: Local(lambda x: (x * 2,)), SCALE: Local(scale), JOIN: Local(join)}
-    return Program(forward, forward.reversed(), Crew(stages, observers), lanes)
+    return Program(forward, forward.reversed(), LayerStages(stages, observers), streams)
 
 
 def diamond_by_autograd(x: Tensor, w: tuple[Tensor, Tensor]) -> Tensor:
@@ -113,9 +115,9 @@ def close(ours: Tensor | None, reference: Tensor | None) -> bool:
 
 
 @BOTH
-def test_gradients_of_what_several_tasks_read_are_summed(lanes: Lanes) -> None:
+def test_gradients_of_what_several_tasks_read_are_summed(streams: ScheduleStreams) -> None:
     x, *w = leaves()
-    (y,) = diamond(lanes)(x, tuple(w))
+    (y,) = diamond(streams)(x, tuple(w))
     x2, *w2 = leaves()
     reference = diamond_by_autograd(x2, tuple(w2))
     assert close(y, reference)
@@ -129,7 +131,9 @@ def test_gradients_of_what_several_tasks_read_are_summed(lanes: Lanes) -> None:
 
 @BOTH
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_only_some_inputs_want_gradients(lanes: Lanes, wanted: tuple[bool, bool]) -> None:
+def test_only_some_inputs_want_gradients(
+    streams: ScheduleStreams, wanted: tuple[bool, bool]
+) -> None:
     def run(function: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]) -> list[Tensor | None]:
         x, first, second = leaves()
         x.requires_grad_(wanted[0])
@@ -138,7 +142,7 @@ def test_only_some_inputs_want_gradients(lanes: Lanes, wanted: tuple[bool, bool]
         function(x, (first, second)).sum().backward()
         return [x.grad, first.grad, second.grad]
 
-    ours = run(lambda x, w: diamond(lanes)(x, w)[0])
+    ours = run(lambda x, w: diamond(streams)(x, w)[0])
     reference = run(diamond_by_autograd)
     assert [g is None for g in ours] == [not wanted[0], not wanted[1], True]
     for our, their in zip(ours, reference):
@@ -146,7 +150,7 @@ def test_only_some_inputs_want_gradients(lanes: Lanes, wanted: tuple[bool, bool]
 
 
 @BOTH
-def test_sums_do_not_depend_on_timing(lanes: Lanes) -> None:
+def test_sums_do_not_depend_on_timing(streams: ScheduleStreams) -> None:
     """``(1e16 + 1) - 1e16`` is 0 in this order and 1 in another."""
     reads = {Op("r0", PARAM): -1e16, Op("r1", INTER): 1.0, Op("r2", COMPUTE): 1e16}
 
@@ -155,14 +159,16 @@ def test_sums_do_not_depend_on_timing(lanes: Lanes) -> None:
         factor: float
         pause_s: float
 
-        def forward(self, span: Span, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        def forward(
+            self, chunk_range: ChunkRange, x: Tensor
+        ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             return (x,), ()
 
-        def backward(self, span: Span, saved: Any, grad: Tensor) -> tuple[Any, ...]:
+        def backward(self, chunk_range: ChunkRange, saved: Any, grad: Tensor) -> tuple[Any, ...]:
             time.sleep(self.pause_s)
             return (grad * self.factor,)
 
-        def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+        def recut(self, chunk_range: ChunkRange, pieces: Any) -> tuple[Any, ...]:
             return ()
 
     outputs = [Kind(f"y{i}", by_token=True) for i in range(3)]
@@ -171,21 +177,21 @@ def test_sums_do_not_depend_on_timing(lanes: Lanes) -> None:
     for pauses in ((0.0, 2e-3, 4e-3), (4e-3, 2e-3, 0.0), (0.0, 4e-3, 0.0)):
         stages = {op: Slow(f, s) for (op, f), s in zip(reads.items(), pauses)}
         x = torch.ones(T, 1, dtype=torch.float64, requires_grad=True)
-        sum(Program(forward, forward.reversed(), Crew(stages), lanes)(x)).sum().backward()
+        sum(Program(forward, forward.reversed(), LayerStages(stages), streams)(x)).sum().backward()
         # Backward order: r2, r1, r0.
         assert x.grad is not None
         assert x.grad.unique().tolist() == [(1e16 + 1.0) - 1e16]
 
 
 @BOTH
-def test_inputs_that_nobody_reached_get_zeros(lanes: Lanes) -> None:
+def test_inputs_that_nobody_reached_get_zeros(streams: ScheduleStreams) -> None:
     """Note reads u and writes a count, which is no output; v is read by nobody at all."""
     v = Kind("v")
     forward = Schedule(
         (task(DOUBLE, [X], [Y]), task(NOTE, [U, W], [A])), given(X, U, W, v), given(Y)
     )
     stages = {DOUBLE: Local(lambda x: (x * 2,)), NOTE: Local(lambda u, w: (u * w[0],))}
-    program = Program(forward, forward.reversed(), Crew(stages), lanes)
+    program = Program(forward, forward.reversed(), LayerStages(stages), streams)
     x, u, *w, alone = (rand(4, 2, seed=i).requires_grad_() for i in range(5))
     w[1].requires_grad_(False)
     fired: list[str] = []
@@ -202,19 +208,19 @@ def test_inputs_that_nobody_reached_get_zeros(lanes: Lanes) -> None:
 
 
 @BOTH
-def test_an_output_that_nobody_used_has_no_part(lanes: Lanes) -> None:
+def test_an_output_that_nobody_used_has_no_part(streams: ScheduleStreams) -> None:
     """Two outputs, one of them used: the adjoint of the other's task has nothing to do."""
     forward = Schedule((task(DOUBLE, [X], [A]), task(SCALE, [X, W], [B])), given(X, W), given(A, B))
     stages = {DOUBLE: Local(lambda x: (x * 2,)), SCALE: Local(scale)}
     x, *w = leaves()
-    a, _ = Program(forward, forward.reversed(), Crew(stages), lanes)(x, tuple(w))
+    a, _ = Program(forward, forward.reversed(), LayerStages(stages), streams)(x, tuple(w))
     a.sum().backward()
     assert close(x.grad, torch.full_like(x, 2.0))
     assert close(w[0].grad, torch.zeros_like(w[0]))
 
 
 @BOTH
-def test_integers_come_out_without_a_gradient(lanes: Lanes) -> None:
+def test_integers_come_out_without_a_gradient(streams: ScheduleStreams) -> None:
     forward = Schedule(
         (task(DOUBLE, [X], [Y]), task(NOTE, [X], [COUNT])), given(X), given(Y, COUNT)
     )
@@ -223,7 +229,7 @@ def test_integers_come_out_without_a_gradient(lanes: Lanes) -> None:
         NOTE: Local(lambda x: ((x > 0).sum(),), graded=(False,)),
     }
     x = rand(T, D).requires_grad_()
-    y, count = Program(forward, forward.reversed(), Crew(stages), lanes)(x)
+    y, count = Program(forward, forward.reversed(), LayerStages(stages), streams)(x)
     assert int(count) == int((x > 0).sum())
     assert not count.requires_grad
     y.sum().backward()
@@ -232,8 +238,8 @@ def test_integers_come_out_without_a_gradient(lanes: Lanes) -> None:
 
 def test_a_program_of_weights_alone() -> None:
     forward = Schedule((task(NOTE, [W], [U]),), given(W), given(U))
-    crew = Crew({NOTE: Local(lambda w: (w[0] * w[1],))})
-    program = Program(forward, forward.reversed(), crew, INLINE)
+    layer_stages = LayerStages({NOTE: Local(lambda w: (w[0] * w[1],))})
+    program = Program(forward, forward.reversed(), layer_stages, INLINE)
     first, second = (rand(5, seed=i).requires_grad_() for i in (1, 2))
     program((first, second))[0].sum().backward()
     assert close(first.grad, second)
@@ -241,9 +247,9 @@ def test_a_program_of_weights_alone() -> None:
 
 
 @BOTH
-def test_a_second_backward_is_refused(lanes: Lanes) -> None:
+def test_a_second_backward_is_refused(streams: ScheduleStreams) -> None:
     x, *w = leaves()
-    (y,) = diamond(lanes)(x, tuple(w))
+    (y,) = diamond(streams)(x, tuple(w))
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run one backward a forward"):
         y.sum().backward()
@@ -251,18 +257,20 @@ def test_a_second_backward_is_refused(lanes: Lanes) -> None:
 
 def test_an_op_without_a_stage_is_named() -> None:
     program = diamond(INLINE)
-    stages = {op: stage for op, stage in program.crew.stages.items() if op != SCALE}
+    stages = {op: stage for op, stage in program.layer_stages.stages.items() if op != SCALE}
     with pytest.raises(ValueError, match=r"task scale\[0,0\] has no stage; .* op 'scale'"):
-        replace(program, crew=Crew(stages))
+        replace(program, layer_stages=LayerStages(stages))
 
 
 @BOTH
-def test_an_error_in_a_stage_reaches_the_caller(lanes: Lanes) -> None:
+def test_an_error_in_a_stage_reaches_the_caller(streams: ScheduleStreams) -> None:
     def fails(x: Tensor, w: Any) -> tuple[Tensor]:
         raise FloatingPointError("as it happens")
 
-    program = diamond(lanes)
-    broken = replace(program, crew=Crew({**program.crew.stages, SCALE: Local(fails)}))
+    program = diamond(streams)
+    broken = replace(
+        program, layer_stages=LayerStages({**program.layer_stages.stages, SCALE: Local(fails)})
+    )
     x, *w = leaves()
     with pytest.raises(FloatingPointError, match="as it happens"):
         broken(x, tuple(w))
@@ -270,9 +278,9 @@ def test_an_error_in_a_stage_reaches_the_caller(lanes: Lanes) -> None:
 
 
 @BOTH
-def test_a_task_that_the_strategy_put_between(lanes: Lanes) -> None:
+def test_a_task_that_the_strategy_put_between(streams: ScheduleStreams) -> None:
     """Its stage runs forward, on gradients: here it makes the weights' gradients ten times."""
-    program = diamond(lanes)
+    program = diamond(streams)
     partial = Value(Kind("partial"), 0)
     (weights,) = given(W)
     tasks = tuple(
@@ -282,8 +290,8 @@ def test_a_task_that_the_strategy_put_between(lanes: Lanes) -> None:
     between = Task(NOTE, 0, WHOLE, (partial,), (weights,))
     backward = Schedule((*tasks, between), program.backward.inputs, program.backward.outputs)
     tenfold = Local(lambda grads: (tuple(grad * 10 for grad in grads),))
-    crew = Crew({**program.crew.stages, NOTE: tenfold})
-    changed = replace(program, backward=backward, crew=crew)
+    layer_stages = LayerStages({**program.layer_stages.stages, NOTE: tenfold})
+    changed = replace(program, backward=backward, layer_stages=layer_stages)
     gradients = []
     for each in (program, changed):
         x, *w = leaves()
@@ -320,28 +328,32 @@ class Remembers:
             gc.collect()  # an autograd node may lie in a cycle
         return self.num_alive == 0
 
-    def forward(self, span: Span, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(
+        self, chunk_range: ChunkRange, x: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         self.num_forwards += 1
         return (x.detach() ** 2,), (self.keep(x), "not a tensor")
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
+    def backward(
+        self, chunk_range: ChunkRange, saved: tuple[Any, ...], grad: Tensor
+    ) -> tuple[Any, ...]:
         self.num_backwards += 1
         assert saved[1] == "not a tensor"
         return (2 * saved[0] * grad,)
 
-    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+    def recut(self, chunk_range: ChunkRange, pieces: Any) -> tuple[Any, ...]:
         raise AssertionError("it is not cut anew")
 
 
-def square(lanes: Lanes) -> tuple[Program, Remembers]:
+def square(streams: ScheduleStreams) -> tuple[Program, Remembers]:
     stage = Remembers()
     forward = Schedule((task(DOUBLE, [X], [Y]),), given(X), given(Y))
-    return Program(forward, forward.reversed(), Crew({DOUBLE: stage}), lanes), stage
+    return Program(forward, forward.reversed(), LayerStages({DOUBLE: stage}), streams), stage
 
 
 @BOTH
-def test_nothing_is_kept_where_no_gradient_is_wanted(lanes: Lanes) -> None:
-    program, stage = square(lanes)
+def test_nothing_is_kept_where_no_gradient_is_wanted(streams: ScheduleStreams) -> None:
+    program, stage = square(streams)
     x = rand(T, D).requires_grad_()
     with torch.no_grad():
         (y,) = program(x)
@@ -354,8 +366,8 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(lanes: Lanes) -> None:
 
 
 @BOTH
-def test_what_was_saved_is_freed_by_backward(lanes: Lanes) -> None:
-    program, stage = square(lanes)
+def test_what_was_saved_is_freed_by_backward(streams: ScheduleStreams) -> None:
+    program, stage = square(streams)
     x = rand(T, D).requires_grad_()
     (y,) = program(x)
     assert stage.num_alive == 1
@@ -387,7 +399,7 @@ def test_a_value_is_freed_when_its_last_reader_has_run() -> None:
         third: Local(look),
     }
     with torch.no_grad():
-        Program(forward, forward.reversed(), Crew(stages), INLINE)(rand(T, D))
+        Program(forward, forward.reversed(), LayerStages(stages), INLINE)(rand(T, D))
     assert alive == [1, 0]
 
 
@@ -395,8 +407,8 @@ def test_a_value_is_freed_when_its_last_reader_has_run() -> None:
 
 
 @BOTH
-def test_checkpointing_keeps_nothing_and_gives_the_same_gradients(lanes: Lanes) -> None:
-    program, stage = square(lanes)
+def test_checkpointing_keeps_nothing_and_gives_the_same_gradients(streams: ScheduleStreams) -> None:
+    program, stage = square(streams)
     x, x2 = (rand(T, D).requires_grad_() for _ in range(2))
     y = checkpoint(lambda x: program(x.sin())[0], x, use_reentrant=False)
     assert stage.all_freed()
@@ -412,7 +424,7 @@ def test_checkpointing_keeps_nothing_of_local_stages() -> None:
     stage = Remembers()
     forward = Schedule((task(DOUBLE, [X], [Y]),), given(X), given(Y))
     weigh = Local(lambda x: (x.sin() * stage.keep(x),))
-    program = Program(forward, forward.reversed(), Crew({DOUBLE: weigh}), INLINE)
+    program = Program(forward, forward.reversed(), LayerStages({DOUBLE: weigh}), INLINE)
     x, x2 = (rand(T, D).requires_grad_() for _ in range(2))
     y = checkpoint(lambda x: program(x)[0], x, use_reentrant=False)
     assert stage.all_freed()
@@ -433,18 +445,24 @@ class Power:
 
     cut: Cut
 
-    def forward(self, span: Span, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        assert x.shape[0] == self.cut.length(span)
+    def forward(
+        self, chunk_range: ChunkRange, x: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        assert x.shape[0] == self.cut.length(chunk_range)
         return (x.detach() ** 3,), (x.detach(),)
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
-        assert grad.shape[0] == self.cut.length(span)
+    def backward(
+        self, chunk_range: ChunkRange, saved: tuple[Any, ...], grad: Tensor
+    ) -> tuple[Any, ...]:
+        assert grad.shape[0] == self.cut.length(chunk_range)
         return (3 * saved[0] ** 2 * grad,)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    def recut(
+        self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, tuple[Any, ...]]]
+    ) -> tuple[Any, ...]:
         joined = torch.cat([saved[0] for _, saved in pieces])
-        start = self.cut.first(span) - self.cut.first(pieces[0][0])
-        return (joined.narrow(0, start, self.cut.length(span)),)
+        start = self.cut.first(chunk_range) - self.cut.first(pieces[0][0])
+        return (joined.narrow(0, start, self.cut.length(chunk_range)),)
 
 
 FIRST, SECOND = Op("first", INTER), Op("second", COMPUTE)
@@ -454,8 +472,14 @@ def powers(num_chunks: int, first: int, second: int) -> Schedule:
     """x -> a -> y, each op with a degree of its own."""
     return Schedule(
         (
-            *(task(FIRST, [X], [A], span) for span in spans(num_chunks, first)),
-            *(task(SECOND, [A], [Y], span) for span in spans(num_chunks, second)),
+            *(
+                task(FIRST, [X], [A], chunk_range)
+                for chunk_range in chunk_ranges(num_chunks, first)
+            ),
+            *(
+                task(SECOND, [A], [Y], chunk_range)
+                for chunk_range in chunk_ranges(num_chunks, second)
+            ),
         ),
         given(X, num_chunks=num_chunks),
         given(Y, num_chunks=num_chunks),
@@ -477,7 +501,7 @@ def powers(num_chunks: int, first: int, second: int) -> Schedule:
     ],
 )
 def test_backward_may_be_cut_otherwise(
-    lanes: Lanes,
+    streams: ScheduleStreams,
     num_tokens: int,
     forward_degrees: tuple[int, int],
     backward_degrees: tuple[int, int],
@@ -485,7 +509,9 @@ def test_backward_may_be_cut_otherwise(
     forward = powers(6, *forward_degrees)
     backward = forward.backward_cut_as(powers(6, *backward_degrees))
     power = Power(Cut.equal(num_tokens, 6))
-    program = Program(forward, backward, Crew({FIRST: power, SECOND: power}), lanes, num_chunks=6)
+    program = Program(
+        forward, backward, LayerStages({FIRST: power, SECOND: power}), streams, num_chunks=6
+    )
     x = rand(num_tokens, D).requires_grad_()
     (y,) = program(x)
     assert close(y, x.detach() ** 9)
@@ -497,37 +523,43 @@ def test_backward_may_be_cut_otherwise(
 @BOTH
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 2), (3, 2), (6, 4)])
 def test_what_several_ops_read_in_chunks_is_summed_chunk_by_chunk(
-    lanes: Lanes, degrees: tuple[int, int]
+    streams: ScheduleStreams, degrees: tuple[int, int]
 ) -> None:
     """``y = a + b`` with ``a = x ** 3`` and ``b = x ** 3``, in chunks of two sizes."""
     num_chunks = 12
     tasks = (
-        *(task(FIRST, [X], [A], span) for span in spans(num_chunks, degrees[0])),
-        *(task(SECOND, [X], [B], span) for span in spans(num_chunks, degrees[1])),
-        task(JOIN, [A, B], [Y], Span(0, num_chunks)),
+        *(
+            task(FIRST, [X], [A], chunk_range)
+            for chunk_range in chunk_ranges(num_chunks, degrees[0])
+        ),
+        *(
+            task(SECOND, [X], [B], chunk_range)
+            for chunk_range in chunk_ranges(num_chunks, degrees[1])
+        ),
+        task(JOIN, [A, B], [Y], ChunkRange(0, num_chunks)),
     )
     forward = Schedule(tasks, given(X, num_chunks=num_chunks), given(Y, num_chunks=num_chunks))
     power = Power(Cut.equal(T, num_chunks))
     stages = {FIRST: power, SECOND: power, JOIN: Local(lambda a, b: (a + b,))}
     x = rand(T, D).requires_grad_()
-    (y,) = Program(forward, forward.reversed(), Crew(stages), lanes, num_chunks)(x)
+    (y,) = Program(forward, forward.reversed(), LayerStages(stages), streams, num_chunks)(x)
     assert close(y, 2 * x.detach() ** 3)
     y.sum().backward()
     assert close(x.grad, 6 * x.detach() ** 2)
 
 
 @BOTH
-def test_chunks_that_no_gradient_reached_are_zero(lanes: Lanes) -> None:
+def test_chunks_that_no_gradient_reached_are_zero(streams: ScheduleStreams) -> None:
     """Of two outputs, first half and second half, one is used."""
-    halves = spans(2, 2)
+    halves = chunk_ranges(2, 2)
     forward = Schedule(
-        tuple(task(FIRST, [X], [Y], span) for span in halves),
+        tuple(task(FIRST, [X], [Y], chunk_range) for chunk_range in halves),
         given(X, num_chunks=2),
-        tuple(Value(Y, 0, span) for span in halves),
+        tuple(Value(Y, 0, chunk_range) for chunk_range in halves),
     )
     power = Power(Cut.equal(T, 2))
     x = rand(T, D).requires_grad_()
-    _, second = Program(forward, forward.reversed(), Crew({FIRST: power}), lanes, 2)(x)
+    _, second = Program(forward, forward.reversed(), LayerStages({FIRST: power}), streams, 2)(x)
     second.sum().backward()
     # 11 tokens: 6 and 5.
     expected = 3 * x.detach() ** 2
@@ -543,16 +575,16 @@ class Sees:
     is_on: bool
     seen: list[str] = field(default_factory=list)
 
-    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
-        assert lanes.seconds_between(start, end) >= 0
+    def saw(self, task: Task, start: Mark, end: Mark, streams: ScheduleStreams) -> None:
+        assert streams.seconds_between(start, end) >= 0
         self.seen.append(str(task))
 
     def issued(self, task: Task, seconds: float) -> None:
         raise AssertionError("no device runs these tasks")
 
 
-class CountingLanes(InlineLanes):
-    """Inline lanes that count how often they are asked for the time."""
+class CountingStreams(InlineStreams):
+    """Inline streams that count how often they are asked for the time."""
 
     def __init__(self) -> None:
         self.num_marks = 0
@@ -564,8 +596,8 @@ class CountingLanes(InlineLanes):
 
 def test_observers_see_all_tasks_in_order_when_they_are_on() -> None:
     on, off = Sees(True), Sees(False)
-    lanes = CountingLanes()
-    program = diamond(lanes, on, off)
+    streams = CountingStreams()
+    program = diamond(streams, on, off)
     x, *w = leaves()
     (y,) = program(x, tuple(w))
     forward = ["double[0,0]", "scale[0,0]", "join[0,0]"]
@@ -574,8 +606,8 @@ def test_observers_see_all_tasks_in_order_when_they_are_on() -> None:
     y.sum().backward()
     assert on.seen == forward
     assert off.seen == ["join'[0,0]", "scale'[0,0]", "double'[0,0]"]
-    assert lanes.num_marks == 12  # begin and end of each task
+    assert streams.num_marks == 12  # begin and end of each task
     off.is_on = False
     program(x, tuple(w))
-    assert lanes.num_marks == 12
+    assert streams.num_marks == 12
     assert (len(on.seen), len(off.seen)) == (3, 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other, worked out by hand. Pure: no ranks."""
+"""What ranks report to each other, worked out by hand. Pure: no ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.moe.observation import Pass, Rows
 from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.report.page import page_of
@@ -27,24 +27,26 @@ from ds_moe_ext.report.rank_figures import (
     exchanges_s,
     exposed_s,
 )
-from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
+from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, TracedTask
 from ds_moe_ext.report.summary import ranks_line, scores_line
 from tests.test_report import worked
 
 
-def span(name: str, lane: str, start_s: float, end_s: float, phase: str = "forward") -> Span:
-    return Span(name, lane, phase, "m.0", "0", start_s, end_s)
+def traced_task(
+    name: str, stream: str, start_s: float, end_s: float, phase: str = "forward"
+) -> TracedTask:
+    return TracedTask(name, stream, phase, "m.0", "0", start_s, end_s)
 
 
 STEP = (
-    span("gate", "compute", 0.0, 1.0),
-    span("dispatch", "inter", 1.0, 3.0),  # hidden for a second
-    span("expert", "compute", 2.0, 4.0),
-    span("join", "compute", 4.0, 4.5),  # copies were late
-    span("gather", "param", 0.0, 4.5),  # beside all of it
-    span("combine", "inter", 5.0, 6.0),
-    span("cell_gather", "intra", 5.5, 7.0),  # beside that
-    span("gradients", "inter", 8.0, 9.0, "backward"),  # the host computes meanwhile
+    traced_task("gate", "compute", 0.0, 1.0),
+    traced_task("dispatch", "inter", 1.0, 3.0),  # hidden for a second
+    traced_task("expert", "compute", 2.0, 4.0),
+    traced_task("join", "compute", 4.0, 4.5),  # replicas were late
+    traced_task("gather", "param", 0.0, 4.5),  # beside all of it
+    traced_task("combine", "inter", 5.0, 6.0),
+    traced_task("etp_gather", "intra", 5.5, 7.0),  # beside that
+    traced_task("gradients", "inter", 8.0, 9.0, "backward"),  # the host computes meanwhile
 )
 
 
@@ -53,18 +55,18 @@ def test_communication_that_nothing_hides() -> None:
     assert exposed_s(STEP[:1]) == exposed_s(()) == 0.0
 
 
-def test_exchanges_are_in_the_order_of_their_lane() -> None:
-    later = span("dispatch", "inter", 0.5, 0.75)
+def test_exchanges_are_in_the_order_of_their_stream() -> None:
+    later = traced_task("dispatch", "inter", 0.5, 0.75)
     assert exchanges_s((*STEP, later)) == pytest.approx((0.25, 2.0, 1.0))
 
 
 @pytest.mark.parametrize(("copied", "stayed"), [([], False), ([0], False), ([0, 1], True)])
 def test_rows_stay_where_all_have_all(copied: list[int], stayed: bool) -> None:
-    home = Placement.block(2, 2)
-    target = home.with_copies(np.stack([np.isin([0, 1], copied)] * 2, axis=1))
+    owner = Placement.block(2, 2)
+    target = owner.with_replicas(np.stack([np.isin([0, 1], copied)] * 2, axis=1))
     nothing_CE = np.zeros((2, 2), dtype=np.int64)
     passes = tuple(
-        Pass(nothing_CE, Destination(each, LocalElseHome(home, each)))
+        Pass(nothing_CE, Destination(each, LocalElseOwner(owner, each)))
         for each in (target, Placement(np.ones((2, 2), dtype=bool)))
     )
     assert Rows(nothing_CE, np.zeros(2, dtype=np.int64), passes).all_stayed == stayed
@@ -72,11 +74,11 @@ def test_rows_stay_where_all_have_all(copied: list[int], stayed: bool) -> None:
 
 
 def test_where_nothing_is_exchanged_nobody_comes_last() -> None:
-    other = dataclasses.replace(span("dispatch", "inter", 7.0, 7.5), layer="m.1")
+    other = dataclasses.replace(traced_task("dispatch", "inter", 7.0, 7.5), layer="m.1")
     assert exchanges_s((*STEP, other), {"m.0"}) == pytest.approx((0.5,))
     own = OwnSteps(0)
     own.saw_tasks(STEP, {"m.0"})
-    assert own.told(1.0).exchanges_s == ()
+    assert own.reported(1.0).exchanges_s == ()
 
 
 def figures(rank: int, exchanges: Sequence[float] = (), **other: object) -> RankFigures:
@@ -87,22 +89,22 @@ def figures(rank: int, exchanges: Sequence[float] = (), **other: object) -> Rank
 def test_who_comes_last_waits_least() -> None:
     # Ranks 4 and 6 exchange rows, and 5 with 7. To the first exchange rank 6 came 3 s late, to the
     # second rank 4 did 1 s late; 7 was always the last.
-    told = [
+    lines = [
         figures(4, (5.0, 1.0)),
         figures(5, (3.0, 3.0)),
         figures(6, (2.0, 2.0)),
         figures(7, (1.0, 1.0)),
     ]
-    waited_s_R, sent_s_R, num_last_R = Exchanged.of(told, [[4, 6], [5, 7]])
+    waited_s_R, sent_s_R, num_last_R = Exchanged.of(lines, [[4, 6], [5, 7]])
     assert waited_s_R.tolist() == [3.0, 4.0, 1.0, 0.0]
     assert sent_s_R.tolist() == [3.0, 2.0, 3.0, 2.0]
     assert num_last_R.tolist() == [1, 0, 1, 2]
 
 
 def test_ranks_that_saw_unlike_exchanges_are_not_compared() -> None:
-    told = [figures(0, (1.0, 1.0)), figures(1, (1.0,)), figures(2, (4.0,))]
+    lines = [figures(0, (1.0, 1.0)), figures(1, (1.0,)), figures(2, (4.0,))]
     for partners in ([[0, 1]], [[2]], [[2, 3]]):
-        assert not any(each.any() for each in Exchanged.of(told, partners))
+        assert not any(each.any() for each in Exchanged.of(lines, partners))
 
 
 class Clock:
@@ -179,7 +181,8 @@ def with_ranks() -> RunRecord:
 
 
 def test_a_run_that_has_just_gone_on() -> None:
-    """Its first step is one behind which ranks tell each other: nobody knows how long it took."""
+    """Its first step is one behind which ranks report to each other: nobody knows how long it
+    took."""
     seen = RanksSeen(OwnSteps(0), [[0]], lambda own: [own])
     seen.after_step(159, 64.0)
     ranks = seen.record()
@@ -189,25 +192,25 @@ def test_a_run_that_has_just_gone_on() -> None:
 
 
 def test_the_first_scores_that_are_no_numbers() -> None:
-    """Of all ranks, in the order of steps and layers; later ones are not told."""
+    """Of all ranks, in the order of steps and layers; later ones are not reported."""
     good, bad = torch.tensor(3.0), torch.tensor(torch.inf)
     ranks = [OwnSteps(0), OwnSteps(1)]
-    told: list[BadScores] = []
+    lines: list[BadScores] = []
     seen = RanksSeen(
         ranks[0],
         [[0, 1]],
-        lambda own: [own, ranks[1].told(1.0)],
-        on_bad_scores=told.append,
+        lambda own: [own, ranks[1].reported(1.0)],
+        on_bad_scores=lines.append,
     )
     for step in range(20):
         ranks[0].saw_scores(step, [good, None, bad if step > 5 else good])
         ranks[1].saw_scores(step, [good, bad * 0 if step >= 5 else good, good])
         seen.after_step(step, 1.0)
-    assert told == [BadScores(step=5, layer=1, rank=1)]
+    assert lines == [BadScores(step=5, layer=1, rank=1)]
     ranks_record = seen.record()
-    assert ranks_record is not None and ranks_record.bad_scores == told[0]
+    assert ranks_record is not None and ranks_record.bad_scores == lines[0]
     run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks_record).to_json())
-    assert run.ranks is not None and run.ranks.bad_scores == told[0]
+    assert run.ranks is not None and run.ranks.bad_scores == lines[0]
     assert scores_line(run).startswith("scores of m.1.a were no finite numbers in step 5")
     assert scores_line(worked()) == ""
     hostile = run.to_json().replace('"bad_scores": [5, 1, 1]', '"bad_scores": [5, 2, 1]')

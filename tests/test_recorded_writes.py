@@ -73,7 +73,7 @@ def test_they_are_those_of_all_together(seed: int, is_flat: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("initialize", "says"),
+    ("initialize", "expected"),
     [
         (lambda weight: None, "^$"),
         (lambda weight: nn.init.orthogonal_(weight, 2.0), "orthogonal_"),
@@ -84,8 +84,10 @@ def test_they_are_those_of_all_together(seed: int, is_flat: bool) -> None:
         (lambda weight: torch._foreach_zero_([weight, torch.zeros(3)]), "_foreach_zero_"),
     ],
 )
-def test_what_is_of_all_together_is_told(initialize: Callable[[Tensor], None], says: str) -> None:
-    with pytest.raises(Unknown, match=says):
+def test_what_is_of_all_together_is_reported(
+    initialize: Callable[[Tensor], None], expected: str
+) -> None:
+    with pytest.raises(Unknown, match=expected):
         each_alone(torch.empty(E, F, D, device="meta"), initialize, is_flat=False)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose rows go by way of the nodes: bit for bit as they go directly, and as dense experts.
 
-Shape letters: W ranks, E experts, C cells, P ranks that exchange rows, D model width, F expert
+Shape letters: W ranks, E experts, C EP ranks, P ranks that exchange rows, D model width, F expert
 width.
 """
 
@@ -23,7 +23,7 @@ from ds_moe_ext.core.all_to_all import Relay
 from ds_moe_ext.core.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import RowSplits
-from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.core.share import NearestReplica
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.dispatch import Wire, carrier_of
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
@@ -37,7 +37,7 @@ from ds_moe_ext.planning.layer_pipelines import HostSeconds, Measured, MeasuredL
 from ds_moe_ext.planning.prices import AllReduce, Line, LinearCost
 from ds_moe_ext.planning.probe import Payload, measure_carrier, quick_bench
 from ds_moe_ext.planning.strategy import Destination, Job, Plan, Strategy
-from ds_moe_ext.schedule.task import INTER, Cut, Span
+from ds_moe_ext.schedule.task import INTER, ChunkRange, Cut
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.testing import dense_experts, relative_error
@@ -53,15 +53,15 @@ BY_NODES = [Way.BY_LEADERS, Way.BY_PLACES]
 class Case:
     world_size: int = 4
     ranks_per_node: int = 2
-    cell_size: int = 1
-    num_cells: int | None = None
+    etp_size: int = 1
+    num_ep_ranks: int | None = None
     num_experts: int = 8
     tokens_W: tuple[int, ...] = (24,) * 8  # tokens of each rank
     hot: float = 0.0  # added to the first expert's logits
     degrees: tuple[int, int] = (1, 1)
     capacity_factor: float | None = None
     copied: bool = False
-    revised: bool = False  # more copies once the rows are known
+    revised: bool = False  # more replicas once the rows are known
     send_once: bool = False
     top_k: int = 2
 
@@ -72,8 +72,8 @@ class Case:
 
     @property
     def grid(self) -> Grid:
-        num_cells = self.num_cells or self.world_size // self.cell_size
-        return Grid(self.world_size, num_cells, self.cell_size)
+        num_ep_ranks = self.num_ep_ranks or self.world_size // self.etp_size
+        return Grid(self.world_size, num_ep_ranks, self.etp_size)
 
 
 CASES = {
@@ -86,20 +86,20 @@ CASES = {
     "one hot expert": Case(hot=50.0),
     "no rows at all": Case(tokens_W=(0,) * 4),
     "capacity": Case(capacity_factor=0.7, degrees=(2, 3)),
-    "cells of two": Case(world_size=8, ranks_per_node=4, cell_size=2, degrees=(2, 3)),
-    "two grids": Case(world_size=8, num_cells=4),
+    "ETP groups of two": Case(world_size=8, ranks_per_node=4, etp_size=2, degrees=(2, 3)),
+    "two grids": Case(world_size=8, num_ep_ranks=4),
     "once": Case(world_size=8, ranks_per_node=4, send_once=True, top_k=5, degrees=(2, 3)),
-    "once, cells of two": Case(world_size=8, ranks_per_node=4, cell_size=2, send_once=True),
+    "once, ETP groups of two": Case(world_size=8, ranks_per_node=4, etp_size=2, send_once=True),
     "once on one node": Case(ranks_per_node=4, send_once=True),
     "once, ragged": Case(tokens_W=(9, 0, 30, 1), send_once=True, top_k=4),
-    "copies": Case(copied=True),
-    "copies in chunks": Case(copied=True, degrees=(3, 2)),
+    "replicas": Case(copied=True),
+    "replicas in chunks": Case(copied=True, degrees=(3, 2)),
     "revised copies": Case(world_size=8, ranks_per_node=4, copied=True, revised=True, hot=3.0),
     "one node": Case(ranks_per_node=4),
-    "one cell a node": Case(cell_size=2),
+    "an EP rank a node": Case(etp_size=2),
     "unlike nodes": Case(ranks_per_node=3),
 }
-FLAT = {"one node", "once on one node", "one cell a node", "unlike nodes"}
+FLAT = {"one node", "once on one node", "an EP rank a node", "unlike nodes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destina
     holds_EC = held.holds_EC.copy()
     holds_EC[rows_CE.sum(axis=0).argmax()] = True
     target = Placement(holds_EC)
-    return Destination(target, NearestCopy(target, node_C))
+    return Destination(target, NearestReplica(target, node_C))
 
 
 def strategy_of(case: Case, way: Way, layout: ParallelLayout | None = None) -> Strategy:
@@ -130,10 +130,10 @@ def strategy_of(case: Case, way: Way, layout: ParallelLayout | None = None) -> S
         degree = TwoDegrees(forward=forward, backward=backward)
         esp = ExpertSharding(degree=degree, slice_gradients=False, all_to_all=way.value)
         return esp.over(ExpertParallel(send_once=case.send_once))
-    num_cells = case.grid.num_cells
-    home = Placement.block(case.num_experts, num_cells)
-    chance = np.random.default_rng(0).random(home.holds_EC.shape) < 0.4
-    target = Placement(home.holds_EC | chance)
+    num_ep_ranks = case.grid.num_ep_ranks
+    take_back = Placement.block(case.num_experts, num_ep_ranks)
+    chance = np.random.default_rng(0).random(take_back.holds_EC.shape) < 0.4
+    target = Placement(take_back.holds_EC | chance)
     revise = None
     if case.revised and layout is not None:
         revise = partial(revised, target, node_C=layout.node_C)
@@ -178,12 +178,12 @@ def _one_way(rank: int, case: Case, way: Way) -> tuple[list[Tensor], list[int]]:
     uses = strategy_of(case, way).uses()
     layout = ParallelLayout.build(case.grid, uses, case.ranks_per_node)
     strategy = strategy_of(case, way, layout)
-    home = Placement.block(case.num_experts, case.grid.num_cells)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    take_back = Placement.block(case.num_experts, case.grid.num_ep_ranks)
+    (plan,) = strategy.plan(Job.at_start([take_back], layout.node_C))
     gate_ED, up, down = weights_of(case)
-    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), case.cell_size)
+    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), case.etp_size)
     parts = [shard.of(number, weight, first_dim=1) for number, weight in enumerate((up, down))]
-    mine = home.experts_of(layout.index("ep"))
+    mine = take_back.experts_of(layout.index("ep"))
     layer = MoELayer(
         nn.ParameterList([gate_ED]),
         nn.ParameterList([part[expert] for expert in mine for part in parts]),
@@ -196,7 +196,7 @@ def _one_way(rank: int, case: Case, way: Way) -> tuple[list[Tensor], list[int]]:
     )
     assert f"way {way.value}" in layer.routed.describe()
     if case.copied:
-        layer.routed.allow_copies((up[0].requires_grad_(), down[0].requires_grad_()))
+        layer.routed.allow_replicas((up[0].requires_grad_(), down[0].requires_grad_()))
     x, grad = tokens_of(case, rank)
     with relays_counted() as hops:
         y = layer(x.requires_grad_()).y
@@ -217,8 +217,8 @@ def _all_ways(rank: int, world_size: int, case: Case) -> tuple[list[Tensor], dic
     return direct, {way: hops for way, (_, hops) in results.items()}
 
 
-GUARDED = ("four nodes", "two nodes of four", "chunks", "copies", "once", "cells of two")
-"""By ragged rows, copies in chunks, and rows sent once in cells of two."""
+GUARDED = ("four nodes", "two nodes of four", "chunks", "replicas", "once", "ETP groups of two")
+"""By ragged rows, replicas in chunks, and rows sent once in ETP groups of two."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in CASES])
@@ -236,7 +236,7 @@ def test_every_way_is_the_direct_one(name: str) -> None:
             assert relative_error(x_grad, x.grad) <= 1e-12
         # Two all-to-alls a chunk in each direction; a leader has one hop more than the others.
         count = 0 if name in FLAT else 2 * sum(case.degrees)
-        leads = rank % case.ranks_per_node < case.cell_size
+        leads = rank % case.ranks_per_node < case.etp_size
         assert hops == {
             Way.DIRECT: [],
             Way.BY_LEADERS: [2 + leads] * count,
@@ -255,7 +255,7 @@ def test_lists_of_the_nodes() -> None:
     layout = layout_of(Grid(8, 8), 5, 4)
     assert layout.lists_along(WITHIN_NODES) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert layout.lists_along(BETWEEN_NODES) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    # Cells 01, 23, 45, 67: one rank of each exchanges rows.
+    # EP ranks 01, 23, 45, 67: one rank of each exchanges rows.
     layout = layout_of(Grid(8, 4, 2), 5, 4)
     assert layout.lists_along(WITHIN_NODES) == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert layout.lists_along(BETWEEN_NODES) == [[0, 4], [2, 6], [1, 5], [3, 7]]
@@ -272,10 +272,10 @@ def test_lists_of_the_nodes() -> None:
 @pytest.mark.parametrize(
     ("grid", "ranks_per_node", "why"),
     [
-        (Grid(4, 4), 4, "all cells are on one node"),
-        (Grid(8, 4), 4, "all cells are on one node"),
-        (Grid(4, 2, 2), 2, "every node has one cell"),
-        (Grid(4, 4), 3, "nodes have 3, 1 cells: not equally many"),
+        (Grid(4, 4), 4, "all EP ranks are on one node"),
+        (Grid(8, 4), 4, "all EP ranks are on one node"),
+        (Grid(4, 2, 2), 2, "every node has an EP rank"),
+        (Grid(4, 4), 3, "nodes have 3, 1 EP ranks: not equally many"),
         (Grid(8, 8), 4, ""),
     ],
 )
@@ -312,9 +312,9 @@ def _encoded(rank: int, world_size: int) -> None:
         )
         wire = Wire.between(layout, INTER, torch.device("cpu"), way).through(coding)
         assert (wire.carrier is None) == (way is Way.DIRECT)
-        arrived[way] = wire.out(rows_ND, Span(0, 1), route)
-        home_ND = wire.home(arrived[way], Span(0, 1), route)
-        assert torch.equal(home_ND, rows_ND.float().double())
+        arrived[way] = wire.out(rows_ND, ChunkRange(0, 1), route)
+        back_ND = wire.take_back(arrived[way], ChunkRange(0, 1), route)
+        assert torch.equal(back_ND, rows_ND.float().double())
     assert all(torch.equal(rows, arrived[Way.DIRECT]) for rows in arrived.values())
 
 
@@ -350,14 +350,14 @@ def esp(**keys: Any) -> Strategy:
 
 def job_of(ways: Sequence[Mapping[Way, LinearCost]]) -> Job:
     """One layer for each, whose other operations cost nothing."""
-    home = Placement.block(4, 4)
+    take_back = Placement.block(4, 4)
     nothing = LinearCost(alpha_s=0.0, beta_s=0.0, n=1)
     free = LayerCosts(
         all_to_all=nothing, all_gather=nothing, reduce_scatter=nothing, expert=nothing
     )
     layers = tuple(MeasuredLayer(free, 0.0, 0, exchanges) for exchanges in ways)
     measured = Measured(layers, 0, AllReduce(1.0, 1.0), 4)
-    job = Job.at_start([home] * len(layers), np.array([0, 0, 1, 1]))
+    job = Job.at_start([take_back] * len(layers), np.array([0, 0, 1, 1]))
     return replace(job, pipelines=measured)
 
 
@@ -370,17 +370,17 @@ def test_plans_say_the_fastest_way() -> None:
     job = job_of([costs(1, 2, 3), costs(3, 2, 1), costs(3, 1, 2)])
     plans = esp().plan(job)
     assert [plan.way for plan in plans] == [Way.DIRECT, Way.BY_PLACES, Way.BY_LEADERS]
-    told = "rows travel in 1 chunk forward and 1 chunk backward, between cells by "
-    assert esp().describe(job) == f"{told}direct, 2dh, 1dh all-to-alls"
+    text = "rows travel in 1 chunk forward and 1 chunk backward, between EP ranks by "
+    assert esp().describe(job) == f"{text}direct, 2dh, 1dh all-to-alls"
     same = job_of([costs(3, 2, 1)] * 2)
-    assert esp().describe(same) == f"{told}2dh all-to-alls"
+    assert esp().describe(same) == f"{text}2dh all-to-alls"
     assert "all-to-all" not in esp().describe(job_of([{}]))
     host = HostSeconds(layer_s=1e-3, chunk_s=1.25e-4), HostSeconds(layer_s=1e-3, chunk_s=2e-3)
     plain = job_of([{}])
     assert plain.pipelines is not None
     on_device = replace(plain, pipelines=replace(plain.pipelines, issued=host))
-    told = "1 chunk forward and 1 chunk backward (the host issues one in 0.12 and 2 ms)"
-    assert told in esp().describe(on_device)
+    text = "1 chunk forward and 1 chunk backward (the host issues one in 0.12 and 2 ms)"
+    assert text in esp().describe(on_device)
 
 
 def test_plans_before_costs_are_known() -> None:

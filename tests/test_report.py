@@ -26,9 +26,9 @@ from ds_moe_ext.report.record import (
     Move,
     PlacementRecord,
     RunRecord,
-    Span,
     TermRecord,
     TracedRecord,
+    TracedTask,
 )
 from ds_moe_ext.report.summary import (
     division_line,
@@ -46,17 +46,17 @@ VOID = {"meta", "img", "wbr", "br", "link"}
 NASTY = "a<b>&\"c'</script>"
 
 
-def layer(name: str, home_E: tuple[int, ...]) -> LayerRecord:
-    return LayerRecord(name, "MixtralExperts", len(home_E), 2, home_E, 3 << 20)
+def layer(name: str, owner_E: tuple[int, ...]) -> LayerRecord:
+    return LayerRecord(name, "MixtralExperts", len(owner_E), 2, owner_E, 3 << 20)
 
 
-def at_home(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray) -> np.ndarray:
-    """Rows of each cell when every expert computes at home, ``[I, L, 2 or more]``."""
-    num_cells = max([2, *(1 + max(layer.home_E) for layer in layers)])
-    rows = np.zeros((*rows_ILE.shape[:2], num_cells), dtype=np.int64)
+def at_owner(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray) -> np.ndarray:
+    """Rows of each EP rank when every expert computes at the owner, ``[I, L, 2 or more]``."""
+    num_ep_ranks = max([2, *(1 + max(layer.owner_E) for layer in layers)])
+    rows = np.zeros((*rows_ILE.shape[:2], num_ep_ranks), dtype=np.int64)
     for index, layer in enumerate(layers):
-        for expert, cell in enumerate(layer.home_E):
-            rows[:, index, cell] += rows_ILE[:, index, expert]
+        for expert, ep_rank in enumerate(layer.owner_E):
+            rows[:, index, ep_rank] += rows_ILE[:, index, expert]
     return rows
 
 
@@ -64,11 +64,11 @@ def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: objec
     base = RunRecord(
         strategy="ep",
         world_size=2,
-        num_cells=2,
+        num_ep_ranks=2,
         layers=layers,
         steps_I=tuple(range(10, 10 + 10 * len(rows_ILE), 10)),
         rows_ILE=rows_ILE,
-        cell_rows_ILC=at_home(layers, rows_ILE),
+        ep_rank_rows_ILC=at_owner(layers, rows_ILE),
         seconds_by_kind={"forward:expert": 3.0, "backward:expert": 6.0, "forward:dispatch": 1.0},
         versions={"torch": "2.13.0"},
     )
@@ -76,7 +76,7 @@ def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: objec
 
 
 def worked() -> RunRecord:
-    """Two cells; layer a has 4 experts, layer b has 2 and is padded with zeros."""
+    """Two EP ranks; layer a has 4 experts, layer b has 2 and is padded with zeros."""
     rows_ILE = np.array(
         [
             [[4, 2, 1, 1], [5, 5, 0, 0]],
@@ -88,12 +88,12 @@ def worked() -> RunRecord:
 
 
 def copied() -> RunRecord:
-    """``worked``, had experts 0 and 3 of layer a been copied to the other cell in the last step,
-    and expert 2 moved from cell 0 before it."""
+    """``worked``, had experts 0 and 3 of layer a been copied to the other EP rank in the last step,
+    and expert 2 moved from EP rank 0 before it."""
     run = worked()
     placements = PlacementRecord(
-        copies_ILE=np.array([[[0, 0, 0, 0], [0] * 4], [[1, 0, 0, 1], [0] * 4]]),
-        home_cell_rows_ILC=np.array([[[7, 1], [5, 5]], [[2, 2], [9, 1]]]),
+        replicas_ILE=np.array([[[0, 0, 0, 0], [0] * 4], [[1, 0, 0, 1], [0] * 4]]),
+        owner_ep_rank_rows_ILC=np.array([[[7, 1], [5, 5]], [[2, 2], [9, 1]]]),
         moves=(Move(20, 0, 1),),
         last_step=20,
         copied_to=(((1,), (), (), (0,)), ((), ())),
@@ -107,7 +107,7 @@ def added() -> RunRecord:
     run = copied()
     assert run.placements is not None
     found = AddedRecord(
-        copies_ILE=np.array([[[0] * 4, [0] * 4], [[0, 1, 1, 0], [0] * 4]]),
+        replicas_ILE=np.array([[[0] * 4, [0] * 4], [[0, 1, 1, 0], [0] * 4]]),
         num_passes=2,
         to=(((), ((1, 1),), ((0, 2),), ()), ((), ())),
     )
@@ -136,9 +136,9 @@ TERMS = (
 )
 
 
-def traced(num_tasks: int, name: str = "expert") -> tuple[Span, ...]:
+def traced(num_tasks: int, name: str = "expert") -> tuple[TracedTask, ...]:
     return tuple(
-        Span(
+        TracedTask(
             name,
             "compute",
             ("forward", "backward")[i % 2],
@@ -206,8 +206,8 @@ def words_in(drawing: str) -> str:
 
 def test_balance_worked_by_hand() -> None:
     run = worked()
-    # Layer a: cells hold 6 and 2, mean 4; then 2 and 2. Layer b: 5 and 5; then 9 and 1, mean 5.
-    assert run.cell_rows_ILC.tolist() == [[[6, 2], [5, 5]], [[2, 2], [9, 1]]]
+    # Layer a: EP ranks hold 6 and 2, mean 4; then 2 and 2. Layer b: 5 and 5; then 9 and 1, mean 5.
+    assert run.ep_rank_rows_ILC.tolist() == [[[6, 2], [5, 5]], [[2, 2], [9, 1]]]
     np.testing.assert_allclose(run.balance_IL(), [[1.5, 1.0], [1.0, 1.8]])
     assert run.balance_by_layer() == pytest.approx({"m.0.a": 1.25, "m.1.a": 1.4})
 
@@ -249,14 +249,14 @@ def test_summary_worked_by_hand() -> None:
 
 
 def test_outcomes_worked_by_hand() -> None:
-    # At home, layer a: 7 over 4, then 2 over 2; layer b as it was computed.
+    # At the owner, layer a: 7 over 4, then 2 over 2; layer b as it was computed.
     first, second = outcomes_by_layer(copied())
     assert first == (pytest.approx((1.75 + 1.0) / 2), pytest.approx(1.25), 1.0, 1)
     assert second == (pytest.approx(1.4), pytest.approx(1.4), 0.0, 0)
     assert outcome_of(copied()) == (pytest.approx(1.3875), pytest.approx(1.325), 1.0, 1)
 
 
-def test_outcome_without_copies_or_steps() -> None:
+def test_outcome_without_replicas_or_steps() -> None:
     assert outcome_of(worked()) == (pytest.approx(1.325), pytest.approx(1.325), 0.0, 0)
     nothing = record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64))
     assert outcome_of(nothing) == (1.0, 1.0, 0.0, 0)
@@ -266,14 +266,14 @@ def test_outcome_without_copies_or_steps() -> None:
 def test_divisions_worked_by_hand() -> None:
     run = looked_at()
     assert run.looks is not None
-    # Something was predicted of layer a in step 20 alone, when its cells had 2 and 2 rows. Of the
-    # 8 + 10 + 4 rows that were looked at 10 left their cell, and 2 their node.
+    # Something was predicted of layer a in step 20 alone, when its EP ranks had 2 and 2 rows. Of
+    # the 8 + 10 + 4 rows that were looked at 10 left their EP rank, and 2 their node.
     whole = division_of(run, run.looks, [0, 1])
     assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
     assert division_line(run) == (
-        "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule), "
-        "in 1 of 2 recorded steps, those predicted; copies did not help, and the plan predicted no "
-        "gain; 45.5 % of rows left their EP rank, 9.1 % crossed nodes"
+        "balance 1.00 without replicas -> 1.25 predicted -> 1.00 reached (1.50 by the paper's "
+        "rule), in 1 of 2 recorded steps, those predicted; replicas did not help, and the plan "
+        "predicted no gain; 45.5 % of rows left their EP rank, 9.1 % crossed nodes"
     )
     second = division_of(run, run.looks, [1])
     assert (second.left, second.crossed) == (0.5, 0.0)
@@ -299,34 +299,36 @@ def test_drift_compares_quarters() -> None:
     assert "improved, from 1.50 in the first quarter to 1.00 in the last" in page_of(run)
 
 
-def test_page_of_a_run_with_copies() -> None:
+def test_page_of_a_run_with_replicas() -> None:
     page = checked(copied())
-    assert "at its home only it would have computed <b>1.39 times the mean</b>" in page
-    assert "There were 1.0 copies a step, and homes changed 1 time." in page
-    assert "Balance with copies, and at home only" in page
-    assert "of the experts, and their copies" in page
+    assert "at its owner only it would have computed <b>1.39 times the mean</b>" in page
+    assert "There were 1.0 replicas a step, and owners changed 1 time." in page
+    assert "Balance with replicas, and at the owner only" in page
+    assert "of the experts, and their replicas" in page
     assert "where in step 20, the last" in page
-    assert sum("homes changed" in told for told in pictures(page)) == 1
-    (drawn,) = (told for told in pictures(page) if told.startswith("loads of 4 experts"))
-    assert "their copies, and who held them" in drawn
+    assert sum("owners changed" in reported for reported in pictures(page)) == 1
+    (drawn,) = (
+        reported for reported in pictures(page) if reported.startswith("loads of 4 experts")
+    )
+    assert "their replicas, and who held them" in drawn
     assert f"EP rank 0 1.33{TIMES}, EP rank 1 0.67{TIMES}" in drawn
 
 
-def test_page_of_a_run_with_copies_made_after_the_gate() -> None:
+def test_page_of_a_run_with_replicas_made_after_the_gate() -> None:
     page = checked(added())
-    assert "There were 2.0 copies a step, 1.0 of them made after the gate, and homes" in page
+    assert "There were 2.0 replicas a step, 1.0 of them made after the gate, and owners" in page
     assert "counted where any pass of the step had them" in page
     assert "copy made after the gate" in words_in(
-        chart_files(page)["load-of-the-experts-and-their-copies-colours"]
+        chart_files(page)["load-of-the-experts-and-their-replicas-colours"]
     )
     run = added()
     assert run.placements is not None
-    home, copy, late = charts.HOME, charts.COPY, charts.LATE
+    owner, copy, late = charts.OWNER, charts.REPLICA, charts.LATE
     assert holders(run, run.placements, 0).tolist() == [
-        [home, copy],
-        [home, late],
-        [late, home],
-        [copy, home],
+        [owner, copy],
+        [owner, late],
+        [late, owner],
+        [copy, owner],
     ]
 
 
@@ -338,40 +340,44 @@ def test_no_steps_no_tasks_no_layers() -> None:
     assert "no layer was replaced." in page and "No task was timed" in page
 
 
-def lanes_of(page: str) -> list[str]:
+def streams_of(page: str) -> list[str]:
     """Rows of the drawing of the whole step, from the top."""
-    (told,) = (told for told in pictures(page) if told.startswith("the whole step: "))
-    names = told.partition(": ")[2].partition(" busy")[0].split(", ")
+    (reported,) = (
+        reported for reported in pictures(page) if reported.startswith("the whole step: ")
+    )
+    names = reported.partition(": ")[2].partition(" busy")[0].split(", ")
     return [name.partition(" ")[0] for name in names]
 
 
 def test_the_host_plans_while_rows_are_on_their_way() -> None:
-    def span(name: str, lane: str, start_s: float, end_s: float) -> Span:
-        return Span(name, lane, "forward", "m.0.a", "0", start_s, end_s)
+    def traced_task(name: str, stream: str, start_s: float, end_s: float) -> TracedTask:
+        return TracedTask(name, stream, "forward", "m.0.a", "0", start_s, end_s)
 
     tasks = (
-        span("dispatch", "inter", 0.0, 2.0),
-        span("plan", "host", 1.0, 5.0),  # 1 of 4 seconds under dispatch, 2 under the sum in a cell
-        span("expert", "compute", 2.0, 6.0),
-        span("sum", "intra", 3.0, 8.0),
-        span("mine", "other", 4.0, 5.0),
+        traced_task("dispatch", "inter", 0.0, 2.0),
+        traced_task(
+            "plan", "host", 1.0, 5.0
+        ),  # 1 of 4 seconds under dispatch, 2 under the sum in an ETP group
+        traced_task("expert", "compute", 2.0, 6.0),
+        traced_task("sum", "intra", 3.0, 8.0),
+        traced_task("mine", "other", 4.0, 5.0),
     )
     page = checked(dataclasses.replace(worked(), traced=TracedRecord(tasks)))
-    assert lanes_of(page) == ["compute", "inter", "intra", "host", "other"]
+    assert streams_of(page) == ["compute", "inter", "intra", "host", "other"]
     assert "The host planned the next step for 4 s, during 75 % of which rows were on" in page
     assert "planned" not in checked(dataclasses.replace(worked(), traced=TracedRecord(tasks[:1])))
 
 
 def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
-    def span(layer: str, name: str, lane: str, start_s: float, end_s: float) -> Span:
-        return Span(name, lane, "forward", layer, "0", start_s, end_s)
+    def traced_task(layer: str, name: str, stream: str, start_s: float, end_s: float) -> TracedTask:
+        return TracedTask(name, stream, "forward", layer, "0", start_s, end_s)
 
     tasks = (
-        span("m.0", "expert", "compute", 0.0, 4.0),
-        span("m.1", "gather", "param", 1.0, 3.0),  # beside the layer before
-        span("m.0", "plan", "host", 3.0, 5.0),  # beside the layer behind
-        span("m.1", "expert", "compute", 4.0, 8.0),
-        span("m.2", "gather", "param", 5.0, 6.0),  # of a layer without any others
+        traced_task("m.0", "expert", "compute", 0.0, 4.0),
+        traced_task("m.1", "gather", "param", 1.0, 3.0),  # beside the layer before
+        traced_task("m.0", "plan", "host", 3.0, 5.0),  # beside the layer behind
+        traced_task("m.1", "expert", "compute", 4.0, 8.0),
+        traced_task("m.2", "gather", "param", 5.0, 6.0),  # of a layer without any others
     )
     assert [(one.start_s, one.end_s) for one in stretches(tasks)] == [(0.0, 4.0), (4.0, 8.0)]
     again = dataclasses.replace(tasks[0], start_s=8.0, end_s=9.0)  # in another micro-batch
@@ -382,12 +388,14 @@ def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
     assert "2 tasks in 7 s, from 1 s into the step" in page
 
 
-def timed(name: str, lane: str, start_s: float, end_s: float, by: int | None, **other: str) -> Span:
+def timed(
+    name: str, stream: str, start_s: float, end_s: float, by: int | None, **other: str
+) -> TracedTask:
     given = {"phase": "forward", "layer": "m.0.a", "chunk": "0", **other}
-    return Span(name, lane, start_s=start_s, end_s=end_s, bound_by=by, **given)
+    return TracedTask(name, stream, start_s=start_s, end_s=end_s, bound_by=by, **given)
 
 
-def step_of_two_layers() -> tuple[Span, ...]:
+def step_of_two_layers() -> tuple[TracedTask, ...]:
     """A step of 10 s in which tasks of two layers run from 1 s to 7 s."""
     return (
         timed("dispatch", "inter", 1.0, 2.0, None),
@@ -399,32 +407,36 @@ def step_of_two_layers() -> tuple[Span, ...]:
 
 
 def test_the_rest_of_the_model_lies_between_the_layers() -> None:
-    spans = step_of_two_layers()
-    assert [(one.start_s, one.end_s, one.layer) for one in Step(spans, 10.0).others()] == [
+    traced_tasks = step_of_two_layers()
+    assert [(one.start_s, one.end_s, one.layer) for one in Step(traced_tasks, 10.0).others()] == [
         (0.0, 1.0, "before the first layer: data, embedding"),
         (4.0, 5.0, "between m.0.a and m.1.a, forward"),
         (6.0, 6.5, "between forward and backward of m.1.a"),
         (7.0, 10.0, "behind the last layer: gradients, optimizer"),
     ]
-    assert Step(spans).others() == []  # of a file that does not say how long the step was
-    page = checked(dataclasses.replace(worked(), traced=TracedRecord(spans, 10.0)))
+    assert Step(traced_tasks).others() == []  # of a file that does not say how long the step was
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(traced_tasks, 10.0)))
     assert "rest of the model" in page
 
 
 def test_the_critical_path_in_words_and_drawn() -> None:
     # Its tasks take 1, 2, 1 and 0.5 of 6 seconds.
-    spans = step_of_two_layers()
-    assert [(span.name, span.start_s) for span in critical_path(spans)] == [
+    traced_tasks = step_of_two_layers()
+    assert [
+        (traced_task.name, traced_task.start_s) for traced_task in critical_path(traced_tasks)
+    ] == [
         ("expert", 6.5),
         ("expert", 5.0),
         ("expert", 2.0),
         ("dispatch", 1.0),
     ]
-    told = critical(spans)
-    assert "6 s went by: expert 58 %, dispatch 17 %; none of these was at work for 25 %." in told
+    reported = critical(traced_tasks)
+    assert (
+        "6 s went by: expert 58 %, dispatch 17 %; none of these was at work for 25 %." in reported
+    )
     assert critical(traced(3)) == "" and critical_path(traced(3)) == []
-    page = checked(dataclasses.replace(worked(), traced=TracedRecord(spans, 10.0)))
-    (shown,) = (told for told in pictures(page) if told.startswith("the whole step: "))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(traced_tasks, 10.0)))
+    (shown,) = (reported for reported in pictures(page) if reported.startswith("the whole step: "))
     assert "critical path 45 %" in shown and "rest of the model" in shown
 
 
@@ -461,8 +473,8 @@ def test_two_runs_are_compared_over_the_steps_of_both() -> None:
     assert "were as balanced, the busiest EP rank with <b>1.40 times" in page
     drawn = pictures(page)
     assert f"balance over the steps: ours 1.40{TIMES}, {NASTY} 1.40{TIMES}" in drawn
-    assert sum(told.startswith("loads of ") for told in drawn) == 4
-    assert sum(told.startswith("the whole step") for told in drawn) == 1
+    assert sum(reported.startswith("loads of ") for reported in drawn) == 4
+    assert sum(reported.startswith("the whole step") for reported in drawn) == 1
     assert chart_files(page).keys() >= {"balance-over-the-steps", "timeline-of-one-step-ours-fssdp"}
     moved = dataclasses.replace(worked(), steps_I=(11, 21))
     with pytest.raises(ValueError, match="ours and theirs have no recorded step in common; name"):
@@ -472,8 +484,8 @@ def test_two_runs_are_compared_over_the_steps_of_both() -> None:
 def test_values_of_any_kind_are_drawn_over_the_steps() -> None:
     bins = gather_steps((0, 10, 20), max_bins=9)
     values = {"ours": np.array([1.0, UNKNOWN, 3.0]), "unknown": np.full(3, UNKNOWN)}
-    (told,) = pictures(value_chart(values, bins, seconds_text, what="seconds"))
-    assert told == "seconds over the steps: ours 2 s"
+    (reported,) = pictures(value_chart(values, bins, seconds_text, what="seconds"))
+    assert reported == "seconds over the steps: ours 2 s"
     lacking = {"unknown": np.full(3, UNKNOWN)}
     assert value_chart(lacking, bins, seconds_text, what="seconds") == ""
     for flat in ([95.0, 99.0, 97.0], [0.0, 0.0, 0.0], [3.0, 3.0, 3.0]):
@@ -483,25 +495,27 @@ def test_values_of_any_kind_are_drawn_over_the_steps() -> None:
 def test_tasks_without_length() -> None:
     checked(
         dataclasses.replace(
-            worked(), traced=TracedRecord((Span("gate", "c", "f", "m", "0", 1.0, 1.0),))
+            worked(), traced=TracedRecord((TracedTask("gate", "c", "f", "m", "0", 1.0, 1.0),))
         )
     )
 
 
-def test_large_record_with_copies_stays_small() -> None:
+def test_large_record_with_replicas_stays_small() -> None:
     rng = np.random.default_rng(0)
-    num_steps, num_layers, num_experts, num_cells = 400, 6, 256, 32
+    num_steps, num_layers, num_experts, num_ep_ranks = 400, 6, 256, 32
     rows_ILE = rng.geometric(0.02, size=(num_steps, num_layers, num_experts))
-    home_E = tuple(int(cell) for cell in np.arange(num_experts) // 8)
-    layers = tuple(layer(f"model.layers.{i}.mlp", home_E) for i in range(num_layers))
-    run = record(layers, rows_ILE, num_cells=num_cells)
+    owner_E = tuple(int(ep_rank) for ep_rank in np.arange(num_experts) // 8)
+    layers = tuple(layer(f"model.layers.{i}.mlp", owner_E) for i in range(num_layers))
+    run = record(layers, rows_ILE, num_ep_ranks=num_ep_ranks)
     placements = PlacementRecord(
-        copies_ILE=rng.integers(0, num_cells, rows_ILE.shape) * (rng.random(rows_ILE.shape) < 0.1),
-        home_cell_rows_ILC=run.cell_rows_ILC,
+        replicas_ILE=rng.integers(0, num_ep_ranks, rows_ILE.shape)
+        * (rng.random(rows_ILE.shape) < 0.1),
+        owner_ep_rank_rows_ILC=run.ep_rank_rows_ILC,
         moves=tuple(Move(step, i, 3) for step in range(10, 4000, 100) for i in range(num_layers)),
         last_step=4000,
         copied_to=tuple(
-            tuple(tuple(range(expert % num_cells)) for expert in range(num_experts)) for _ in layers
+            tuple(tuple(range(expert % num_ep_ranks)) for expert in range(num_experts))
+            for _ in layers
         ),
     )
     page = checked(dataclasses.replace(run, placements=placements))
@@ -540,11 +554,11 @@ def test_units() -> None:
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
-    num_cells = data.draw(st.integers(1, 4))
-    homes = st.lists(st.integers(0, num_cells - 1), min_size=1, max_size=6).map(tuple)
+    num_ep_ranks = data.draw(st.integers(1, 4))
+    owners = st.lists(st.integers(0, num_ep_ranks - 1), min_size=1, max_size=6).map(tuple)
     names = st.text(max_size=8).filter(lambda name: "nan" not in name.lower())
     layers = tuple(
-        layer(data.draw(names), home_E) for home_E in data.draw(st.lists(homes, max_size=8))
+        layer(data.draw(names), owner_E) for owner_E in data.draw(st.lists(owners, max_size=8))
     )
     num_experts = max((one.num_experts for one in layers), default=0)
     rows_ILE = np.zeros((data.draw(st.integers(0, 9)), len(layers), num_experts), dtype=np.int64)
@@ -552,11 +566,11 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
     for index, one in enumerate(layers):
         loads = rng.poisson(rng.choice([0.0, 1.0, 50.0]), (len(rows_ILE), one.num_experts))
         rows_ILE[:, index, : one.num_experts] = loads
-    spans = tuple(
-        dataclasses.replace(span, name=data.draw(names), lane=data.draw(names))
-        for span in traced(data.draw(st.integers(0, 4)))
+    traced_tasks = tuple(
+        dataclasses.replace(traced_task, name=data.draw(names), stream=data.draw(names))
+        for traced_task in traced(data.draw(st.integers(0, 4)))
     )
-    run = record(layers, rows_ILE, num_cells=num_cells, traced=TracedRecord(spans))
+    run = record(layers, rows_ILE, num_ep_ranks=num_ep_ranks, traced=TracedRecord(traced_tasks))
     placements = data.draw(st.none() | st.just(any_placements(run, rng)))
     looks = data.draw(st.none() | st.just(any_looks(run, rng)))
     seconds = st.floats(0, 1e6)
@@ -565,17 +579,17 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
 
 
 def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:
-    """Copies and moves that need not have anything to do with the run but its shape."""
-    cells = np.arange(run.num_cells)
+    """Replicas and moves that need not have anything to do with the run but its shape."""
+    ep_ranks = np.arange(run.num_ep_ranks)
     return PlacementRecord(
-        copies_ILE=rng.integers(0, run.num_cells, run.rows_ILE.shape),
-        home_cell_rows_ILC=rng.poisson(3.0, run.cell_rows_ILC.shape),
+        replicas_ILE=rng.integers(0, run.num_ep_ranks, run.rows_ILE.shape),
+        owner_ep_rank_rows_ILC=rng.poisson(3.0, run.ep_rank_rows_ILC.shape),
         moves=tuple(Move(int(rng.integers(0, 99)), index, 1) for index in range(len(run.layers))),
         last_step=99,
         copied_to=tuple(
             tuple(
-                tuple(cells[(rng.random(run.num_cells) < 0.3) & (cells != home)].tolist())
-                for home in one.home_E
+                tuple(ep_ranks[(rng.random(run.num_ep_ranks) < 0.3) & (ep_ranks != owner)].tolist())
+                for owner in one.owner_E
             )
             for one in run.layers
         ),
@@ -585,10 +599,10 @@ def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:
 
 def any_added(run: RunRecord, rng: np.random.Generator) -> AddedRecord:
     """Likewise."""
-    copies_ILE = rng.integers(0, run.num_cells, run.rows_ILE.shape)
-    to = (((int(rng.integers(run.num_cells)), 1),) for one in run.layers for _ in one.home_E)
+    replicas_ILE = rng.integers(0, run.num_ep_ranks, run.rows_ILE.shape)
+    to = (((int(rng.integers(run.num_ep_ranks)), 1),) for one in run.layers for _ in one.owner_E)
     return AddedRecord(
-        copies_ILE, 2, tuple(tuple(next(to) for _ in one.home_E) for one in run.layers)
+        replicas_ILE, 2, tuple(tuple(next(to) for _ in one.owner_E) for one in run.layers)
     )
 
 
@@ -602,24 +616,24 @@ def any_looks(run: RunRecord, rng: np.random.Generator) -> LooksRecord:
 
 
 @pytest.mark.parametrize(
-    ("predicted", "copied_experts", "told"),
+    ("predicted", "copied_experts", "reported"),
     [
         (1.25, True, ""),
-        (1.25, False, "copies did not help: other rows came than were predicted"),
-        (1.5, False, "copies did not help, and the plan predicted no gain"),
+        (1.25, False, "replicas did not help: other rows came than were predicted"),
+        (1.5, False, "replicas did not help, and the plan predicted no gain"),
     ],
 )
-def test_copies_that_did_not_help_say_why(
-    predicted: float, copied_experts: bool, told: str
+def test_replicas_that_did_not_help_say_why(
+    predicted: float, copied_experts: bool, reported: str
 ) -> None:
     base = copied()
     assert base.placements is not None
-    computed = base.cell_rows_ILC if copied_experts else base.placements.home_cell_rows_ILC
+    computed = base.ep_rank_rows_ILC if copied_experts else base.placements.owner_ep_rank_rows_ILC
     shape_IL = computed.shape[:2]
     looks = LooksRecord(*np.full((4, *shape_IL), UNKNOWN), 1)
     looks = dataclasses.replace(
         looks, predicted_IL=np.full(shape_IL, predicted), left_IL=np.zeros(shape_IL)
     )
-    line = division_line(dataclasses.replace(base, cell_rows_ILC=computed, looks=looks))
+    line = division_line(dataclasses.replace(base, ep_rank_rows_ILC=computed, looks=looks))
     assert f"in {shape_IL[0]} of {shape_IL[0]} recorded steps, those predicted" in line
-    assert told in line and ("did not help" in line) == bool(told)
+    assert reported in line and ("did not help" in line) == bool(reported)

@@ -114,8 +114,8 @@ def test_a_full_disk_keeps_no_half_of_a_file(
 
 
 def test_a_report_that_cannot_be_made_ends_no_training() -> None:
-    said = "the report could not be made: OverflowError"
-    with pytest.warns(UserWarning, match=said), or_warn("the report"):
+    stated = "the report could not be made: OverflowError"
+    with pytest.warns(UserWarning, match=stated), or_warn("the report"):
         int(float("inf"))
 
 

@@ -123,11 +123,15 @@ def longer(values: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "says"),
+    ("path", "change", "expected"),
     [
         (("steps_I",), lambda steps: steps[::-1], "report.steps_I[1] is 10, but must be more than"),
-        (("layers", 0, "home_E", 0), lambda _: 2, "report.layers[0].home_E[0] names 2, but must"),
-        (("layers", 0, "home_E"), longer, "report.layers[0].home_E has 5 entries, but must have 4"),
+        (("layers", 0, "owner_E", 0), lambda _: 2, "report.layers[0].owner_E[0] names 2, but must"),
+        (
+            ("layers", 0, "owner_E"),
+            longer,
+            "report.layers[0].owner_E has 5 entries, but must have 4",
+        ),
         (("rows_ILE",), longer, "report.rows_ILE has the shape [3, 2, 4], but of this run it is"),
         (("rows_ILE", 0, 0), longer, "report.rows_ILE has lists of different lengths"),
         (("rows_ILE", 0, 0, 0), lambda _: 1.5, "report.rows_ILE has numbers that are no integers"),
@@ -152,10 +156,10 @@ def longer(values: list[Any]) -> list[Any]:
         (("versions",), lambda _: {"a": 1}, "report.versions['a'] is 1, but must be a string"),
     ],
 )
-def test_parts_fit_each_other(path: Path_, change: Callable[[Any], Any], says: str) -> None:
+def test_parts_fit_each_other(path: Path_, change: Callable[[Any], Any], expected: str) -> None:
     inner: Any = whole_run()
     for step in path:
         inner = inner[step]
     with pytest.raises(ValueError) as caught:
         RunRecord.from_json(with_value(path, change(inner)))
-    assert says in str(caught.value)
+    assert expected in str(caught.value)

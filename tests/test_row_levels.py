@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows by levels: near the optimum of a linear programme, in whole rows, and the same for all.
 
-Shape letters: C cells, E experts, F chunks.
+Shape letters: C EP ranks, E experts, F chunks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_times(found: list[Times]) -> None:
     assert priced.mean() < 1.03
     assert np.quantile(priced, 0.95) < 1.08
     assert np.mean([each.unchanged for each in usual]) < 1.03
-    # Levels are of what cells compute: where that is nearly nothing they say little.
+    # Levels are of what EP ranks compute: where that is nearly nothing they say little.
     assert np.mean([each.priced for each in large]) < 1.05
     assert all(each.priced <= 1.01 * each.nearest + 4 * each.row for each in found)
 
@@ -112,18 +112,18 @@ def some(number: int, seed: int, **sizes: int) -> Iterator[tuple[Case, Case]]:
 
 
 def test_takes_little_longer_than_the_best() -> None:
-    check_times([times_of(*pair) for pair in some(60, 2, most_cells=8, most_experts=24)])
+    check_times([times_of(*pair) for pair in some(60, 2, most_ep_ranks=8, most_experts=24)])
 
 
 @pytest.mark.slow
 def test_takes_little_longer_than_the_best_in_large_layers() -> None:
-    check_times([times_of(*pair) for pair in some(500, 4, most_cells=64, most_experts=256)])
+    check_times([times_of(*pair) for pair in some(500, 4, most_ep_ranks=64, most_experts=256)])
 
 
 def test_balances_where_sending_is_free() -> None:
     """Within 2 % and a row of the best in all random layers, and the best in most."""
     over, num_best = [], 0
-    for case in cases(80, most_cells=16, most_experts=64, seed=5):
+    for case in cases(80, most_ep_ranks=16, most_experts=64, seed=5):
         if case.prices.cross_row_s != FREE[2]:
             continue
         division = levels_of(case).divided(case.rows_CE, None, sweeps=100)
@@ -138,14 +138,14 @@ def test_balances_where_sending_is_free() -> None:
 
 def sent_by(share: DividedRows, rows_CFE: np.ndarray) -> np.ndarray:
     """``[sender, F, E, holder]``."""
-    return np.stack([share.rows_from(cell, rows_FE) for cell, rows_FE in enumerate(rows_CFE)])
+    return np.stack([share.rows_from(ep_rank, rows_FE) for ep_rank, rows_FE in enumerate(rows_CFE)])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_senders_and_holders_count_alike(seed: int) -> None:
     """In chunks that are unlike, of rows other than those that the plan was made for."""
     rng = np.random.default_rng(seed)
-    for case in cases(4, most_cells=8, most_experts=24, seed=seed):
+    for case in cases(4, most_ep_ranks=8, most_experts=24, seed=seed):
         target = case.routed.target
         rows_CFE = rng.multinomial(100, [0.2, 0.5, 0.3], case.rows_CE.shape).swapaxes(1, 2)
         rows_CFE = rows_CFE * rng.integers(0, 4, rows_CFE.shape)
@@ -156,12 +156,12 @@ def test_senders_and_holders_count_alike(seed: int) -> None:
         assert sent.min() >= 0
         assert np.array_equal(sent.sum(axis=-1), rows_CFE)
         assert not sent[..., ~target.holds_EC].any()
-        for cell in range(len(rows_CE)):
-            assert np.array_equal(share.rows_to(cell, rows_CFE), sent[..., cell])
-            slots_CFS = received_by_slot(share, target, cell, rows_CFE)
-            assert np.array_equal(slots_CFS, sent[..., cell][..., target.experts_of(cell)])
-            by_pair = sent_by_pair(share, target, cell, rows_CFE[cell])
-            assert np.array_equal(by_pair, sent[cell].reshape(3, -1)[:, target.flat_N])
+        for ep_rank in range(len(rows_CE)):
+            assert np.array_equal(share.rows_to(ep_rank, rows_CFE), sent[..., ep_rank])
+            slots_CFS = received_by_slot(share, target, ep_rank, rows_CFE)
+            assert np.array_equal(slots_CFS, sent[..., ep_rank][..., target.experts_of(ep_rank)])
+            by_pair = sent_by_pair(share, target, ep_rank, rows_CFE[ep_rank])
+            assert np.array_equal(by_pair, sent[ep_rank].reshape(3, -1)[:, target.flat_N])
         assert np.array_equal(share.rows_between(rows_CFE), sent.sum(axis=2).swapaxes(0, 1))
         whole = sent_by(share, rows_CE[:, None])
         assert np.array_equal(share.computed_C(rows_CE), whole.sum(axis=(0, 1, 2)))
@@ -172,8 +172,9 @@ def test_senders_and_holders_count_alike(seed: int) -> None:
         assert np.abs(off).max() <= 0.5 * rows_CE.sum() + 4
 
 
-def test_ranks_of_a_cell_divide_their_own_rows() -> None:
-    """Two ranks a cell, three chunks: together about what the cell's rows are divided into."""
+def test_ranks_of_an_ep_rank_divide_their_own_rows() -> None:
+    """Two ranks an EP rank, three chunks: together about what the EP rank's rows are divided
+    into."""
     holds_EC = np.array([[True, True, False, False], [False, False, True, True]])
     levels = RowLevels(
         Placement(holds_EC), np.zeros(4, dtype=np.int64), WholePrices.of(np.ones(4), 0.0, 0.0)
@@ -190,19 +191,20 @@ def test_ranks_of_a_cell_divide_their_own_rows() -> None:
 
 
 def test_by_hand() -> None:
-    """The first expert lives in cells 0 and 1, the second in cell 1 alone. Rows fill to a level."""
+    """The first expert lives in EP ranks 0 and 1, the second in EP rank 1 alone. Rows fill to a
+    level."""
     holds_EC = np.array([[True, True, False], [False, True, False]])
     free = WholePrices.of(np.ones(3), 0.0, 0.0)
     levels = RowLevels(Placement(holds_EC), np.array([0, 7, 0]), free)
     rows_CE = np.array([[10, 20], [30, 0], [40, 0]])
     division = levels.divided(rows_CE, None, sweeps=4)
     assert division.rows_N.tolist() == [50, 30]
-    # Cell 0 keeps its rows, and cell 1 its own; the third sends to its own node.
+    # EP rank 0 keeps its rows, and EP rank 1 its own; the third sends to its own node.
     share = DividedRows(levels, rows_CE, division.rows_N)
     assert share.rows_from(0, rows_CE[:1]).tolist() == [[[10, 0, 0], [0, 20, 0]]]
     assert share.rows_from(1, rows_CE[1:2]).tolist() == [[[0, 30, 0], [0, 0, 0]]]
     assert share.rows_from(2, rows_CE[2:]).tolist() == [[[40, 0, 0], [0, 0, 0]]]
-    # Cell 1 is three times as fast: it computes as long as cell 0.
+    # EP rank 1 is three times as fast: it computes as long as EP rank 0.
     unlike = WholePrices.of(np.array([3.0, 1.0, 3.0]), 0.0, 0.0)
     faster = RowLevels(levels.target, levels.node_C, unlike).divided(rows_CE, None, sweeps=4)
     assert faster.rows_N.tolist() == [25, 55]
@@ -212,7 +214,7 @@ def test_by_hand() -> None:
     assert dear.divided(rows_CE, None, sweeps=4).rows_N.tolist() == [10, 90]
 
 
-def test_rows_that_nobody_predicted_go_to_near_copies() -> None:
+def test_rows_that_nobody_predicted_go_to_near_replicas() -> None:
     holds_EC = np.array([[True, False, True, False]])
     prices = WholePrices.of(np.ones(4), 1.0, 5.0)
     levels = RowLevels(Placement(holds_EC), np.array([0, 0, 1, 1]), prices)
@@ -222,10 +224,10 @@ def test_rows_that_nobody_predicted_go_to_near_copies() -> None:
     assert sent.tolist() == [[10, 0, 0, 0], [10, 0, 0, 0], [0, 0, 10, 0], [0, 0, 10, 0]]
 
 
-def test_other_numbers_of_cells_make_no_difference() -> None:
-    """Nodes and cells renamed: the layer takes as long, within a few rows."""
+def test_other_numbers_of_ep_ranks_make_no_difference() -> None:
+    """Nodes and EP ranks renamed: the layer takes as long, within a few rows."""
     rng = np.random.default_rng(3)
-    for case in cases(12, most_cells=16, most_experts=32, seed=8):
+    for case in cases(12, most_ep_ranks=16, most_experts=32, seed=8):
         order_C = rng.permutation(len(case.rows_CE))
         holds_EC = case.routed.target.holds_EC[:, order_C]
         prices = RowPrices(
@@ -244,7 +246,7 @@ def test_other_numbers_of_cells_make_no_difference() -> None:
 
 def test_layouts_of_tables_make_no_difference() -> None:
     """Columns first, narrower numbers: as they may come from a device."""
-    (case,) = cases(1, most_cells=8, most_experts=24, seed=12)
+    (case,) = cases(1, most_ep_ranks=8, most_experts=24, seed=12)
     levels = levels_of(case)
     plan = levels.divided(case.rows_CE, None, sweeps=PLANNED_SWEEPS)
     for rows_CE in (np.asfortranarray(case.rows_CE), case.rows_CE.astype(np.int32)):
@@ -259,7 +261,7 @@ def test_layouts_of_tables_make_no_difference() -> None:
 
 def test_as_planned_is_divided_as_planned() -> None:
     """Where dividing anew would not be worth it, the parts hold."""
-    for case in cases(6, most_cells=8, most_experts=24, seed=14):
+    for case in cases(6, most_ep_ranks=8, most_experts=24, seed=14):
         levels = levels_of(case, worth_s=1e9)
         plan = levels.divided(case.rows_CE, None, sweeps=PLANNED_SWEEPS)
         shares = [LevelShare(levels, plan, sweeps).of_rows(case.rows_CE) for sweeps in (0, SWEEPS)]
@@ -267,8 +269,8 @@ def test_as_planned_is_divided_as_planned() -> None:
 
 
 def test_what_is_compared_stays_within_64_bits() -> None:
-    """Some million rows a cell, as of long sequences: they are still known as those planned."""
-    for case in cases(20, most_cells=8, most_experts=24, seed=15):
+    """Some million rows an EP rank, as of long sequences: they are still known as those planned."""
+    for case in cases(20, most_ep_ranks=8, most_experts=24, seed=15):
         many_CE = case.rows_CE << 10
         plan = levels_of(case).divided(many_CE, None, sweeps=PLANNED_SWEEPS)
         levels = levels_of(case, worth_s=0.2 * plan.price * levels_of(case).prices.unit_s)
@@ -282,10 +284,10 @@ def many_rows() -> Iterator[tuple[RowLevels, np.ndarray, np.ndarray]]:
     node_C = np.arange(6) // 2
     for seed in range(4300, 4400):
         rng = np.random.default_rng(seed)
-        home = Placement.owned_by(rng.integers(0, 6, 2), 6)
-        is_else_E3 = home.owner_E[:, None] // 2 != np.arange(3)
+        owner = Placement.owned_by(rng.integers(0, 6, 2), 6)
+        is_else_E3 = owner.owner_E[:, None] // 2 != np.arange(3)
         copied_E32 = (rng.random((2, 3, 1)) < 0.7) & (rng.integers(0, 2, (2, 3, 1)) == [0, 1])
-        target = home.with_copies((copied_E32 & is_else_E3[..., None]).reshape(2, 6))
+        target = owner.with_replicas((copied_E32 & is_else_E3[..., None]).reshape(2, 6))
         rows_CE, before_CE = rng.integers(0, 200_001, (2, 6, 2))
         row_s_C = np.where(rng.random(6) < 0.5, 1, rng.uniform(1.3, 3)) * 1e-6
         prices = WholePrices.of(row_s_C, *rng.random(2) * 1e-6)
@@ -301,7 +303,7 @@ def test_none_of_many_rows_is_lost() -> None:
 
 def test_rules_are_copied_with_a_model() -> None:
     """What they have worked out points into memory: a copy works it out anew."""
-    (case,) = cases(1, most_cells=8, most_experts=24, seed=12)
+    (case,) = cases(1, most_ep_ranks=8, most_experts=24, seed=12)
     rule = LevelShare.planned(levels_of(case), case.rows_CE, sweeps=SWEEPS)
     share = rule.of_rows(case.rows_CE)
     for again in (copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
@@ -311,15 +313,15 @@ def test_rules_are_copied_with_a_model() -> None:
 
 
 def with_cards(case: Case) -> Case:
-    """Each cell has its part of its node's card to itself."""
-    cells_of_node = np.unique(case.routed.node_C, return_counts=True)[1].max()
-    return Case(case.routed, replace(case.prices, cards=float(cells_of_node)))
+    """Each EP rank has its part of its node's card to itself."""
+    ep_ranks_of_node = np.unique(case.routed.node_C, return_counts=True)[1].max()
+    return Case(case.routed, replace(case.prices, cards=float(ep_ranks_of_node)))
 
 
-def test_cells_with_cards_of_their_own() -> None:
+def test_ep_ranks_with_cards_of_their_own() -> None:
     """The price is what the rows that are sent cost, but for whole rows; to know it pays."""
     gains = []
-    for blind in cases(60, most_cells=16, most_experts=32, seed=21):
+    for blind in cases(60, most_ep_ranks=16, most_experts=32, seed=21):
         case, node_C = with_cards(blind), blind.routed.node_C
         if case.prices.cards == 1 or not case.prices.cross_row_s:
             continue
@@ -329,7 +331,9 @@ def test_cells_with_cards_of_their_own() -> None:
             share = DividedRows(levels, case.rows_CE, division.rows_N)
             between_CC = share.rows_between(case.rows_CE[:, None])[0]
             times_s.append(case.prices.seconds(between_CC, node_C))
-        rounding_s = len(levels.target.holders.cell_N) * case.prices.cards * case.prices.cross_row_s
+        rounding_s = (
+            len(levels.target.holders.ep_rank_N) * case.prices.cards * case.prices.cross_row_s
+        )
         priced_s = division.price * levels.prices.unit_s
         assert abs(priced_s - times_s[1]) <= rounding_s + 1e-4 * times_s[1]
         assert times_s[1] <= times_s[0] + 2 * rounding_s
@@ -338,7 +342,7 @@ def test_cells_with_cards_of_their_own() -> None:
     assert np.mean(gains) > 1.01
 
 
-def test_one_cell_that_sends_all_its_node_does() -> None:
+def test_one_ep_rank_that_sends_all_its_node_does() -> None:
     sent_CC = np.zeros((4, 4), dtype=np.int64)
     sent_CC[0, 2], sent_CC[0, 1] = 10, 50
     node_C = np.array([5, 5, 7, 7])
@@ -392,26 +396,26 @@ class Pass(NamedTuple):
 
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
-    num_cells, num_experts = draw(st.integers(2, 16)), draw(st.integers(1, 32))
+    num_ep_ranks, num_experts = draw(st.integers(2, 16)), draw(st.integers(1, 32))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    node_C = 5 * rng.integers(0, draw(st.integers(1, 4)), num_cells) + 2
+    node_C = 5 * rng.integers(0, draw(st.integers(1, 4)), num_ep_ranks) + 2
     density = draw(st.sampled_from([0.0, 0.1, 0.4, 1.0]))
 
     def placed() -> np.ndarray:
-        holds_EC = rng.random((num_experts, num_cells)) < density
-        holds_EC[np.arange(num_experts), rng.integers(0, num_cells, num_experts)] = True
+        holds_EC = rng.random((num_experts, num_ep_ranks)) < density
+        holds_EC[np.arange(num_experts), rng.integers(0, num_ep_ranks, num_experts)] = True
         return holds_EC
 
     most = draw(st.sampled_from([1, 9, 300, 20_000, 500_000]))
 
     def routed() -> np.ndarray:
         part_E = rng.random(num_experts) ** draw(st.sampled_from([0, 4]))
-        lacks_CE = rng.random((num_cells, num_experts)) < draw(st.sampled_from([0.0, 0.5]))
+        lacks_CE = rng.random((num_ep_ranks, num_experts)) < draw(st.sampled_from([0.0, 0.5]))
         return np.where(lacks_CE, 0, rng.integers(0, most + 1, lacks_CE.shape) * part_E).astype(int)
 
-    row_s_C = np.full(num_cells, draw(st.sampled_from([0.0, 0.02, 1.0])))
+    row_s_C = np.full(num_ep_ranks, draw(st.sampled_from([0.0, 0.02, 1.0])))
     if draw(st.booleans()):
-        row_s_C *= rng.uniform(1, 5, num_cells)
+        row_s_C *= rng.uniform(1, 5, num_ep_ranks)
     local_s, cross_s = (draw(st.sampled_from([0.0, 0.1, 1.0, 5.0])) for _ in range(2))
     cards, worth_s = draw(st.sampled_from([1.0, 2.5])), draw(st.sampled_from([0.0, 100.0]))
     prices = WholePrices.of(row_s_C, local_s, cross_s, cards=cards, worth_s=worth_s)
@@ -430,10 +434,10 @@ def numbers(division: Division) -> list[object]:
 def check_travels(
     both: Both, rows_CE: np.ndarray, rows_N: np.ndarray, rows_CFE: np.ndarray
 ) -> None:
-    for cell, rows_FE in enumerate(rows_CFE):
-        sent = [each.sent(rows_CE, rows_N, cell, rows_FE) for each in both]
+    for ep_rank, rows_FE in enumerate(rows_CFE):
+        sent = [each.sent(rows_CE, rows_N, ep_rank, rows_FE) for each in both]
         assert np.array_equal(*sent) and sent[1].sum() == rows_FE.sum()
-        received = [each.received(rows_CE, rows_N, cell, rows_CFE) for each in both]
+        received = [each.received(rows_CE, rows_N, ep_rank, rows_CFE) for each in both]
         assert np.array_equal(*received)
         assert {each.dtype for each in (*sent, *received)} == {np.dtype(np.int64)}
     computed = [each.computed_EC(rows_CE, rows_N) for each in both]
@@ -465,14 +469,14 @@ def repaired(
     """What was found, to compare."""
     owner_E = levels.target.owner_E
     found = levels.repaired(division, rows_CE, owner_E, **given)
-    busiest = levels.busiest_cell(division, rows_CE)
+    busiest = levels.busiest_ep_rank(division, rows_CE)
     return busiest, found and (found[0].tolist(), numbers(found[1]))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(passes(), st.sampled_from([1, 2, 5]), st.sampled_from([0, 1, 50]), st.sampled_from([0, 6]))
 def test_repairs_as_c_does(case: Pass, num_slots: int, rows: int, sweeps: int) -> None:
-    """Copies that cost as much as so many rows in the mean cell, and none."""
+    """Replicas that cost as much as so many rows in the mean EP rank, and none."""
     both = Both.of(case.levels)
     division = both.compiled.divided(case.rows_CE, None, sweeps=sweeps)
     given = {"copy_price": rows * int(case.levels.prices.row_C.mean()), "num_slots": num_slots}
@@ -483,7 +487,7 @@ def test_repairs_as_c_does(case: Pass, num_slots: int, rows: int, sweeps: int) -
 def test_finds_what_c_finds_in_usual_layers() -> None:
     """With hot experts, and a plan of rows like those that come."""
     rng, num_below, num_repaired = np.random.default_rng(0), 0, 0
-    for blind in cases(24, most_cells=16, most_experts=32, seed=31):
+    for blind in cases(24, most_ep_ranks=16, most_experts=32, seed=31):
         for case in (blind, with_cards(blind)):
             both = Both.of(levels_of(case))
             plans = [each.divided(case.rows_CE, None, sweeps=PLANNED_SWEEPS) for each in both]
@@ -527,17 +531,17 @@ def test_no_float_comes_to_the_twin() -> None:
 
 
 def test_one_warning_says_why_and_what_to_do() -> None:
-    levels = levels_of(*cases(1, most_cells=4, most_experts=8, seed=1))
+    levels = levels_of(*cases(1, most_ep_ranks=4, most_experts=8, seed=1))
     rows_CE = np.ones(levels.target.holds_EC.T.shape, dtype=np.int64)
     with nothing_compiles():
-        with pytest.warns(UserWarning, match="divided over copies in Python") as told:
+        with pytest.warns(UserWarning, match="divided over replicas in Python") as caught:
             for _ in range(2):
                 again = RowLevels(levels.target, levels.node_C, levels.prices)
                 assert isinstance(again._layer, TwinLayer)
-        assert len(told) == 1
-    said = str(told[0].message)
-    assert f"about {row_levels.SLOWER} times slower" in said
-    assert "/bin/false does not compile" in said and "install gcc or set CC" in said
+        assert len(caught) == 1
+    stated = str(caught[0].message)
+    assert f"about {row_levels.SLOWER} times slower" in stated
+    assert "/bin/false does not compile" in stated and "install gcc or set CC" in stated
     expected = levels.divided(rows_CE, None, sweeps=SWEEPS)
     assert numbers(again.divided(rows_CE, None, sweeps=SWEEPS)) == numbers(expected)
 
@@ -564,7 +568,7 @@ def test_ranks_that_cannot_compile_train_as_others_do(degrees: tuple[int, int] |
     """To the last bit, also where one rank can compile and another cannot."""
     case = testing.Case(num_ranks=4, degrees=degrees)
     laid = testing._laid(
-        FullySharded(share="priced", calibrate=True, overlap_degree=2, copies_per_rank=3), case
+        FullySharded(share="priced", calibrate=True, overlap_degree=2, replicas_per_rank=3), case
     )
     expected: list[list[testing.Seen]] = []
     for compiling in ((True,) * 4, (False,) * 4, (True, False, True, False)):
@@ -572,10 +576,10 @@ def test_ranks_that_cannot_compile_train_as_others_do(degrees: tuple[int, int] |
         names = [{CompiledLayer.__name__ if able else TwinLayer.__name__} for able in compiling]
         assert [kinds for _, kinds in found] == names
         seen = [steps for steps, _ in found]
-        assert sum(step.num_copies for step in seen[0])
+        assert sum(step.num_replicas for step in seen[0])
         expected = expected or seen
         for ours, theirs in zip(seen, expected, strict=True):
             for step, other in zip(ours, theirs, strict=True):
-                assert step.num_copies == other.num_copies
+                assert step.num_replicas == other.num_replicas
                 pairs = zip(tree_leaves(step), tree_leaves(other), strict=True)
                 assert all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], Tensor))

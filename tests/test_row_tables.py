@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indices of rows by the C code, beside numpy's.
 
-Shape letters: G spans, X blocks as they came, S expert slots.
+Shape letters: G chunk ranges, X blocks as they came, S expert slots.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_scalars_of_a_step() -> None:
         "ds_moe_ext/balance/busiest_layer": 2.0,
         "ds_moe_ext/balance/of/m.0": 1.0,
         "ds_moe_ext/balance/of/m.1": 2.0,
-        "ds_moe_ext/copies": 1.0,
+        "ds_moe_ext/replicas": 1.0,
     }
     assert scalars_of(recorded(), None) == own
     assert scalars_of(recorded(Choice("fssdp", 1.75, "it is cheaper")), NEWS) == {
@@ -70,7 +70,7 @@ def test_a_monitor_has_news_once_and_warns_once() -> None:
         monitor.show(recorder, write, at)
     (first,), (second,) = (call.args for call in write.mock_calls)
     assert ("ds_moe_ext/step_s", 2.0, 10) in first
-    assert ("ds_moe_ext/copies", 1.0, 20) in second
+    assert ("ds_moe_ext/replicas", 1.0, 20) in second
     assert all(not name.endswith("step_s") for name, _, _ in second)
     fails = mock.Mock(side_effect=OSError("no space left"))
     with pytest.warns(UserWarning, match="the monitor has failed: OSError"):

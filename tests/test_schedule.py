@@ -17,14 +17,14 @@ from ds_moe_ext.schedule.simulator import Box, Count, Timeline, chrome_trace, si
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,
+    ChunkRange,
     Cut,
     Kind,
     Op,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 from tests.flows import before, flow, flows
 from tests.trace_rules import assert_sound, of
@@ -43,28 +43,28 @@ def words(values: Iterable[object]) -> list[str]:
 # Spans and cuts.
 
 
-def test_spans() -> None:
-    assert spans(6, 3) == (Span(0, 2), Span(2, 4), Span(4, 6))
-    assert spans(6, 1) == (Span(0, 6),)
-    assert words(spans(6, 2)) == ["0-2", "3-5"]
-    assert words(spans(2, 2)) == ["0", "1"]
+def test_chunk_ranges() -> None:
+    assert chunk_ranges(6, 3) == (ChunkRange(0, 2), ChunkRange(2, 4), ChunkRange(4, 6))
+    assert chunk_ranges(6, 1) == (ChunkRange(0, 6),)
+    assert words(chunk_ranges(6, 2)) == ["0-2", "3-5"]
+    assert words(chunk_ranges(2, 2)) == ["0", "1"]
     with pytest.raises(ValueError, match="degree 4 does not divide 6 finest chunks"):
-        spans(6, 4)
+        chunk_ranges(6, 4)
 
 
-def test_spans_overlap_where_they_share_a_chunk() -> None:
-    assert Span(0, 3).overlaps(Span(2, 4))
-    assert Span(2, 4).overlaps(Span(0, 3))
-    assert Span(1, 2).overlaps(Span(0, 3))
-    assert not Span(0, 2).overlaps(Span(2, 4))
+def test_chunk_ranges_overlap_where_they_share_a_chunk() -> None:
+    assert ChunkRange(0, 3).overlaps(ChunkRange(2, 4))
+    assert ChunkRange(2, 4).overlaps(ChunkRange(0, 3))
+    assert ChunkRange(1, 2).overlaps(ChunkRange(0, 3))
+    assert not ChunkRange(0, 2).overlaps(ChunkRange(2, 4))
 
 
 def test_cut() -> None:
     cut = Cut.equal(11, 4)  # 3 + 3 + 3 + 2
     assert cut.bounds == (0, 3, 6, 9, 11)
     assert cut.num_chunks == 4
-    assert (cut.first(Span(1, 3)), cut.length(Span(1, 3))) == (3, 6)
-    assert (cut.first(Span(2, 4)), cut.length(Span(2, 4))) == (6, 5)
+    assert (cut.first(ChunkRange(1, 3)), cut.length(ChunkRange(1, 3))) == (3, 6)
+    assert (cut.first(ChunkRange(2, 4)), cut.length(ChunkRange(2, 4))) == (6, 5)
     assert Cut.equal(2, 4).bounds == (0, 1, 2, 2, 2)
     assert Cut.equal(0, 2).bounds == (0, 0, 0)
 
@@ -72,7 +72,7 @@ def test_cut() -> None:
 @given(st.integers(0, 1000), st.integers(1, 20))
 def test_chunks_are_as_equal_as_can_be(num_tokens: int, num_chunks: int) -> None:
     cut = Cut.equal(num_tokens, num_chunks)
-    lengths = [cut.length(span) for span in spans(num_chunks, num_chunks)]
+    lengths = [cut.length(chunk_range) for chunk_range in chunk_ranges(num_chunks, num_chunks)]
     assert sum(lengths) == num_tokens
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
@@ -107,19 +107,19 @@ def test_reading_before_it_is_written() -> None:
 
 
 def test_reading_what_is_written_in_part() -> None:
-    rows, whole = Kind("rows", by_token=True), Span(0, 3)
+    rows, whole = Kind("rows", by_token=True), ChunkRange(0, 3)
 
-    def write(span: Span) -> Task:
-        return Task(Op("write", COMPUTE), 0, span, (), (Value(rows, 0, span),))
+    def write(chunk_range: ChunkRange) -> Task:
+        return Task(Op("write", COMPUTE), 0, chunk_range, (), (Value(rows, 0, chunk_range),))
 
     read = Task(Op("read", INTER), 0, whole, (Value(rows, 0, whole),), ())
-    first, second, third = (write(span) for span in spans(3, 3))
+    first, second, third = (write(chunk_range) for chunk_range in chunk_ranges(3, 3))
     assert Schedule((first, third, second, read), (), ()).after == ((), (), (), (0, 1, 2))
     for tasks in ((first, third, read, second), (second, third, read), (read,)):
         with pytest.raises(ValueError, match=r"reads rows\[0,0-2\] before it is written in full"):
             _ = Schedule(tasks, (), ()).after
     # What is given counts as written, and nobody is waited for.
-    given_ = Schedule((third, read), (Value(rows, 0, Span(0, 2)),), ())
+    given_ = Schedule((third, read), (Value(rows, 0, ChunkRange(0, 2)),), ())
     assert given_.after == ((), (0,))
     # Another layer's value and an uncut one are other values.
     for other in (Value(rows, 1, whole), Value(rows, 0)):
@@ -131,8 +131,10 @@ def test_reading_what_is_written_in_part() -> None:
 def test_tasks_wait_for_all_that_they_read(schedule: Schedule) -> None:
     for position, waits in enumerate(before(schedule)):
         after = set(schedule.after[position])
-        lane = {i for i in waits - after if schedule.tasks[i].lane == schedule.tasks[position].lane}
-        assert waits == after | lane
+        stream = {
+            i for i in waits - after if schedule.tasks[i].stream == schedule.tasks[position].stream
+        }
+        assert waits == after | stream
     is_chain = all(i - 1 in waits for i, waits in enumerate(before(schedule)) if i)
     assert schedule.is_chain == is_chain
 
@@ -217,7 +219,7 @@ def test_peers_that_do_not_wait_for_each_other_are_refused() -> None:
         )
 
 
-def test_two_lanes_on_one_link_take_the_sum() -> None:
+def test_two_streams_on_one_link_take_the_sum() -> None:
     schedule = flow("a inter", "b param")
     seconds = {"a": 2.0, "b": 2.0}
     assert timeline(schedule, seconds) == {"a": (0, 2), "b": (0, 2)}
@@ -262,7 +264,7 @@ def test_tasks_of_no_seconds() -> None:
 
 
 def longest_path(schedule: Schedule, seconds: Sequence[float]) -> float:
-    """Along the edges of the rule: lanes and values."""
+    """Along the edges of the rule: streams and values."""
     ends: list[float] = []
     for position, waits in enumerate(before(schedule)):
         ends.append(seconds[position] + max((ends[w] for w in waits), default=0))
@@ -284,7 +286,7 @@ def test_makespan_is_the_longest_path(schedule: Schedule, data: st.DataObject) -
 
 @given(flows(max_tasks=8), st.integers(1, 3), st.data())
 def test_bounds_of_the_makespan(schedule: Schedule, num_ranks: int, data: st.DataObject) -> None:
-    """Whatever ranks wait for and links share: no less than any rank's longest lane and path, no
+    """Whatever ranks wait for and links share: no less than any rank's longest stream and path, no
     more than everything one after the other."""
     size = len(schedule.tasks)
     draw_seconds = st.lists(st.sampled_from((0.0, 0.1, 1.0, 7.5)), min_size=size, max_size=size)
@@ -305,9 +307,9 @@ def test_bounds_of_the_makespan(schedule: Schedule, num_ranks: int, data: st.Dat
     assert not any(math.isnan(end) for ends in result.end_s for end in ends)
     tolerance = 1e-9
     for rank in everyone:
-        busy = dict.fromkeys((task.lane for task in schedule.tasks), 0.0)
+        busy = dict.fromkeys((task.stream for task in schedule.tasks), 0.0)
         for task, s in zip(schedule.tasks, seconds[rank]):
-            busy[task.lane] += s
+            busy[task.stream] += s
         assert result.makespan_s >= max(busy.values()) - tolerance
         assert result.makespan_s >= longest_path(schedule, seconds[rank]) - tolerance
     assert result.makespan_s <= sum(map(sum, seconds)) + tolerance
@@ -318,7 +320,7 @@ def test_bounds_of_the_makespan(schedule: Schedule, num_ranks: int, data: st.Dat
 
 def test_chrome_trace() -> None:
     boxes = [
-        Box("expert[0,0]", 0, "compute", 0.0, 0.5, "expert", told={"layer": "m.0"}),
+        Box("expert[0,0]", 0, "compute", 0.0, 0.5, "expert", reported={"layer": "m.0"}),
         Box("dispatch[0,1]", 0, "inter", 0.5, 0.75, "dispatch", bound_by=0),
         Box("expert[0,0]", 3, "compute", 1.0, 1.000002, "expert"),
         Box("gather", 3, "param", 1.000001, 1.000003, "gather"),
@@ -337,15 +339,15 @@ def test_chrome_trace() -> None:
     ]
     assert [round(e["dur"], 3) for e in drawn[:3]] == [500_000, 250_000, 2]
     assert drawn[0]["args"] == {"layer": "m.0"}
-    # Every row that is drawn on has the name of its lane, and lanes stand as on the page.
+    # Every row that is drawn on has the name of its stream, and streams stand as on the page.
     rows = {
         (e["pid"], e["tid"]): e["args"]["name"]
         for e in of(events, "M")
         if e["name"] == "thread_name"
     }
-    assert [rows[e["pid"], e["tid"]] for e in drawn] == [box.lane for box in boxes]
+    assert [rows[e["pid"], e["tid"]] for e in drawn] == [box.stream for box in boxes]
     named = {rows[e["pid"], e["tid"]]: e["tid"] for e in drawn}
-    assert sorted(named, key=lambda lane: named[lane]) == ["param", "compute", "inter", "other"]
+    assert sorted(named, key=lambda stream: named[stream]) == ["param", "compute", "inter", "other"]
     names = {e["pid"]: e["args"]["name"] for e in of(events, "M") if e["name"] == "process_name"}
     assert names == {0: "rank 0", 3: "rank 3 (EP rank 1)"}
     # Arrows by the boxes of a rank.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each token's row once to a cell: what travels, sums that are the same every time, and refusals.
+"""Each token's row once to an EP rank: what travels, sums that are the same every time, and
+refusals.
 
 That results are those of dense experts is in ``test_layer.py``. Shape letters: T tokens, K choices
-a token, C cells, N rows, D model width.
+a token, C EP ranks, N rows, D model width.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ds_moe_ext.core import layout
 from ds_moe_ext.core.comm import all_to_all_rows
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.core.share import NearestReplica
 from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.codecs import Codec
+from ds_moe_ext.moe.deduplicated import Groups
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.route import Restore
-from ds_moe_ext.moe.visits import Groups
-from ds_moe_ext.planning.strategy import Job, Plan, Site, Strategy
+from ds_moe_ext.planning.strategy import Job, LayerContext, Plan, Strategy
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import COMBINE, RESTORE, Op
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -75,13 +76,13 @@ def choices(rank: int, top_k: int) -> Tensor:
 
 
 def layer_of(
-    strategy: Strategy, world_size: int, options: LayerOptions, cell_size: int = 1
+    strategy: Strategy, world_size: int, options: LayerOptions, etp_size: int = 1
 ) -> RoutedExperts:
-    grid = Grid(world_size, world_size // cell_size, cell_size)
+    grid = Grid(world_size, world_size // etp_size, etp_size)
     built = ParallelLayout.build(grid, strategy.uses())
-    home = Placement.block(EXPERTS, grid.num_cells)
-    (plan,) = strategy.plan(Job.at_start([home], built.node_C))
-    return RoutedExperts(strategy, Site(plan, built, 0), FUNCTION, options=options)
+    owner = Placement.block(EXPERTS, grid.num_ep_ranks)
+    (plan,) = strategy.plan(Job.at_start([owner], built.node_C))
+    return RoutedExperts(strategy, LayerContext(plan, built, 0), FUNCTION, options=options)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def trained(
     generator.manual_seed(0)
     shapes = (EXPERTS, 2 * F, D), (EXPERTS, D, F)
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    mine = routed.site.plan.home.experts_of(rank)
+    mine = routed.layer_context.plan.owner.experts_of(rank)
     weights = [part[expert].to(dtype) for expert in mine for part in whole]
     leaves = [leaf.requires_grad_() for leaf in (x_TD, score_TK, *weights)]
     y_TD = routed(x_TD, choices(rank, top_k), score_TK, tuple(weights))
@@ -142,8 +143,8 @@ def test_a_row_travels_once_to_a_rank(top_k: int) -> None:
     results = pool_of(4).run(both, top_k, torch.float64)
     sent_CC = np.zeros((4, 4), dtype=int)
     for rank in range(4):
-        cells = [set(row) for row in (choices(rank, top_k) // 2).tolist()]
-        sent_CC[rank] = [sum(cell in goes for goes in cells) for cell in range(4)]
+        ep_ranks = [set(row) for row in (choices(rank, top_k) // 2).tolist()]
+        sent_CC[rank] = [sum(ep_rank in goes for goes in ep_ranks) for ep_rank in range(4)]
     for rank, (once, plain) in enumerate(results):
         sent, received = sent_CC[rank].sum(), sent_CC[:, rank].sum()
         assert once.codec.rows == [sent, received]
@@ -214,9 +215,9 @@ def test_a_row_travels_once_to_a_node(hosts: str) -> None:
     once_to_nodes = once_to_ranks = all_rows = 0
     for rank in range(world_size):
         for row in choices(rank, top_k).tolist():
-            cells = [expert * world_size // EXPERTS for expert in row if expert >= 0]
-            other = [cell for cell in cells if hosts[cell] != hosts[rank]]
-            once_to_nodes += len({hosts[cell] for cell in other})
+            ep_ranks = [expert * world_size // EXPERTS for expert in row if expert >= 0]
+            other = [ep_rank for ep_rank in ep_ranks if hosts[ep_rank] != hosts[rank]]
+            once_to_nodes += len({hosts[ep_rank] for ep_rank in other})
             once_to_ranks += len(set(other))
             all_rows += len(other)
     found = np.sum(pool_of(world_size).run(by_nodes, hosts, top_k), axis=0)
@@ -244,17 +245,17 @@ def test_sums_of_groups(dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Copying(ExpertParallel):
-    """A copy of each expert everywhere."""
+    """A replica of each expert everywhere."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        target = Placement(np.ones_like(job.homes[0].holds_EC))
-        share = NearestCopy(target, job.node_C)
+        target = Placement(np.ones_like(job.owners[0].holds_EC))
+        share = NearestReplica(target, job.node_C)
         return tuple(replace(plan, target=target, share=share) for plan in super().plan(job))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restoring(ExpertParallel):
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
         return {RESTORE: Restore()}
 
 
@@ -272,36 +273,38 @@ def begun(rank: int, world_size: int, strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "stated"),
     [
         (
             ExpertParallel(send_once=True, static_capacity=3),
             r"ep\.send_once is true.*ep\.static_capacity is 3.*leave one of them out",
         ),
-        (Copying(send_once=True), r"ep\.send_once is true.*copies.*leave it out, or the copies"),
+        (Copying(send_once=True), r"ep\.send_once is true.*copies.*leave it out, or the replicas"),
         (Restoring(send_once=True), r"stages of its own for restore.*leave it out, or those"),
         (InChunks(forward=2, backward=1), "schedules take no scores there; leave schedules to"),
     ],
 )
-def test_what_cannot_be_sent_once_is_refused(strategy: Strategy, said: str) -> None:
-    with pytest.raises(AssertionError, match=f"ValueError.*{said}"):
+def test_what_cannot_be_sent_once_is_refused(strategy: Strategy, stated: str) -> None:
+    with pytest.raises(AssertionError, match=f"ValueError.*{stated}"):
         pool_of(2).run(begun, strategy)
 
 
-def test_what_it_does_is_told() -> None:
+def test_what_it_does_is_reported() -> None:
     _, strategy = read_settings({BLOCK: {"enabled": True, "ep": {"send_once": True}}})
     assert strategy == ExpertParallel(send_once=True)
-    for num_cells, said in ((2, "once to a rank"), (1, "has no effect")):
-        job = Job.at_start([Placement.block(4, num_cells)], np.zeros(num_cells, dtype=np.int64))
-        (remark,) = strategy.remarks(job)
-        assert said in remark
+    for num_ep_ranks, stated in ((2, "once to a rank"), (1, "has no effect")):
+        job = Job.at_start(
+            [Placement.block(4, num_ep_ranks)], np.zeros(num_ep_ranks, dtype=np.int64)
+        )
+        (notice,) = strategy.notices(job)
+        assert stated in notice
 
 
 def stages_of(rank: int, world_size: int, strategy: Strategy) -> Any:
     routed = layer_of(strategy, world_size, LayerOptions())
-    return type(routed.program(torch.device("cpu")).crew.stages[COMBINE]).__name__
+    return type(routed.program(torch.device("cpu")).layer_stages.stages[COMBINE]).__name__
 
 
-def test_one_cell_sends_nothing_once() -> None:
+def test_one_ep_rank_sends_nothing_once() -> None:
     assert pool_of(1).run(stages_of, ExpertParallel(send_once=True)) == ["Combine"]
     assert set(pool_of(2).run(stages_of, ExpertParallel(send_once=True))) == {"CombineOnce"}

@@ -265,8 +265,8 @@ KEYS = {
     ("trace", "first_step"): IS_INTEGER,
     ("trace", "num_steps"): IS_INTEGER,
     ("waits",): IS_OBJECT,
-    ("waits", "told_after_s"): IS_INTEGER,
-    ("waits", "told_every_s"): IS_INTEGER,
+    ("waits", "log_after_s"): IS_INTEGER,
+    ("waits", "log_every_s"): IS_INTEGER,
     ("waits", "silent_after_s"): IS_INTEGER,
     ("waits", "ends_after_s"): IS_INTEGER_OR_NULL,
     ("checkpoint",): IS_OBJECT,
@@ -480,7 +480,7 @@ BAD = (
 
 
 def refusal_of(document: Any) -> str:
-    """The text of the one ValueError; of an enabled block, where nothing is said of that."""
+    """The text of the one ValueError; of an enabled block, where nothing is reported of that."""
     block = document.get("ds_moe_ext") if isinstance(document, dict) else None
     if isinstance(block, dict):
         document = {**document, "ds_moe_ext": {"enabled": True, **block}}
@@ -514,7 +514,7 @@ def test_the_hint_to_write_null_stands_only_where_null_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(("name", "hint"), [("nope", r"\(known: .*fssdp"), ("fssd", "mean 'fssdp")])
-def test_a_name_that_is_none_of_ours_is_told_with_them(name: str, hint: str) -> None:
+def test_a_name_that_is_none_of_ours_is_reported_with_them(name: str, hint: str) -> None:
     with pytest.raises(
         ValueError, match=f"given, which cannot be read .* configs/strategies .*{hint}"
     ):

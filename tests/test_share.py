@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares against counting by hand and by loops. Pure.
 
-Shape letters: E experts, C cells, F chunks.
+Shape letters: E experts, C EP ranks, F chunks.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Share, computed_by, pair_of
-from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, Share, computed_by, pair_of
+from tests.planners.plainly import LOAD_E, NODE_C, OWNER, ROWS_CE
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 
 
-def with_copies(home: Placement, copies: list[tuple[int, int]]) -> Placement:
-    """Copies of (expert, cell) beside the homes."""
-    holds_EC = home.holds_EC.copy()
-    for expert, cell in copies:
-        holds_EC[expert, cell] = True
+def with_replicas(owner: Placement, replicas: list[tuple[int, int]]) -> Placement:
+    """Replicas of (expert, EP rank) beside the owners."""
+    holds_EC = owner.holds_EC.copy()
+    for expert, ep_rank in replicas:
+        holds_EC[expert, ep_rank] = True
     return Placement(holds_EC)
 
 
-H1 = with_copies(HOME, [(e, d) for e in (0, 1, 4) for d in range(4)])
-H2 = with_copies(HOME, [(0, 2), (0, 1), (4, 0), (1, 3)])
+H1 = with_replicas(OWNER, [(e, d) for e in (0, 1, 4) for d in range(4)])
+H2 = with_replicas(OWNER, [(0, 2), (0, 1), (4, 0), (1, 3)])
 
 
 def sent(share: Share, rows_CFE: np.ndarray) -> np.ndarray:
@@ -38,28 +38,30 @@ def sent(share: Share, rows_CFE: np.ndarray) -> np.ndarray:
 def to(share: Share, sender: int, expert: int) -> dict[int, int]:
     """Where the golden rows of one sender and expert go."""
     rows_C = share.rows_from(sender, ROWS_CE[sender][None])[0, expert]
-    return {cell: rows for cell, rows in enumerate(rows_C.tolist()) if rows}
+    return {ep_rank: rows for ep_rank, rows in enumerate(rows_C.tolist()) if rows}
 
 
 # By hand.
 
 
-def test_local_else_home() -> None:
-    """Homes: experts 0, 1 in cell 0, experts 2, 3 in cell 1. Copies: 0 in cell 1, 3 in cell 2."""
-    home = Placement.owned_by(np.array([0, 0, 1, 1]), 3)
-    share = LocalElseHome(home, with_copies(home, [(0, 1), (3, 2)]))
+def test_local_else_owner() -> None:
+    """Owners: experts 0, 1 in EP rank 0, experts 2, 3 in EP rank 1. Copies: 0 in EP rank 1, 3 in EP
+    rank 2."""
+    owner = Placement.owned_by(np.array([0, 0, 1, 1]), 3)
+    share = LocalElseOwner(owner, with_replicas(owner, [(0, 1), (3, 2)]))
     rows_FE = np.array([[5, 0, 2, 7]])
-    # Sender 2: 5 rows of expert 0 to cell 0, 2 of expert 2 to cell 1, 7 of expert 3 to itself.
+    # Sender 2: 5 rows of expert 0 to EP rank 0, 2 of expert 2 to EP rank 1, 7 of expert 3 to
+    # itself.
     assert share.rows_from(2, rows_FE).tolist() == [[[5, 0, 0], [0, 0, 0], [0, 2, 0], [0, 0, 7]]]
     # Sender 1 keeps those of experts 0, 2 and 3.
     assert share.rows_from(1, rows_FE).tolist() == [[[0, 5, 0], [0, 0, 0], [0, 2, 0], [0, 7, 0]]]
-    # All three senders: cell 0 computes for itself and, of expert 0, for cell 2.
+    # All three senders: EP rank 0 computes for itself and, of expert 0, for EP rank 2.
     assert share.computed_C(np.array([[5, 0, 2, 7]] * 3)).tolist() == [10, 25, 7]
 
 
 def test_h4_examples() -> None:
-    share = NearestCopy(H2, NODE_C)
-    assert to(share, 0, 0) == {0: 10}  # at home
+    share = NearestReplica(H2, NODE_C)
+    assert to(share, 0, 0) == {0: 10}  # at the owner
     assert to(share, 0, 2) == {1: 1}  # on the node
     assert to(share, 0, 5) == {2: 2}  # on the other node
     assert to(share, 1, 1) == {0: 2}
@@ -73,7 +75,7 @@ def test_h4_examples() -> None:
 @pytest.mark.parametrize(
     ("target", "computed", "into_nodes", "within_nodes"),
     [
-        (HOME, [50, 10, 28, 12], [30, 20], 24),
+        (OWNER, [50, 10, 28, 12], [30, 20], 24),
         (H2, [25, 20, 38, 17], [5, 10], 32),
         (H1, [18, 27, 26, 29], [5, 10], 7),
     ],
@@ -82,7 +84,7 @@ def test_h4_examples() -> None:
 def test_h4_table(
     target: Placement, computed: list[int], into_nodes: list[int], within_nodes: int
 ) -> None:
-    share = NearestCopy(target, NODE_C)
+    share = NearestReplica(target, NODE_C)
     assert ROWS_CE.sum(axis=0).tolist() == LOAD_E.tolist()
     assert share.computed_C(ROWS_CE).tolist() == computed
     moved_CC = sent(share, ROWS_CE[:, None]).sum(axis=(1, 2))
@@ -98,15 +100,15 @@ def test_h4_table(
     [
         (0, {4: 3, 5: 2, 6: 2}),
         (1, {4: 2, 5: 3, 6: 2}),
-        (7, {4: 2, 5: 3, 6: 2}),  # on the node of the copies
+        (7, {4: 2, 5: 3, 6: 2}),  # on the node of the replicas
     ],
 )
 def test_h4_remainders_rotate(sender: int, rows: dict[int, int]) -> None:
-    """2 nodes of 4; expert 0 at cells 4, 5 and 6; 7 rows."""
+    """2 nodes of 4; expert 0 at EP ranks 4, 5 and 6; 7 rows."""
     target = Placement(np.isin(np.arange(8), [4, 5, 6])[None])
-    share = NearestCopy(target, np.arange(8) // 4)
+    share = NearestReplica(target, np.arange(8) // 4)
     rows_C = share.rows_from(sender, np.array([[7]]))[0, 0]
-    assert {cell: count for cell, count in enumerate(rows_C.tolist()) if count} == rows
+    assert {ep_rank: count for ep_rank, count in enumerate(rows_C.tolist()) if count} == rows
 
 
 # Properties.
@@ -114,28 +116,28 @@ def test_h4_remainders_rotate(sender: int, rows: dict[int, int]) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Placement, Placement, np.ndarray, np.ndarray]:
-    """Homes, a target, node of each cell (in any order), and rows ``[C, F, E]``."""
-    num_experts, num_cells = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    """Owners, a target, node of each EP rank (in any order), and rows ``[C, F, E]``."""
+    num_experts, num_ep_ranks = draw(st.integers(1, 6)), draw(st.integers(1, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+    owner = Placement.owned_by(rng.integers(0, num_ep_ranks, num_experts), num_ep_ranks)
     density = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
-    target = home.with_copies(rng.random((num_experts, num_cells)) < density)
-    node_C = rng.integers(0, draw(st.integers(1, 4)), num_cells)
+    target = owner.with_replicas(rng.random((num_experts, num_ep_ranks)) < density)
+    node_C = rng.integers(0, draw(st.integers(1, 4)), num_ep_ranks)
     most = draw(st.sampled_from([0, 1, 7, 10**12]))
-    shape = (num_cells, draw(st.integers(1, 3)), num_experts)
-    return home, target, node_C, rng.integers(0, most + 1, shape)
+    shape = (num_ep_ranks, draw(st.integers(1, 3)), num_experts)
+    return owner, target, node_C, rng.integers(0, most + 1, shape)
 
 
 def nearest(target: Placement, node_C: np.ndarray, sender: int, expert: int) -> list[int]:
-    """The cells that rule 29 names."""
+    """The EP ranks that rule 29 names."""
     holders = np.flatnonzero(target.holds_EC[expert]).tolist()
-    on_node = [cell for cell in holders if node_C[cell] == node_C[sender]]
+    on_node = [ep_rank for ep_rank in holders if node_C[ep_rank] == node_C[sender]]
     return [sender] if sender in holders else on_node or holders
 
 
-def dealt(rows: int, sender: int, hosts: list[int], num_cells: int) -> list[int]:
+def dealt(rows: int, sender: int, hosts: list[int], num_ep_ranks: int) -> list[int]:
     """Rule 30: the even split of one sender's rows."""
-    quota = [0] * num_cells
+    quota = [0] * num_ep_ranks
     whole, rest = divmod(rows, len(hosts))
     for host in hosts:
         quota[host] = whole
@@ -151,24 +153,24 @@ def test_nearest_copy_is_rules_29_and_30(
 ) -> None:
     """Exactly; so rows stay where they can, on the node if they can, and parts differ by one."""
     _, target, node_C, rows_CFE = case
-    sent_CFEC = sent(NearestCopy(target, node_C), rows_CFE)
-    num_cells = target.num_cells
+    sent_CFEC = sent(NearestReplica(target, node_C), rows_CFE)
+    num_ep_ranks = target.num_ep_ranks
     for sender, chunk, expert in np.ndindex(rows_CFE.shape):
         hosts = nearest(target, node_C, sender, expert)
-        quota = dealt(int(rows_CFE[sender, chunk, expert]), sender, hosts, num_cells)
+        quota = dealt(int(rows_CFE[sender, chunk, expert]), sender, hosts, num_ep_ranks)
         assert sent_CFEC[sender, chunk, expert].tolist() == quota
 
 
 @PROPERTY
 @given(cases())
-def test_local_else_home_sends_only_what_it_cannot_keep(
+def test_local_else_owner_sends_only_what_it_cannot_keep(
     case: tuple[Placement, Placement, np.ndarray, np.ndarray],
 ) -> None:
-    home, target, _, rows_CFE = case
-    sent_CFEC = sent(LocalElseHome(home, target), rows_CFE)
+    owner, target, _, rows_CFE = case
+    sent_CFEC = sent(LocalElseOwner(owner, target), rows_CFE)
     for sender, chunk, expert in np.ndindex(rows_CFE.shape):
-        holder = sender if target.holds_EC[expert, sender] else int(home.owner_E[expert])
-        quota = [0] * target.num_cells
+        holder = sender if target.holds_EC[expert, sender] else int(owner.owner_E[expert])
+        quota = [0] * target.num_ep_ranks
         quota[holder] = int(rows_CFE[sender, chunk, expert])
         assert sent_CFEC[sender, chunk, expert].tolist() == quota
 
@@ -178,19 +180,19 @@ def test_local_else_home_sends_only_what_it_cannot_keep(
 def test_where_rows_go_is_known_beforehand_or_they_are_divided(
     case: tuple[Placement, Placement, np.ndarray, np.ndarray],
 ) -> None:
-    home, target, node_C, rows_CFE = case
-    for share in (LocalElseHome(home, target), NearestCopy(target, node_C)):
+    owner, target, node_C, rows_CFE = case
+    for share in (LocalElseOwner(owner, target), NearestReplica(target, node_C)):
         for sender, rows_FE in enumerate(rows_CFE):
             pair_E, rows_FN = pair_of(share, target, sender), share.sent_by_pair(sender, rows_FE)
             if pair_E is None:
-                assert isinstance(share, NearestCopy)
+                assert isinstance(share, NearestReplica)
                 hosts = [nearest(target, node_C, sender, e) for e in range(target.num_experts)]
                 assert max(map(len, hosts)) > 1
             else:
                 assert target.expert_N[pair_E].tolist() == list(range(target.num_experts))
                 assert np.array_equal(rows_FN[:, pair_E], rows_FE)
                 assert rows_FN.sum() == rows_FE.sum()
-    assert pair_of(NearestCopy(home, node_C), target, 0) is None or home is target
+    assert pair_of(NearestReplica(owner, node_C), target, 0) is None or owner is target
 
 
 @PROPERTY
@@ -199,14 +201,14 @@ def test_all_agree_on_every_row(
     case: tuple[Placement, Placement, np.ndarray, np.ndarray],
 ) -> None:
     """Invariant 5: sender and holder agree, nothing is lost, only holders get rows."""
-    home, target, node_C, rows_CFE = case
-    for share in (LocalElseHome(home, target), NearestCopy(target, node_C)):
+    owner, target, node_C, rows_CFE = case
+    for share in (LocalElseOwner(owner, target), NearestReplica(target, node_C)):
         sent_CFEC = sent(share, rows_CFE)
         assert sent_CFEC.dtype == np.int64
         assert (sent_CFEC >= 0).all()
         assert np.array_equal(sent_CFEC.sum(axis=3), rows_CFE)
         assert not sent_CFEC[:, :, ~target.holds_EC].any()
-        for holder in range(target.num_cells):
+        for holder in range(target.num_ep_ranks):
             assert np.array_equal(share.rows_to(holder, rows_CFE), sent_CFEC[..., holder])
         between_CFC = sent_CFEC.sum(axis=2)
         assert np.array_equal(share.rows_between(rows_CFE), between_CFC.transpose(1, 0, 2))
@@ -219,21 +221,21 @@ def test_all_agree_on_every_row(
 @given(st.integers(0, 2**32 - 1))
 def test_layers_planned_together_share_as_each_alone(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    num_cells = int(rng.integers(1, 9))
-    node_C = rng.integers(0, 3, num_cells)
+    num_ep_ranks = int(rng.integers(1, 9))
+    node_C = rng.integers(0, 3, num_ep_ranks)
     targets, rows = [], []
     for num_experts in rng.integers(1, 7, 3).tolist():
-        home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
-        targets.append(home.with_copies(rng.random((num_experts, num_cells)) < 0.3))
-        rows.append(rng.integers(0, 30, (num_cells, 2, num_experts)))
-    together = NearestCopy.of_layers(targets, node_C)
-    alone = [NearestCopy(target, node_C) for target in targets]
+        owner = Placement.owned_by(rng.integers(0, num_ep_ranks, num_experts), num_ep_ranks)
+        targets.append(owner.with_replicas(rng.random((num_experts, num_ep_ranks)) < 0.3))
+        rows.append(rng.integers(0, 30, (num_ep_ranks, 2, num_experts)))
+    together = NearestReplica.of_layers(targets, node_C)
+    alone = [NearestReplica(target, node_C) for target in targets]
     for one, other, rows_CFE in zip(together, alone, rows):
         one.prepare(0)
-        for cell in range(num_cells):
-            sent = one.rows_from(cell, rows_CFE[cell])
-            assert np.array_equal(sent, other.rows_from(cell, rows_CFE[cell]))
-            assert np.array_equal(one.rows_to(cell, rows_CFE), other.rows_to(cell, rows_CFE))
+        for ep_rank in range(num_ep_ranks):
+            sent = one.rows_from(ep_rank, rows_CFE[ep_rank])
+            assert np.array_equal(sent, other.rows_from(ep_rank, rows_CFE[ep_rank]))
+            assert np.array_equal(one.rows_to(ep_rank, rows_CFE), other.rows_to(ep_rank, rows_CFE))
     routed = [rows_CFE.sum(axis=1) for rows_CFE in rows]
     expected = [share.computed_C(rows_CE).tolist() for share, rows_CE in zip(alone, routed)]
     assert computed_by(together, routed).tolist() == expected
@@ -242,16 +244,16 @@ def test_layers_planned_together_share_as_each_alone(seed: int) -> None:
 
 @PROPERTY
 @given(st.integers(0, 2**32 - 1))
-def test_layers_at_home_are_counted_as_each_alone(seed: int) -> None:
+def test_layers_at_owner_are_counted_as_each_alone(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    num_cells = int(rng.integers(1, 9))
+    num_ep_ranks = int(rng.integers(1, 9))
     shares, rows = [], []
     for num_experts in rng.integers(1, 7, 3).tolist():
-        home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
-        if seed % 3 == 0:  # several homes
-            home = home.with_copies(rng.random((num_experts, num_cells)) < 0.3)
-        shares.append(LocalElseHome(home, home))
-        rows.append(rng.integers(0, 30, (num_cells, num_experts)))
+        owner = Placement.owned_by(rng.integers(0, num_ep_ranks, num_experts), num_ep_ranks)
+        if seed % 3 == 0:  # several owners
+            owner = owner.with_replicas(rng.random((num_experts, num_ep_ranks)) < 0.3)
+        shares.append(LocalElseOwner(owner, owner))
+        rows.append(rng.integers(0, 30, (num_ep_ranks, num_experts)))
     expected = [share.computed_C(rows_CE).tolist() for share, rows_CE in zip(shares, rows)]
     assert computed_by(shares, rows).tolist() == expected
 
@@ -261,7 +263,7 @@ def test_layers_at_home_are_counted_as_each_alone(seed: int) -> None:
 def test_one_copy_leaves_no_choice(
     case: tuple[Placement, Placement, np.ndarray, np.ndarray],
 ) -> None:
-    """Invariant 7: where the target is the home, both shares are plain expert parallelism."""
-    home, _, node_C, rows_CFE = case
-    plain, near = LocalElseHome(home, home), NearestCopy(home, node_C)
+    """Invariant 7: where the target is the owner, both shares are plain expert parallelism."""
+    owner, _, node_C, rows_CFE = case
+    plain, near = LocalElseOwner(owner, owner), NearestReplica(owner, node_C)
     assert np.array_equal(sent(plain, rows_CFE), sent(near, rows_CFE))

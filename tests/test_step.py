@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.planning.prophet_planner import Split
-from ds_moe_ext.planning.strategy import Carried, Plan, Site, Strategy, layer_tasks
+from ds_moe_ext.planning.strategy import Carried, LayerContext, Plan, Strategy, layer_tasks
 from ds_moe_ext.schedule.orders import LayerTasks
 from ds_moe_ext.schedule.simulator import Timeline, simulate
-from ds_moe_ext.schedule.step import in_lanes, whole_step
+from ds_moe_ext.schedule.step import in_streams, whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     COMPUTE,
@@ -28,8 +28,8 @@ from ds_moe_ext.schedule.task import (
     INTER,
     JOIN,
     PARAM,
-    Lane,
     Schedule,
+    Stream,
     Task,
 )
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -37,13 +37,15 @@ from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from tests.strategies_for_tests import Chunked, Copied
 
-LAYOUT = ParallelLayout(Grid(world_size=2, num_cells=2), rank=0)
-HOME = Placement.block(2, 2)
-EVERYWHERE = HOME.with_copies(np.ones((2, 2), dtype=bool))
+LAYOUT = ParallelLayout(Grid(world_size=2, num_ep_ranks=2), rank=0)
+OWNER = Placement.block(2, 2)
+EVERYWHERE = OWNER.with_replicas(np.ones((2, 2), dtype=bool))
 HALVES = Carried(Split((0,), (1,)), Split((0,), (1,)))  # what moves is in the seconds of each test
 
-AT_HOME = Plan(HOME, HOME, LocalElseHome(HOME, HOME))
-COPIED = Plan(HOME, EVERYWHERE, LocalElseHome(HOME, EVERYWHERE), successor=lambda rows_CE: COPIED)
+AT_OWNER = Plan(OWNER, OWNER, LocalElseOwner(OWNER, OWNER))
+COPIED = Plan(
+    OWNER, EVERYWHERE, LocalElseOwner(OWNER, EVERYWHERE), successor=lambda rows_CE: COPIED
+)
 CARRIED = replace(COPIED, carried=HALVES)
 
 ONE_QUEUE = {PARAM: INTER}  # all that is sent, in the order of issue
@@ -60,14 +62,14 @@ def freed(plans: Sequence[Plan]) -> list[Plan]:
 
 def programs(strategy: Strategy, plans: Sequence[Plan], *, gated: bool = False) -> list[LayerTasks]:
     return [
-        layer_tasks(strategy, Site(plan, LAYOUT, layer, following), gated=gated)
+        layer_tasks(strategy, LayerContext(plan, LAYOUT, layer, following), gated=gated)
         for layer, (plan, following) in enumerate(zip(plans, (*plans[1:], None)))
     ]
 
 
 @cache
 def block_by_block(num_layers: int) -> Schedule:
-    """Pro-Prophet with copies in every layer, carried wherever there is a layer before."""
+    """Pro-Prophet with replicas in every layer, carried wherever there is a layer before."""
     plans = [COPIED] + [CARRIED] * (num_layers - 1)
     return whole_step(programs(ProProphet(), plans))
 
@@ -93,29 +95,29 @@ class Block:
             "plan": self.a2a,
             "expert": self.bec if is_adjoint else self.fec,
             "attention": self.bnec if is_adjoint else self.fnec,
-            "gather": sum(pieces[task.span.start : task.span.stop]),
+            "gather": sum(pieces[task.chunk_range.start : task.chunk_range.stop]),
         }.get(task.op.name, 0.0)
 
     @property
     def computed_and_sent(self) -> float:
-        """Without what moves of the copies."""
+        """Without what moves of the replicas."""
         return 4 * self.a2a + self.fec + self.bec + self.fnec + self.bnec
 
 
 def run(
-    step: Schedule, blocks: Sequence[Block], *, lanes: Mapping[Lane, Lane] | None = None
+    step: Schedule, blocks: Sequence[Block], *, streams: Mapping[Stream, Stream] | None = None
 ) -> Timeline:
     return simulate(
-        in_lanes(step, lanes or {}), lambda rank, task: blocks[task.layer].seconds(task)
+        in_streams(step, streams or {}), lambda rank, task: blocks[task.layer].seconds(task)
     )
 
 
 def on_one_link(step: Schedule, blocks: Sequence[Block]) -> Timeline:
-    """Rows and copies have a queue each, and share a link equally."""
+    """Rows and replicas have a queue each, and share a link equally."""
     return simulate(
         step,
         lambda rank, task: blocks[task.layer].seconds(task),
-        link_of=lambda rank, task: "link" if task.lane in (INTER, PARAM) else None,
+        link_of=lambda rank, task: "link" if task.stream in (INTER, PARAM) else None,
     )
 
 
@@ -131,7 +133,7 @@ def times(step: Schedule, timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_a_step_of_two_layers() -> None:
-    step = whole_step(programs(ExpertParallel(), [AT_HOME, AT_HOME]))
+    step = whole_step(programs(ExpertParallel(), [AT_OWNER, AT_OWNER]))
     assert str(step) == (
         "order[0,0] dispatch[0,0] expert[0,0] combine[0,0] restore[0,0] attention[0,0] "
         "order[1,0] dispatch[1,0] expert[1,0] combine[1,0] restore[1,0] attention[1,0] "
@@ -155,7 +157,7 @@ def test_a_step_of_two_layers() -> None:
 
 
 def test_what_a_program_begins_follows_it() -> None:
-    """Where copies move: layer 0 has none before it, layer 1 is carried, layer 2 not."""
+    """Where replicas move: layer 0 has none before it, layer 1 is carried, layer 2 not."""
     step = whole_step(programs(ProProphet(), [COPIED, CARRIED, COPIED]))
     names = [str(task) for task in step.tasks]
     for begins, move in (
@@ -163,14 +165,14 @@ def test_what_a_program_begins_follows_it() -> None:
         ("launch[2,0]", "gather[2,0]"),
         ("launch[1,0]", "gather[1,0]"),
         ("launch[1,1]", "gather[1,1]"),
-        ("send_home[2,0]", "gather'[2,0]"),
-        ("send_home[1,0]", "gather'[1,0]"),
-        ("send_home[1,1]", "gather'[1,1]"),
-        ("send_home[0,0]", "gather'[0,0]"),
+        ("send_to_owner[2,0]", "gather'[2,0]"),
+        ("send_to_owner[1,0]", "gather'[1,0]"),
+        ("send_to_owner[1,1]", "gather'[1,1]"),
+        ("send_to_owner[0,0]", "gather'[0,0]"),
     ):
         assert names.index(move) == names.index(begins) + 1
         launching, moving = step.tasks[names.index(begins)], step.tasks[names.index(move)]
-        assert moving.lane == PARAM
+        assert moving.stream == PARAM
         assert moving.reads == launching.writes
     # No layer launches those of layers 0 and 2: their own blocks do, as they begin.
     assert names[:4] == ["start[0,0]", "launch[0,0]", "gather[0,0]", "start[1,0]"]
@@ -180,7 +182,7 @@ def test_what_a_program_begins_follows_it() -> None:
     assert names[behind + 1] == "start'[2,0]"  # where gradients are waited for
     assert names[-2:] == ["start'[1,0]", "start'[0,0]"]
     assert sum(name.startswith("gather[") for name in names) == 4  # none is gathered again
-    # All that is gathered has a reader, and all gradients come home.
+    # All that is gathered has a reader, and all gradients come to the owner.
     assert [str(v) for v in step.outputs if v.kind.name == "summed"] == [
         *("summed[2,0]", "summed[1,0]", "summed[1,1]", "summed[0,0]"),
     ]
@@ -190,8 +192,8 @@ def test_what_a_program_begins_follows_it() -> None:
     "layers",
     [
         programs(ProProphet(), freed([COPIED, CARRIED, CARRIED]), gated=True),
-        programs(FullySharded(), freed([AT_HOME, COPIED, COPIED]), gated=True),
-        programs(Chunked(forward=2, backward=3), [cut(AT_HOME, 2, 3)] * 2),
+        programs(FullySharded(), freed([AT_OWNER, COPIED, COPIED]), gated=True),
+        programs(Chunked(forward=2, backward=3), [cut(AT_OWNER, 2, 3)] * 2),
         programs(Copied(), freed([cut(COPIED, 3, 2), cut(COPIED, 1, 2)])),
     ],
 )
@@ -214,7 +216,7 @@ def test_adjoints_are_of_what_ran_in_this_step(layers: list[LayerTasks]) -> None
 
 def test_plain_expert_parallelism() -> None:
     blocks = [Block(1, 2, 3, 4, 5), Block(10, 20, 30, 40, 50)]
-    step = whole_step(programs(ExpertParallel(), [AT_HOME, AT_HOME]))
+    step = whole_step(programs(ExpertParallel(), [AT_OWNER, AT_OWNER]))
     at = times(step, run(step, blocks))
     assert at["combine[0,0]"] == (3, 4)
     assert at["attention[0,0]"] == (4, 7)
@@ -224,14 +226,14 @@ def test_plain_expert_parallelism() -> None:
     assert at["expert'[1,0]"] == (137, 177)
     assert at["attention'[0,0]"] == (187, 192)
     assert at["dispatch'[0,0]"] == (197, 198)
-    assert run(step, blocks, lanes=ONE_QUEUE).makespan_s == 198
+    assert run(step, blocks, streams=ONE_QUEUE).makespan_s == 198
 
 
 FSSDP = [Block(1, 2, 3, 4, 5, (4,), (6,)), Block(1, 2, 3, 4, 5, (5,), (7,))]
 
 
 def test_fssdp_gathers_behind_attention() -> None:
-    """compute  . . . . e e .  a a a . . e e  .
+    """compute  . . . . e e .  an a a . . e e  .
     rows     d . . . . . c  . . . d . . .  c
     copies   g g g g . . .  h h h h h . .  .
     """
@@ -248,9 +250,9 @@ def test_fssdp_gathers_behind_attention() -> None:
 
 
 def test_fssdp_in_one_queue() -> None:
-    """Rows wait for what of the copies attention does not hide."""
+    """Rows wait for what of the replicas attention does not hide."""
     step = whole_step(programs(FullySharded(), [COPIED, COPIED]))
-    timeline = run(step, FSSDP, lanes=ONE_QUEUE)
+    timeline = run(step, FSSDP, streams=ONE_QUEUE)
     at = times(step, timeline)
     assert at["gather[0,0]"] == (0, 4)
     assert at["expert[0,0]"] == (5, 7)
@@ -269,7 +271,7 @@ def test_fssdp_in_one_queue() -> None:
     assert timeline.makespan_s == 50
 
 
-def test_copies_are_gathered_again() -> None:
+def test_replicas_are_gathered_again() -> None:
     """Trans 1 + 2 of each carried layer is 3 once more, in the queue behind the rows' gradients."""
     blocks = [
         Block(1, 2, 3, 4, 5, (3,), (2,)),
@@ -287,7 +289,7 @@ def test_copies_are_gathered_again() -> None:
     assert len(step.tasks) == len(kept.tasks) + 4
 
     # Forward: 3 + 3 x (1 + 2 + 1 + 3) = 24.
-    at = times(step, run(step, blocks, lanes=ONE_QUEUE))
+    at = times(step, run(step, blocks, streams=ONE_QUEUE))
     assert at["attention[2,0]"] == (21, 24)
     assert at["dispatch'[2,0]"] == (34, 35)
     assert at["gather[1,0-1]"] == (35, 38)
@@ -299,14 +301,14 @@ def test_copies_are_gathered_again() -> None:
 
     # 7 s are longer than the 5 of attention: the rows wait, and all that follows.
     slow = [blocks[0], replace(blocks[1], trans=(1, 6)), blocks[2]]
-    at = times(step, run(step, slow, lanes=ONE_QUEUE))
+    at = times(step, run(step, slow, streams=ONE_QUEUE))
     assert at["dispatch'[2,0]"] == (37, 38)  # 3 of the 6 are not hidden in forward
     assert at["gather[1,0-1]"] == (38, 45)
     assert at["combine'[1,0]"] == (45, 46)
-    assert run(step, slow, lanes=ONE_QUEUE).makespan_s == 59 + 3 + 2
+    assert run(step, slow, streams=ONE_QUEUE).makespan_s == 59 + 3 + 2
 
 
-def test_experts_wait_for_copies_gathered_again() -> None:
+def test_experts_wait_for_replicas_gathered_again() -> None:
     """In a queue of their own, too."""
     blocks = [Block(1, 2, 3, 4, 5, (9,), (0,)), Block(0, 2, 3, 4, 5, (0,), (0,))]
     kept = whole_step(programs(FullySharded(), [COPIED, COPIED]))
@@ -321,11 +323,11 @@ def test_experts_wait_for_copies_gathered_again() -> None:
     assert times(kept, run(kept, blocks))["expert'[0,0]"] == (35, 39)
 
 
-def test_freed_copies_that_no_layer_recalls() -> None:
+def test_freed_replicas_that_no_layer_recalls() -> None:
     """The layer behind has none and recalls nothing: they are had when experts need them."""
     blocks = [Block(1, 2, 3, 4, 5, (3,), (2,)), Block(1, 2, 3, 4, 5)]
-    kept = whole_step(programs(ProProphet(), [COPIED, AT_HOME]))
-    step = whole_step(programs(ProProphet(), freed([COPIED, AT_HOME])))
+    kept = whole_step(programs(ProProphet(), [COPIED, AT_OWNER]))
+    step = whole_step(programs(ProProphet(), freed([COPIED, AT_OWNER])))
     at = times(step, run(step, blocks))
     assert at["gather[0,0] again"][0] == at["combine'[0,0]"][1]
     assert at["expert'[0,0]"][0] == at["gather[0,0] again"][1]
@@ -333,7 +335,8 @@ def test_freed_copies_that_no_layer_recalls() -> None:
 
 
 def test_a_backward_waits_for_gradients_of_the_pass_begun_behind_it() -> None:
-    """Where nobody carries copies, of the next layer; of carried ones, of the layer behind that."""
+    """Where nobody carries replicas, of the next layer; of carried ones, of the layer behind
+    that."""
     blocks = [Block(1, 2, 3, 4, 5, (3,), (50,)), Block(1, 2, 3, 4, 5, (1, 2), (60, 70))] * 2
     for strategy, plans, behind in (
         (FullySharded(), [COPIED] * 3, 1),
@@ -342,8 +345,8 @@ def test_a_backward_waits_for_gradients_of_the_pass_begun_behind_it() -> None:
         step = whole_step(programs(strategy, plans))
         at = times(step, run(step, blocks))
         for layer in range(3 - behind):
-            home = [end for name, (_, end) in at.items() if f"gather'[{layer + behind}," in name]
-            assert at[f"restore'[{layer},0]"][0] == max(home)
+            owner = [end for name, (_, end) in at.items() if f"gather'[{layer + behind}," in name]
+            assert at[f"restore'[{layer},0]"][0] == max(owner)
 
 
 # Pro-Prophet's formula: section 3.5 of the spec.
@@ -368,7 +371,7 @@ def equal_blocks(
 
 
 def formula(blocks: Sequence[Block]) -> float:
-    """Everything but what is hidden; of copies, a piece is hidden by one computation."""
+    """Everything but what is hidden; of replicas, a piece is hidden by one computation."""
     total = sum(block.computed_and_sent for block in blocks) + blocks[0].trans[0] + blocks[0].agg[0]
     for before, block in pairwise(blocks):
         total += max(0, block.trans[0] - before.fec) + max(0, block.trans[1] - before.fnec)
@@ -390,13 +393,13 @@ def formula_of_the_spec(blocks: Sequence[Block]) -> float:
 def test_golden_p4(trans: float, agg: float, scheduled: float, blocking: float) -> None:
     blocks = equal_blocks(3, a2a=2, fec=4, fnec=3, bnec=6, trans=trans, agg=agg)
     step = block_by_block(3)
-    assert run(step, blocks, lanes=ONE_QUEUE).makespan_s == scheduled
+    assert run(step, blocks, streams=ONE_QUEUE).makespan_s == scheduled
     assert on_one_link(block_by_block(3), blocks).makespan_s == pytest.approx(scheduled, abs=1e-9)
     # Planning, 2 s a layer, is hidden in either.
-    assert run(step, blocks, lanes=NOTHING_BESIDE).makespan_s == blocking
+    assert run(step, blocks, streams=NOTHING_BESIDE).makespan_s == blocking
     plain = whole_step(programs(ProProphet(scheduler=False), [COPIED] * 3))
     alone = [replace(block, trans=(trans,), agg=(agg,)) for block in blocks]
-    assert run(plain, alone, lanes=NOTHING_BESIDE).makespan_s == blocking
+    assert run(plain, alone, streams=NOTHING_BESIDE).makespan_s == blocking
 
 
 seconds = st.floats(0, 20, allow_subnormal=False)
@@ -412,12 +415,12 @@ def all_equal(max_layers: int) -> st.SearchStrategy[list[Block]]:
 @given(all_equal(4))
 def test_equal_blocks_take_the_formula(blocks: list[Block]) -> None:
     step = block_by_block(len(blocks))
-    timeline = run(step, blocks, lanes=ONE_QUEUE)
+    timeline = run(step, blocks, streams=ONE_QUEUE)
     assert timeline.makespan_s == pytest.approx(formula_of_the_spec(blocks), abs=1e-9)
     assert formula(blocks) == pytest.approx(formula_of_the_spec(blocks), abs=1e-9)
     # Equation (6): nothing is hidden.
     blocking = sum(b.computed_and_sent + sum(b.trans) + sum(b.agg) for b in blocks)
-    assert run(step, blocks, lanes=NOTHING_BESIDE).makespan_s == pytest.approx(blocking, abs=1e-9)
+    assert run(step, blocks, streams=NOTHING_BESIDE).makespan_s == pytest.approx(blocking, abs=1e-9)
     assert timeline.makespan_s <= blocking + 1e-9
     check_order(step, timeline)
 
@@ -438,7 +441,7 @@ def any_blocks(draw: st.DrawFn) -> list[Block]:
 def test_any_blocks_take_the_formula(blocks: list[Block]) -> None:
     """Whatever the split: each piece shows what its own computation does not hide."""
     step = block_by_block(len(blocks))
-    timeline = run(step, blocks, lanes=ONE_QUEUE)
+    timeline = run(step, blocks, streams=ONE_QUEUE)
     assert timeline.makespan_s == pytest.approx(formula(blocks), abs=1e-9)
     check_order(step, timeline)
     # With a queue each, and links that do not meet, nothing is later.
@@ -468,7 +471,7 @@ def check_order(step: Schedule, timeline: Timeline) -> None:
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(all_equal(3))
 def test_a_shared_link_takes_the_formula(blocks: list[Block]) -> None:
-    """Where rows and copies share a link equally, what is not hidden lies elsewhere, and is as
+    """Where rows and replicas share a link equally, what is not hidden lies elsewhere, and is as
     much: the link has work all the while. (Gradients that set out beside the rows' own would delay
     these, and leave the link idle while the host computes.)"""
     timeline = on_one_link(block_by_block(len(blocks)), blocks)

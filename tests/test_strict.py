@@ -20,7 +20,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Outer:
-    homes: Mapping[str, Sequence[int]]
+    owners: Mapping[str, Sequence[int]]
     sums: dict[str, list[int | None]] | None = None
     rates: float | list[float] = 1.0
     inner: tuple[Inner, ...] | list[Inner] = ()
@@ -29,7 +29,7 @@ class Outer:
 
 def test_contents_are_read_as_their_types_say() -> None:
     values = {
-        "homes": {"a": [0, 1], "b": []},
+        "owners": {"a": [0, 1], "b": []},
         "sums": {"file": [3, None]},
         "rates": [1, 2.5],
         "inner": [{"name": "x"}],
@@ -41,25 +41,25 @@ def test_contents_are_read_as_their_types_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "expected"),
     [
-        ({"homes": {"a": [0, "1"]}}, "it.homes['a'][1] is '1', but must be an integer"),
-        ({"homes": {"a": [True]}}, "it.homes['a'][0] is True, but must be an integer"),
-        ({"homes": {"a": "01"}}, "it.homes['a'] is '01', but must be a list"),
-        ({"homes": {"a": None}}, "it.homes['a'] is None, but must be a list"),
-        ({"homes": [[0]]}, "it.homes is [[0]], but must be an object"),
+        ({"owners": {"a": [0, "1"]}}, "it.owners['a'][1] is '1', but must be an integer"),
+        ({"owners": {"a": [True]}}, "it.owners['a'][0] is True, but must be an integer"),
+        ({"owners": {"a": "01"}}, "it.owners['a'] is '01', but must be a list"),
+        ({"owners": {"a": None}}, "it.owners['a'] is None, but must be a list"),
+        ({"owners": [[0]]}, "it.owners is [[0]], but must be an object"),
         (
-            {"homes": {}, "sums": {"f": [1.5]}},
+            {"owners": {}, "sums": {"f": [1.5]}},
             "it.sums['f'][0] is 1.5, but must be an integer or null",
         ),
-        ({"homes": {}, "rates": [1, {}]}, "it.rates[1] is {}, but must be a number"),
-        ({"homes": {}, "inner": [{"nam": "x"}]}, "it.inner[0] has no key 'nam'"),
+        ({"owners": {}, "rates": [1, {}]}, "it.rates[1] is {}, but must be a number"),
+        ({"owners": {}, "inner": [{"nam": "x"}]}, "it.inner[0] has no key 'nam'"),
     ],
 )
-def test_what_is_wrong_in_them_is_named_by_its_place(values: dict[str, Any], says: str) -> None:
+def test_what_is_wrong_in_them_is_named_by_its_place(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_record(Outer, values, "it")
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(expected)
 
 
 # Classes that JSON names by where they are: any way in which a module may have one will do.
@@ -109,7 +109,7 @@ def test_numbers_are_held_against_their_bounds() -> None:
         8, [0.0, 1.0], 2**70
     )
     assert read_record(Bounded, {"count": None}, "it").count is None
-    for values, says in (
+    for values, expected in (
         ({"count": 9}, "it.count is 9; it must be an integer from 1 to 8"),
         ({"count": "9"}, "it.count is '9', but must be an integer or null"),
         ({"shares": [1, 1.5]}, "it.shares[1] is 1.5; it must be a number from 0 to 1"),
@@ -117,4 +117,4 @@ def test_numbers_are_held_against_their_bounds() -> None:
     ):
         with pytest.raises(ValueError) as caught:
             read_record(Bounded, values, "it")
-        assert str(caught.value) == says
+        assert str(caught.value) == expected

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import Traffic
 from ds_moe_ext.core.layout import Grid, ParallelLayout, Roles, group_among
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica
 from ds_moe_ext.hosts.zebra import stripe_model
-from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage, Stripe
 from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
 from ds_moe_ext.hosts.zebra.stripe_model import Stack
+from ds_moe_ext.hosts.zebra.stripe_pass import Answer, Here, Stripe, StripePass
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
@@ -40,17 +40,17 @@ from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
 from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import Order
-from ds_moe_ext.moe.route import LayerRoute, Restore, one_cell_route
-from ds_moe_ext.planning.strategy import Carried, Destination, Job, Plan, Site, Strategy
-from ds_moe_ext.schedule.executor import ThreadLanes
+from ds_moe_ext.moe.route import LayerRoute, Restore, one_rank_route
+from ds_moe_ext.planning.strategy import Carried, Destination, Job, LayerContext, Plan, Strategy
+from ds_moe_ext.schedule.executor import ThreadStreams
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.stripes import SHARED, striped_step
-from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, Op, Schedule, Span
-from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
+from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, ChunkRange, Op, Schedule
+from ds_moe_ext.strategies.zebra import Zebra, asymmetric_owner
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.test_passage import (
+from tests.test_stripe_pass import (
     EXPERTS,
     LENGTH,
     STRIPE,
@@ -72,10 +72,10 @@ from tests.test_passage import (
 
 def splits(num_experts: int, roles: Roles, moved: int, capacity: int) -> np.ndarray:
     """Rows from each rank to each, where every attention rank has as many for each expert."""
-    home = asymmetric_home(num_experts, roles, moved)
+    owner = asymmetric_owner(num_experts, roles, moved)
     rows_CFE = np.zeros((roles.size, 1, num_experts), dtype=np.int64)
-    rows_CFE[list(roles.attention_cells)] = capacity
-    share = LocalElseHome(home, home)
+    rows_CFE[list(roles.attention_ep_ranks)] = capacity
+    share = LocalElseOwner(owner, owner)
     (between_CC,) = share.rows_between(rows_CFE)
     return between_CC
 
@@ -89,8 +89,8 @@ def test_splits_of_plain_zebra() -> None:
 
 def test_splits_with_an_expert_of_each_rank_moved() -> None:
     """G9, o = 1."""
-    home = asymmetric_home(8, Roles.first(2, 4), 1)
-    owned = [home.experts_of(cell).tolist() for cell in range(6)]
+    owner = asymmetric_owner(8, Roles.first(2, 4), 1)
+    owned = [owner.experts_of(ep_rank).tolist() for ep_rank in range(6)]
     assert owned == [[1, 3], [5, 7], [0], [2], [4], [6]]
     between_CC = splits(8, Roles.first(2, 4), 1, 3)
     assert between_CC[:2].tolist() == [[6, 6, 3, 3, 3, 3]] * 2
@@ -103,9 +103,9 @@ def test_splits_with_an_expert_of_each_rank_moved() -> None:
 def assignments(draw: st.DrawFn) -> tuple[int, Roles, int]:
     """Experts, roles at any places, and how many move: n1 M = n2 N."""
     attention, experts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    cells = draw(st.permutations(range(attention + experts)))
-    own = tuple(sorted(cells[:attention]))
-    roles = Roles(own, tuple(sorted(cells[attention:])))
+    ep_ranks = draw(st.permutations(range(attention + experts)))
+    own = tuple(sorted(ep_ranks[:attention]))
+    roles = Roles(own, tuple(sorted(ep_ranks[attention:])))
     step = int(np.lcm(attention, experts)) // experts
     moved = step * draw(st.integers(0, 3))
     per_rank = max(moved, 1) + draw(st.integers(0, 2))
@@ -117,15 +117,15 @@ def assignments(draw: st.DrawFn) -> tuple[int, Roles, int]:
 def test_every_expert_is_on_one_rank(case: tuple[int, Roles, int]) -> None:
     """Invariant 4; and rule 33: the last ones of each expert rank move, in order."""
     num_experts, roles, moved = case
-    home = asymmetric_home(num_experts, roles, moved)
-    attention, experts = roles.attention_cells, roles.expert_cells
-    assert home.holds_EC.sum(axis=1).tolist() == [1] * num_experts
-    held_C = home.holds_EC.sum(axis=0)
+    owner = asymmetric_owner(num_experts, roles, moved)
+    attention, experts = roles.attention_ep_ranks, roles.expert_ep_ranks
+    assert owner.holds_EC.sum(axis=1).tolist() == [1] * num_experts
+    held_C = owner.holds_EC.sum(axis=0)
     per_rank = num_experts // len(experts)
     assert set(held_C[list(experts)]) == {per_rank - moved}
     assert set(held_C[list(attention)]) == {moved * len(experts) // len(attention)}
     gone = [e for e in range(num_experts) if e % per_rank >= per_rank - moved]
-    assert [e for cell in attention for e in home.experts_of(cell)] == gone
+    assert [e for ep_rank in attention for e in owner.experts_of(ep_rank)] == gone
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_every_expert_is_on_one_rank(case: tuple[int, Roles, int]) -> None:
         (4, Roles.first(3, 2), 1, "moved has 1"),
     ],
 )
-def test_homes_that_do_not_divide(num_experts: int, roles: Roles, moved: int, named: str) -> None:
+def test_owners_that_do_not_divide(num_experts: int, roles: Roles, moved: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        asymmetric_home(num_experts, roles, moved)
+        asymmetric_owner(num_experts, roles, moved)
 
 
 # On several ranks.
@@ -156,18 +156,18 @@ class Case(NamedTuple):
     router: str = "drawn"
     is_graded: bool = True
     kinds: tuple[type[Block], ...] = ()
-    attention_cells: tuple[int, ...] = ()
+    attention_ep_ranks: tuple[int, ...] = ()
     hooks: Hooked = NO_HOOKS
     strategy: type[Strategy] = Zebra
     num_steps: int = 1
 
     @property
     def roles(self) -> Roles:
-        if not self.attention_cells:
+        if not self.attention_ep_ranks:
             return Roles.first(self.attention, self.experts)
-        cells = range(self.attention + self.experts)
-        others = tuple(cell for cell in cells if cell not in self.attention_cells)
-        return Roles(self.attention_cells, others)
+        ep_ranks = range(self.attention + self.experts)
+        others = tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in self.attention_ep_ranks)
+        return Roles(self.attention_ep_ranks, others)
 
     def model(self) -> Model:
         torch.manual_seed(2)
@@ -176,18 +176,18 @@ class Case(NamedTuple):
             moe.experts.forward = partial(_rerouted, moe.experts.forward, self.router)
         return model
 
-    def batch(self, cell: int, stripe: int, piece: int) -> Tensor:
+    def batch(self, ep_rank: int, stripe: int, piece: int) -> Tensor:
         """Pieces differ in size."""
-        number = (cell * self.num_stripes + stripe) * self.num_pieces + piece
+        number = (ep_rank * self.num_stripes + stripe) * self.num_pieces + piece
         generator = torch.Generator().manual_seed(100 + number)
         return torch.randint(0, VOCABULARY, (1 + number % 2, LENGTH), generator=generator)
 
-    def seed(self, cell: int, stripe: int, piece: int) -> float:
-        return 1.0 + 0.3 * cell + 0.1 * stripe + 0.05 * piece
+    def seed(self, ep_rank: int, stripe: int, piece: int) -> float:
+        return 1.0 + 0.3 * ep_rank + 0.1 * stripe + 0.05 * piece
 
-    def pieces(self, cell: int) -> list[tuple[int, int, int]]:
+    def pieces(self, ep_rank: int) -> list[tuple[int, int, int]]:
         shape = (self.num_stripes, self.num_pieces)
-        return [(cell, int(stripe), int(piece)) for stripe, piece in np.ndindex(*shape)]
+        return [(ep_rank, int(stripe), int(piece)) for stripe, piece in np.ndindex(*shape)]
 
 
 def _rerouted(
@@ -218,24 +218,24 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     roles, model = case.roles, case.model()
     strategy = case.strategy(attention_size=case.attention, expert_size=case.experts)
     layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
-    homes = [asymmetric_home(EXPERTS, roles, moved) for moved in case.moved]
-    plans = strategy.plan(Job.at_start(homes, layout.node_C))
+    owners = [asymmetric_owner(EXPERTS, roles, moved) for moved in case.moved]
+    plans = strategy.plan(Job.at_start(owners, layout.node_C))
     routed = [
         RoutedExperts(
             strategy,
-            Site(plan, layout, layer),
+            LayerContext(plan, layout, layer),
             FeedForwardExperts(silu_gated),
             options=LayerOptions(gate_may_drop=True, hooks=case.hooks),
         )
         for layer, plan in enumerate(plans)
     ]
-    cell = layout.index("ep")
+    ep_rank = layout.index("ep")
     control = group_among(layout.grid.along("ep"), backend="gloo")
-    named = _own_weights(model, homes, cell)
+    named = _own_weights(model, owners, ep_rank)
     weights = [tuple(own.values()) for own in named]
     if ("ep", PARAM) in strategy.uses():
         for layer in routed:
-            layer.allow_copies(_like(model))
+            layer.allow_replicas(_like(model))
     parameters = {name: p for own in named for name, p in own.items()}
     parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
     with ThreadPoolExecutor(16) as threads, mock.patch.object(Order, "routed", seeing()) as seen:
@@ -244,7 +244,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             weights=weights.__getitem__,
             roles=roles,
             device=torch.device("cpu"),
-            lanes=_lanes(),
+            streams=_streams(),
             recomputes=case.recomputes,
             threads=threads,
         )
@@ -260,14 +260,14 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
                 issued = stack.run(case.num_stripes, stripes, add, counts=True, control=control)
     one = torch.ones(())
     taken = {} if sums is None else {name: sums.take(p, one) for name, p in parameters.items()}
-    passages = [passage for stripe in stripes for passage in stripe.passages]
+    stripe_passes = [stripe_pass for stripe in stripes for stripe_pass in stripe.stripe_passes]
     return Outcome(
-        losses=[float(passage.output.loss) for passage in passages],
+        losses=[float(stripe_pass.output.loss) for stripe_pass in stripe_passes],
         grads={name: grad for name, grad in taken.items() if grad is not None},
-        issued=tuple((lane.name, tuple(issued.in_lane(lane).split())) for lane in SHARED),
-        routed_LE=np.stack([layer.rows.take().routed_CE[cell] for layer in routed]),
+        issued=tuple((stream.name, tuple(issued.in_stream(stream).split())) for stream in SHARED),
+        routed_LE=np.stack([layer.rows.take().routed_CE[ep_rank] for layer in routed]),
         splits=seen.splits,
-        traffic=sum((each.copies.traffic for each in routed if each.copies), Traffic()),
+        traffic=sum((each.replicas.traffic for each in routed if each.replicas), Traffic()),
     )
 
 
@@ -284,8 +284,8 @@ def _like(model: Model) -> tuple[Tensor, ...]:
 
 
 @functools.cache
-def _lanes() -> ThreadLanes:
-    return ThreadLanes()
+def _streams() -> ThreadStreams:
+    return ThreadStreams()
 
 
 class seeing:
@@ -301,43 +301,45 @@ class seeing:
     def __call__(self, order: Order, *given: Any) -> LayerRoute:
         made = self._routed(order, *given)
         route = made.on(STRIPE)
-        if route.splits.stays:  # a cell's own rows alone
-            none = [0] * order.destination.target.num_cells
-            none[order.seat.cell] = route.slots.num_rows
+        if route.splits.stays:  # an EP rank's own rows alone
+            none = [0] * order.destination.target.num_ep_ranks
+            none[order.coordinates.ep_rank] = route.slots.num_rows
             self.splits.append((tuple(none), tuple(none)))
         else:
             self.splits.append((route.splits.sent_C, route.splits.received_C))
         return made
 
 
-def _own_weights(model: Model, homes: list[Placement], cell: int) -> list[dict[str, nn.Parameter]]:
+def _own_weights(
+    model: Model, owners: list[Placement], ep_rank: int
+) -> list[dict[str, nn.Parameter]]:
     """Weights of the experts of each layer that live here, slot by slot."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Experts)]
     return [
         {
             f"{name}.{weight}.{expert}": nn.Parameter(getattr(module, weight)[expert].clone())
-            for expert in home.experts_of(cell)
+            for expert in owner.experts_of(ep_rank)
             for weight in ("up_EFD", "down_EDF")
         }
-        for (name, module), home in zip(layers, homes)
+        for (name, module), owner in zip(layers, owners)
     ]
 
 
 def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) -> list[Stripe]:
-    cell = stack.layers[0].site.layout.index("ep")
-    passages = {
-        numbers: Passage(
+    ep_rank = stack.layers[0].layer_context.layout.index("ep")
+    stripe_passes = {
+        numbers: StripePass(
             partial(model, case.batch(*numbers)),
             None if sums is None else sums.add,
             stack.threads,
             stack.here,
         )
-        for numbers in case.pieces(cell)
+        for numbers in case.pieces(ep_rank)
     }
     return [
         Stripe(
-            [passage for numbers, passage in passages.items() if numbers[1] == stripe],
-            [case.seed(*numbers) for numbers in passages if numbers[1] == stripe],
+            [stripe_pass for numbers, stripe_pass in stripe_passes.items() if numbers[1] == stripe],
+            [case.seed(*numbers) for numbers in stripe_passes if numbers[1] == stripe],
         )
         for stripe in range(case.num_stripes)
     ]
@@ -350,11 +352,11 @@ def expected(case: Case) -> tuple[dict[int, list[float]], Grads]:
     for _ in range(1, case.num_steps):
         grow(model.parameters())
     total, losses = torch.zeros(()), {}
-    for cell in case.roles.attention_cells:
-        losses[cell] = []
-        for numbers in case.pieces(cell):
+    for ep_rank in case.roles.attention_ep_ranks:
+        losses[ep_rank] = []
+        for numbers in case.pieces(ep_rank):
             loss = model(case.batch(*numbers)).loss
-            losses[cell].append(float(loss.detach()))
+            losses[ep_rank].append(float(loss.detach()))
             total = total + case.seed(*numbers) * loss
     named = dict(model.named_parameters())
     grads: Grads = {}
@@ -370,8 +372,8 @@ def check(case: Case) -> list[Outcome]:
     outcomes: list[Outcome] = pool_of(case.roles.size).run(run_case, case)
     losses, grads = expected(case)
     found: Grads = {}
-    for cell, outcome in enumerate(outcomes):
-        assert outcome.losses == pytest.approx(losses.get(cell, []), rel=1e-13)
+    for ep_rank, outcome in enumerate(outcomes):
+        assert outcome.losses == pytest.approx(losses.get(ep_rank, []), rel=1e-13)
         for name, grad in outcome.grads.items():
             found[name] = found[name] + grad if name in found else grad
     if case.is_graded:
@@ -386,11 +388,11 @@ def _check_rows(case: Case, outcomes: list[Outcome]) -> None:
     splits_SPCC = np.array([outcome.splits for outcome in outcomes])  # rank, pass, way, other
     sent, received = splits_SPCC[:, :, 0], splits_SPCC[:, :, 1]
     np.testing.assert_array_equal(sent, received.transpose(2, 1, 0))
-    for cell, outcome in enumerate(outcomes):
-        if cell not in case.roles.attention_cells:
+    for ep_rank, outcome in enumerate(outcomes):
+        if ep_rank not in case.roles.attention_ep_ranks:
             assert not outcome.routed_LE.any()
             continue
-        num_tokens = sum(case.batch(*numbers).numel() for numbers in case.pieces(cell))
+        num_tokens = sum(case.batch(*numbers).numel() for numbers in case.pieces(ep_rank))
         if case.router != "dropped":
             each = case.num_steps * TOP_K * num_tokens
             assert set(outcome.routed_LE.sum(axis=1)) == {each}
@@ -414,7 +416,7 @@ CASES = {
     "the same experts, computed again": Case(1, 2, (0, 0), 2, router="one", recomputes=True),
     "dropped": Case(2, 2, (1, 0), 2, router="dropped", num_pieces=2),
     "one layer": Case(1, 1, (0,), 4),
-    "attention ranks last": Case(2, 2, (1, 0), 2, attention_cells=(1, 3)),
+    "attention ranks last": Case(2, 2, (1, 0), 2, attention_ep_ranks=(1, 3)),
     "no gradients": Case(2, 2, (0, 1), 3, is_graded=False, num_pieces=2),
 }
 
@@ -532,10 +534,10 @@ def test_hooks_see_a_piece_before_and_behind_its_experts() -> None:
     """Where the model pauses."""
     borders = Borders()
     options = LayerOptions(hooks=Hooked((borders,)))
-    plan = Plan.at_home(asymmetric_home(EXPERTS, Roles.first(1, 1), 0))
+    plan = Plan.at_owner(asymmetric_owner(EXPERTS, Roles.first(1, 1), 0))
     routed = _layer_of(Zebra(attention_size=1, expert_size=1), plan, options)
-    passage = SimpleNamespace(experts=lambda layer, x_TD, *given: x_TD + 1)
-    here: Any = SimpleNamespace(passage=passage)
+    stripe_pass = SimpleNamespace(experts=lambda layer, x_TD, *given: x_TD + 1)
+    here: Any = SimpleNamespace(stripe_pass=stripe_pass)
     hosted: Any = SimpleNamespace(routed=routed)
     paused = stripe_model.Pausing(here, None)(0, hosted)
     x_TD, expert_TK = torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int64)
@@ -567,23 +569,27 @@ def test_codecs_are_laid_over_the_rows() -> None:
 class Doubling(Expert):
     """Gives its rows twice over."""
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        (computed_RD,), saved = super().forward(span, *reads)
+    def forward(
+        self, chunk_range: ChunkRange, *reads: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (computed_RD,), saved = super().forward(chunk_range, *reads)
         return (computed_RD * 2,), saved
 
-    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        return super().backward(span, saved, grad_RD * 2)
+    def backward(
+        self, chunk_range: ChunkRange, saved: tuple[Any, ...], grad_RD: Tensor
+    ) -> tuple[Any, ...]:
+        return super().backward(chunk_range, saved, grad_RD * 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoubledZebra(Zebra):
-    def stages(self, site: Site) -> dict[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> dict[Op, Stage]:
         return {EXPERT: Doubling(FeedForwardExperts(silu_gated))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoringZebra(Zebra):
-    def stages(self, site: Site) -> dict[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> dict[Op, Stage]:
         return {RESTORE: Restore()}
 
 
@@ -599,7 +605,7 @@ class OwnRoles(Strategy):
         return Roles.first(self.attention_size, self.expert_size)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_home, job.homes))
+        return tuple(map(Plan.at_owner, job.owners))
 
 
 def test_a_strategy_of_the_users_own_may_give_roles() -> None:
@@ -621,25 +627,25 @@ class Copied(OwnRoles):
     """A copy of every second expert on the last rank, of the others wherever experts are."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(self._plan_of(home, job.node_C) for home in job.homes)
+        return tuple(self._plan_of(owner, job.node_C) for owner in job.owners)
 
-    def _plan_of(self, home: Placement, node_C: np.ndarray) -> Plan:
-        holds_EC = home.holds_EC.copy()
+    def _plan_of(self, owner: Placement, node_C: np.ndarray) -> Plan:
+        holds_EC = owner.holds_EC.copy()
         holds_EC[::2, -1] = True
-        holds_EC[1::2] = home.holds_EC.any(axis=0)
+        holds_EC[1::2] = owner.holds_EC.any(axis=0)
         target = Placement(holds_EC)
-        return Plan(home, target, NearestCopy(target, node_C))
+        return Plan(owner, target, NearestReplica(target, node_C))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedEverywhere(Copied):
-    """Attention ranks compute, too, where the first layer is; the others have no copies."""
+    """Attention ranks compute, too, where the first layer is; the others have no replicas."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        first, *rest = job.homes
+        first, *rest = job.owners
         target = Placement(np.ones_like(first.holds_EC))
-        plan = Plan(first, target, NearestCopy(target, job.node_C))
-        return plan, *map(Plan.at_home, rest)
+        plan = Plan(first, target, NearestReplica(target, job.node_C))
+        return plan, *map(Plan.at_owner, rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -648,8 +654,8 @@ class Revised(OwnRoles):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(
-            replace(Plan.at_home(home), revise=partial(busiest, home, job.node_C))
-            for home in job.homes
+            replace(Plan.at_owner(owner), revise=partial(busiest, owner, job.node_C))
+            for owner in job.owners
         )
 
 
@@ -658,7 +664,7 @@ def busiest(target: Placement, node_C: np.ndarray, rows_CE: np.ndarray) -> Desti
     holds_EC = target.holds_EC.copy()
     holds_EC[np.argsort(-rows_CE.sum(axis=0), kind="stable")[:2]] = True
     more = Placement(holds_EC)
-    return Destination(more, NearestCopy(more, node_C))
+    return Destination(more, NearestReplica(more, node_C))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -673,7 +679,7 @@ class CopiedAndRevised(Copied):
 
 
 COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised)
-WITH_COPIES = {
+WITH_REPLICAS = {
     "two layers": Case(1, 2, (0, 0), 2),
     "offloaded": Case(2, 2, (0, 1, 0), 2, num_pieces=2),
     "one stripe": Case(1, 2, (0, 0), 1),
@@ -682,7 +688,7 @@ WITH_COPIES = {
     "no gradients, one attention rank": Case(1, 2, (0, 0), 2, is_graded=False),
     "computed again": Case(1, 2, (0, 0), 2, recomputes=True),
     "the same experts": Case(2, 2, (0, 0), 3, router="one"),
-    "attention ranks last": Case(2, 2, (1, 0), 2, attention_cells=(1, 3), router="dropped"),
+    "attention ranks last": Case(2, 2, (1, 0), 2, attention_ep_ranks=(1, 3), router="dropped"),
 }
 
 
@@ -703,12 +709,12 @@ QUICK = {
     ("name", "strategy"),
     [
         case if (case := (name, strategy)) in QUICK else slow(*case)
-        for name in WITH_COPIES
+        for name in WITH_REPLICAS
         for strategy in COPYING
     ],
 )
-def test_copies_between_roles_equal_one_process(name: str, strategy: type[Strategy]) -> None:
-    case = WITH_COPIES[name]
+def test_replicas_between_roles_equal_one_process(name: str, strategy: type[Strategy]) -> None:
+    case = WITH_REPLICAS[name]
     outcomes = check(case._replace(strategy=strategy))
     sent, received = (
         sum(getattr(outcome.traffic, way) for outcome in outcomes)
@@ -719,11 +725,11 @@ def test_copies_between_roles_equal_one_process(name: str, strategy: type[Strate
 
 def test_the_simulator_prices_what_ran() -> None:
     """Nothing is copied to the attention ranks of the first layer and of the last."""
-    case = WITH_COPIES["offloaded"]._replace(strategy=CopiedAndRevised)
+    case = WITH_REPLICAS["offloaded"]._replace(strategy=CopiedAndRevised)
     outcomes = check(case)
     step = striped_step(3, case.num_stripes, offloaded=[1], copied=[0, 1, 2], revised=[1])
-    lanes = tuple((lane.name, tuple(step.in_lane(lane).split())) for lane in SHARED)
-    assert outcomes[0].issued == lanes
+    streams = tuple((stream.name, tuple(step.in_stream(stream).split())) for stream in SHARED)
+    assert outcomes[0].issued == streams
     copied_s = {"gather": 3.0, "revise": 1.0}
     timeline = simulate(step, lambda rank, task: copied_s.get(task.op.name, 0.5))
     assert timeline.makespan_s > simulate(step, lambda rank, task: 0.5).makespan_s
@@ -745,23 +751,23 @@ def test_stages_of_the_strategy_are_run() -> None:
 
 
 def _layer_of(strategy: Strategy, plan: Plan, options: LayerOptions | None = None) -> RoutedExperts:
-    site = Site(plan, ParallelLayout(Grid(2, 2), rank=0), 0)
-    return RoutedExperts(strategy, site, FeedForwardExperts(silu_gated), options=options)
+    layer_context = LayerContext(plan, ParallelLayout(Grid(2, 2), rank=0), 0)
+    return RoutedExperts(strategy, layer_context, FeedForwardExperts(silu_gated), options=options)
 
 
 def test_what_has_no_task_is_refused() -> None:
-    home = asymmetric_home(EXPERTS, Roles.first(1, 1), 0)
-    plan = Plan.at_home(home)
+    owner = asymmetric_owner(EXPERTS, Roles.first(1, 1), 0)
+    plan = Plan.at_owner(owner)
     with pytest.raises(ValueError, match=r"has stages of its own for restore, .* give it none but"):
         _layer_of(RestoringZebra(attention_size=1, expert_size=1), plan)
-    revised = replace(plan, revise=lambda rows_CE: Destination(home, plan.share))
+    revised = replace(plan, revise=lambda rows_CE: Destination(owner, plan.share))
     zebra = Zebra(attention_size=1, expert_size=1)
-    with pytest.raises(ValueError, match=r"Zebra plans copies .* add \('ep', PARAM\)"):
+    with pytest.raises(ValueError, match=r"Zebra plans replicas .* add \('ep', PARAM\)"):
         _layer_of(zebra, revised)
-    with pytest.raises(ValueError, match="Zebra plans copies"):
+    with pytest.raises(ValueError, match="Zebra plans replicas"):
         _layer_of(zebra, plan).take(revised)
     strategy = OwnRoles(attention_size=1, expert_size=1)
-    with pytest.raises(ValueError, match=r"layer 0 frees its copies .* leave rematerialize out"):
+    with pytest.raises(ValueError, match=r"layer 0 frees its replicas .* leave rematerialize out"):
         _layer_of(strategy, replace(revised, rematerialize=True))
     carried = Carried(((), ()), ((), ()))
     with pytest.raises(ValueError, match=r"has the block before carry .* leave carried out"):
@@ -790,19 +796,19 @@ def _run(*order: int) -> None:
     here, sums = Here(), GradientSums()
     batch = torch.zeros(1, LENGTH, dtype=torch.int64)
     with ThreadPoolExecutor(2) as threads, cut(model, here):
-        passage = Passage(partial(model, batch), sums.add, threads, here)
-        stripe = Stripe([passage], [1.0])
+        stripe_pass = StripePass(partial(model, batch), sums.add, threads, here)
+        stripe = Stripe([stripe_pass], [1.0])
         returned = None
         try:
             for layer in range(3):
                 question = stripe.forward(layer, returned)
-                route = one_cell_route(question.expert_TK, Placement.block(EXPERTS, 1))
+                route = one_rank_route(question.expert_TK, Placement.block(EXPERTS, 1))
                 rows_ND = question.x_TD[route.on(STRIPE).token_N]
                 returned = Answer(rows_ND, route.on(STRIPE))
             assert returned is not None
             stripe.finish(3, returned)
         finally:
-            passage.abandon()
+            stripe_pass.abandon()
 
 
 def test_layers_in_their_order() -> None:

@@ -2,8 +2,8 @@
 """Zebra steps: Theorem 1's order, the goldens of HeterMoE's spec, and what holds at any size.
 
 Tasks have short names here: letter, prime of an adjoint, layer, micro-batch. ``a`` attention, ``h``
-head, ``e`` expert, ``o`` offloaded experts, ``d`` dispatch, ``c`` combine; ``g`` gather of copies,
-``r`` revise, ``j`` join, ``k`` join of offloaded experts. Pure: nothing runs.
+head, ``e`` expert, ``o`` offloaded experts, ``d`` dispatch, ``c`` combine; ``g`` gather of
+replicas, ``r`` revise, ``j`` join, ``k`` join of offloaded experts. Pure: nothing runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ds_moe_ext.schedule.stripes import (
     picked,
     striped_step,
 )
-from ds_moe_ext.schedule.task import GATHER, PARAM, Lane, Schedule, Task
+from ds_moe_ext.schedule.task import GATHER, PARAM, Schedule, Stream, Task
 
-LANES = (ATTENTION_SIDE, EXPERT_SIDE, A2E, E2A)
-WITH_PARAM = (*LANES, PARAM)
+STREAMS = (ATTENTION_SIDE, EXPERT_SIDE, A2E, E2A)
+WITH_PARAM = (*STREAMS, PARAM)
 
 
 def forward_first(schedule: Schedule) -> Schedule:
@@ -46,15 +46,15 @@ def forward_first(schedule: Schedule) -> Schedule:
 
 def name(task: Task) -> str:
     letter = "k" if task.op == OFFLOADED_JOIN else task.op.name[0]
-    return f"{letter}{chr(39) if task.adjoint_of else ''}{task.layer}{task.span}"
+    return f"{letter}{chr(39) if task.adjoint_of else ''}{task.layer}{task.chunk_range}"
 
 
 def names(tasks: Sequence[Task]) -> str:
     return " ".join(map(name, tasks))
 
 
-def lane_of(schedule: Schedule, lane: Lane) -> list[Task]:
-    return [task for task in schedule.tasks if task.lane == lane]
+def stream_of(schedule: Schedule, stream: Stream) -> list[Task]:
+    return [task for task in schedule.tasks if task.stream == stream]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class Seconds:
         )
         return forward * (backward if task.adjoint_of else 1)
 
-    def busy(self, schedule: Schedule, lane: Lane) -> float:
-        return sum(self(0, task) for task in lane_of(schedule, lane))
+    def busy(self, schedule: Schedule, stream: Stream) -> float:
+        return sum(self(0, task) for task in stream_of(schedule, stream))
 
 
 GOLDEN = Seconds()
@@ -100,15 +100,15 @@ def makespan(schedule: Schedule, seconds: Seconds = GOLDEN) -> float:
     return simulate(schedule, seconds).makespan_s
 
 
-def started(schedule: Schedule, timeline: Timeline, lane: Lane) -> str:
+def started(schedule: Schedule, timeline: Timeline, stream: Stream) -> str:
     tasks = zip(schedule.tasks, timeline.start_s[0])
-    return " ".join(f"{name(task)}@{at:g}" for task, at in tasks if task.lane == lane)
+    return " ".join(f"{name(task)}@{at:g}" for task, at in tasks if task.stream == stream)
 
 
 # Theorem 1, written out.
 
 
-def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
+def theorem(num_layers: int, num_micro_batches: int) -> dict[Stream, list[str]]:
     """Spec rules 15, 16 and 10, layers and micro-batches from 0."""
     layers, each = range(num_layers), range(num_micro_batches)
     up = [(i, j) for i in layers for j in each]
@@ -125,7 +125,7 @@ def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
     }
 
 
-def test_the_simulator_hides_copies_behind_what_precedes_their_experts() -> None:
+def test_the_simulator_hides_replicas_behind_what_precedes_their_experts() -> None:
     """Attention and dispatch of the first stripe take 4 s, the adjoint of attention more."""
     plain, copied = striped_step(2, 2), striped_step(2, 2, copied=[0, 1])
     for seconds in (2, 4):
@@ -150,7 +150,7 @@ def test_only_layers_of_the_stack_are_offloaded() -> None:
 def test_golden_starts() -> None:
     step = striped_step(2, 2)
     timeline = simulate(step, GOLDEN)
-    assert {lane.name: started(step, timeline, lane) for lane in LANES} == {
+    assert {stream.name: started(step, timeline, stream) for stream in STREAMS} == {
         "attention": "a00@0 a01@3 a10@9 a11@13 h20@18 h'20@21 h21@27 h'21@30 "
         "a'10@37 a'11@46 a'00@54 a'01@62",
         "expert": "e00@4 e01@8 e10@13 e11@17 e'10@28 e'11@37 e'00@45 e'01@53",
@@ -158,7 +158,7 @@ def test_golden_starts() -> None:
         "e2a": "c00@8 c01@12 c10@17 c11@21 d'10@36 d'11@45 d'00@53 d'01@61",
     }
     assert timeline.makespan_s == 68
-    assert [GOLDEN.busy(step, lane) for lane in LANES] == [54, 48, 8, 8]
+    assert [GOLDEN.busy(step, stream) for stream in STREAMS] == [54, 48, 8, 8]
 
 
 def test_golden_makespans() -> None:
@@ -169,7 +169,7 @@ def test_golden_makespans() -> None:
     assert makespan(forward_first(striped_step(3, 4))) == 166
     deep, recomputed = striped_step(8, 4), Seconds(backward=3)  # the head is not recomputed
     assert makespan(deep, recomputed) == 526
-    assert [recomputed.busy(deep, lane) for lane in LANES[:2]] == [420, 512]
+    assert [recomputed.busy(deep, stream) for stream in STREAMS[:2]] == [420, 512]
 
 
 # G7: Fig. 6, forward only.
@@ -193,14 +193,14 @@ def figure_6(*moved: int) -> tuple[Schedule, Timeline]:
     return forward_of(step), simulate(forward_of(step), sixths(*moved))
 
 
-def window(forward: Schedule, timeline: Timeline, lane: Lane) -> tuple[float, float]:
-    """Seconds that a lane is busy, and that pass from its first start to its last end."""
-    spans = [
+def window(forward: Schedule, timeline: Timeline, stream: Stream) -> tuple[float, float]:
+    """Seconds that a stream is busy, and that pass from its first start to its last end."""
+    chunk_ranges = [
         (start, end)
         for task, start, end in zip(forward.tasks, timeline.start_s[0], timeline.end_s[0])
-        if task.lane == lane
+        if task.stream == stream
     ]
-    return sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
+    return sum(end - start for start, end in chunk_ranges), chunk_ranges[-1][1] - chunk_ranges[0][0]
 
 
 @pytest.mark.parametrize(
@@ -241,14 +241,14 @@ def test_figure_6_as_published() -> None:
 def test_offloading_does_not_pay_in_a_shallow_stack() -> None:
     step, seconds = striped_step(2, 2, offloaded=[1]), sixths(0, 1)
     assert makespan(step, seconds) == approx(205 / 3)
-    assert [seconds.busy(step, lane) for lane in LANES[:2]] == approx([58, 44])
+    assert [seconds.busy(step, stream) for stream in STREAMS[:2]] == approx([58, 44])
 
 
 def computed_in_order(schedule: Schedule, attention: str, expert: str) -> Schedule:
     """With other orders of computing; what is sent follows the task that has it (spec rule 11)."""
     place = {name(task): position for position, task in enumerate(schedule.tasks)}
     queues = [[place[word] for word in words.split()] for words in (attention, expert)]
-    sent = [i for i, task in enumerate(schedule.tasks) if task.lane in (A2E, E2A)]
+    sent = [i for i, task in enumerate(schedule.tasks) if task.stream in (A2E, E2A)]
     issued: list[int] = []
     while any(queues):
         (queue, *_) = (q for q in queues if q and set(schedule.after[q[0]]) <= set(issued))
@@ -294,8 +294,8 @@ def test_the_last_stage_has_no_experts(layers: int, each: int, ours: int, litera
     would run one after the other."""
     step, last, seconds = striped_step(layers, each), layers - 1, Seconds(head=0)
 
-    def in_turn(lane: Lane, *stage: str) -> str:
-        own = [name(task) for task in lane_of(step, lane)]
+    def in_turn(stream: Stream, *stage: str) -> str:
+        own = [name(task) for task in stream_of(step, stream)]
         taken = [f"{task}{j}" for j in range(each) for task in stage]
         first = own.index(f"{stage[0]}0")
         rest = [word for word in own[first:] if word not in taken]
@@ -361,9 +361,11 @@ at_any_size = settings(deadline=None, derandomize=True, max_examples=50)
 
 @at_any_size
 @given(sizes)
-def test_lanes_are_in_the_order_of_the_theorem(size: tuple[int, int]) -> None:
+def test_streams_are_in_the_order_of_the_theorem(size: tuple[int, int]) -> None:
     step = striped_step(*size)
-    assert {lane: [name(t) for t in lane_of(step, lane)] for lane in LANES} == theorem(*size)
+    assert {stream: [name(t) for t in stream_of(step, stream)] for stream in STREAMS} == theorem(
+        *size
+    )
 
 
 @at_any_size
@@ -389,7 +391,7 @@ def test_each_task_has_one_adjoint(step: Schedule) -> None:
     last = max(task.layer for task in step.tasks)
     for position, task in enumerate(step.tasks):
         if name(task).startswith("a'"):
-            layer, micro_batch = task.layer, task.span
+            layer, micro_batch = task.layer, task.chunk_range
             later = f"{'h' if layer + 1 == last else 'a'}'{layer + 1}{micro_batch}"
             branches = {name(step.tasks[w]) for w in step.after[position]}
             assert branches == {later, f"d'{layer}{micro_batch}", f"a{layer}{micro_batch}"}
@@ -397,18 +399,22 @@ def test_each_task_has_one_adjoint(step: Schedule) -> None:
 
 @at_any_size
 @given(steps(), any_seconds)
-def test_order_of_a_lane_and_bounds_of_a_step(step: Schedule, seconds: Seconds) -> None:
+def test_order_of_a_stream_and_bounds_of_a_step(step: Schedule, seconds: Seconds) -> None:
     timeline = simulate(step, seconds)
-    for lane in WITH_PARAM:
-        at = [i for i, task in enumerate(step.tasks) if task.lane == lane]
+    for stream in WITH_PARAM:
+        at = [i for i, task in enumerate(step.tasks) if task.stream == stream]
         for before, after in pairwise(at):
             assert timeline.end_s[0][before] <= timeline.start_s[0][after]
     for position, waits in enumerate(step.after):
         for writer in waits:
             assert timeline.end_s[0][writer] <= timeline.start_s[0][position]
-    first = (i for i, task in enumerate(step.tasks) if task.span.start == 0 and task.lane != PARAM)
+    first = (
+        i
+        for i, task in enumerate(step.tasks)
+        if task.chunk_range.start == 0 and task.stream != PARAM
+    )
     alone = picked(step, list(first))
-    least = max(*(seconds.busy(step, lane) for lane in LANES), makespan(alone, seconds))
+    least = max(*(seconds.busy(step, stream) for stream in STREAMS), makespan(alone, seconds))
     assert least <= timeline.makespan_s
     serial = sum(seconds(0, task) for task in step.tasks)
     assert timeline.makespan_s <= makespan(one_at_a_time(step), seconds) == serial
@@ -427,22 +433,27 @@ def test_one_micro_batch_overlaps_nothing(num_layers: int, seconds: Seconds) -> 
 @at_any_size
 @given(steps())
 def test_sides_never_wait_for_each_other_in_a_circle(step: Schedule) -> None:
-    """Each side starts what is next in a lane and has its inputs there; collectives need both."""
+    """Each side starts what is next in a stream and has its inputs there; collectives need both."""
     parts = [part_of(step, side) for side in SIDES]
     queues = [
-        {lane: [i for i, task in enumerate(part.tasks) if task.lane == lane] for lane in WITH_PARAM}
+        {
+            stream: [i for i, task in enumerate(part.tasks) if task.stream == stream]
+            for stream in WITH_PARAM
+        }
         for part in parts
     ]
     done: list[set[int]] = [set(), set()]
 
-    def is_ready(side: int, lane: Lane) -> bool:
-        queue = queues[side][lane]
+    def is_ready(side: int, stream: Stream) -> bool:
+        queue = queues[side][stream]
         return bool(queue) and set(parts[side].after[queue[0]]) <= done[side]
 
-    moves = [((0,), ATTENTION_SIDE), ((1,), EXPERT_SIDE), *(((0, 1), lane) for lane in SHARED)]
-    while ready := [(who, lane) for who, lane in moves if all(is_ready(s, lane) for s in who)]:
-        who, lane = ready[0]
-        places = [queues[side][lane].pop(0) for side in who]
+    moves = [((0,), ATTENTION_SIDE), ((1,), EXPERT_SIDE), *(((0, 1), stream) for stream in SHARED)]
+    while ready := [
+        (who, stream) for who, stream in moves if all(is_ready(s, stream) for s in who)
+    ]:
+        who, stream = ready[0]
+        places = [queues[side][stream].pop(0) for side in who]
         assert len({name(parts[side].tasks[i]) for side, i in zip(who, places)}) == 1
         for side, place in zip(who, places):
             done[side].add(place)
@@ -454,17 +465,17 @@ def test_sides_never_wait_for_each_other_in_a_circle(step: Schedule) -> None:
 def test_several_ranks_of_a_side_that_are_alike_are_as_one(
     step: Schedule, seconds: Seconds, num_attention: int, num_expert: int
 ) -> None:
-    """A rank has no work in the other side's lane, and meets all in those between."""
+    """A rank has no work in the other side's stream, and meets all in those between."""
     ranks = range(num_attention + num_expert)
 
     def of_rank(rank: int, task: Task) -> float:
         side = ATTENTION_SIDE if rank < num_attention else EXPERT_SIDE
-        return seconds(rank, task) if task.lane in (side, *SHARED) else 0.0
+        return seconds(rank, task) if task.stream in (side, *SHARED) else 0.0
 
     timeline = simulate(
         step,
         of_rank,
         num_ranks=len(ranks),
-        peers_of=lambda rank, task: ranks if task.lane in SHARED else (rank,),
+        peers_of=lambda rank, task: ranks if task.stream in SHARED else (rank,),
     )
     assert timeline.makespan_s == makespan(step, seconds)

@@ -88,7 +88,7 @@ def by_hand(
 
 
 def flat(found: Any) -> list[Any]:
-    """Of what autograd was not asked for it tells nothing."""
+    """Of what autograd was not asked for it reports nothing."""
     if not found:
         return [None] * (1 + 2 * S)
     rows, weights = found

@@ -20,12 +20,12 @@ import pytest
 
 from ds_moe_ext import testing
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica
 from ds_moe_ext.moe.route import Restore
-from ds_moe_ext.planning.strategy import Job, Plan, Rhythm, Site, Strategy
+from ds_moe_ext.planning.strategy import Intervals, Job, LayerContext, Plan, Strategy
 from ds_moe_ext.schedule.orders import ALONE, Beside
 from ds_moe_ext.schedule.stages import Stage
-from ds_moe_ext.schedule.task import INTER, RESTORE, Lane, Op, Span
+from ds_moe_ext.schedule.task import INTER, RESTORE, ChunkRange, Op, Stream
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
@@ -34,22 +34,22 @@ from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.testing import Case, check
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.strategies_for_tests import ByTurns
+from tests.strategies_for_tests import Alternating
 
 ROOT = Path(__file__).parents[1]
 
 OURS: Mapping[str, Strategy] = {
     "ep": ExpertParallel(),
     "ep, send once": ExpertParallel(send_once=True),
-    "fssdp": FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3),
-    "fssdp, planned share": FullySharded(share="planned", overlap_degree=2, copies_per_rank=3),
+    "fssdp": FullySharded(calibrate=True, overlap_degree=2, replicas_per_rank=3),
+    "fssdp, planned share": FullySharded(share="planned", overlap_degree=2, replicas_per_rank=3),
     "fssdp, priced share": FullySharded(
-        share="priced", calibrate=True, overlap_degree=2, copies_per_rank=3
+        share="priced", calibrate=True, overlap_degree=2, replicas_per_rank=3
     ),
     "prophet": ProProphet(),
     "prophet, priced share": ProProphet(share="priced"),
     "esp": ExpertSharding(degree=2, slice_gradients=False),
-    "auto, by turns": ByTurns(),
+    "auto, by turns": Alternating(),
 }
 
 
@@ -70,17 +70,17 @@ the shares of fssdp and prophet; ep, esp, and rows sent once, by test_layer.py."
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])
 def test_ours_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(OURS[name], ranks_of=pool_of)
-    told = capsys.readouterr().out
-    assert told.count("equal") == len(testing.CASES) and "left out" not in told
-    copies = [int(number) for number in re.findall(r"(\d+) copies", told)]
-    assert any(copies) == name.startswith(("fssdp", "prophet", "auto"))
-    assert ("0 moves" not in told.splitlines()[3]) == name.startswith("fssdp")
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == len(testing.CASES) and "left out" not in printed
+    replicas = [int(number) for number in re.findall(r"(\d+) copies", printed)]
+    assert any(replicas) == name.startswith(("fssdp", "prophet", "auto"))
+    assert ("0 moves" not in printed.splitlines()[3]) == name.startswith("fssdp")
 
 
 BY_TIME = {
     **{name: OURS[name] for name in OURS if "share" in name},
     "fssdp, priced share, freed": FullySharded(
-        share="priced", rematerialize=True, overlap_degree=4, copies_per_rank=2
+        share="priced", rematerialize=True, overlap_degree=4, replicas_per_rank=2
     ),
     "prophet, planned share, kept": ProProphet(share="planned", rematerialize=False),
 }
@@ -88,9 +88,9 @@ LARGER = (
     Case(num_ranks=8),
     Case(num_ranks=4, hot=30.0, num_micro_batches=3),  # nearly all rows for one expert
     Case(num_ranks=8, degrees=(8, 3)),
-    Case(num_ranks=8, degrees=(2, 8), cell_size=2, num_micro_batches=2),
-    Case(num_ranks=8, degrees=(3, 2), cell_size=4, checkpoints=True),
-    Case(num_ranks=4, degrees=(2, 3), cell_size=4),
+    Case(num_ranks=8, degrees=(2, 8), etp_size=2, num_micro_batches=2),
+    Case(num_ranks=8, degrees=(3, 2), etp_size=4, checkpoints=True),
+    Case(num_ranks=4, degrees=(2, 3), etp_size=4),
 )
 
 
@@ -145,43 +145,43 @@ def test_the_page_has_every_member_and_every_field() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Everywhere(Strategy):
-    """Every expert in every cell, and no word more."""
+    """Every expert in every EP rank, and no word more."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(self.plan_of(job, home) for home in job.homes)
+        return tuple(self.plan_of(job, owner) for owner in job.owners)
 
-    def plan_of(self, job: Job, home: Placement) -> Plan:
-        target = home.with_copies(np.ones_like(home.holds_EC))
-        return Plan(home, target, NearestCopy(target, job.node_C))
+    def plan_of(self, job: Job, owner: Placement) -> Plan:
+        target = owner.with_replicas(np.ones_like(owner.holds_EC))
+        return Plan(owner, target, NearestReplica(target, job.node_C))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(Everywhere):
     """In chunks, by the schedules of the base class."""
 
-    def plan_of(self, job: Job, home: Placement) -> Plan:
-        plan = super().plan_of(job, home)
+    def plan_of(self, job: Job, owner: Placement) -> Plan:
+        plan = super().plan_of(job, owner)
         return replace(plan, forward_degree=2, backward_degree=3)
 
 
 class ForgetsUses(Everywhere):
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
         return (("ep", INTER),)
 
 
 class ForgetsBeside(Everywhere):
-    def beside(self, site: Site) -> Beside:
+    def beside(self, layer_context: LayerContext) -> Beside:
         return ALONE
 
 
 class ForgetsFreed(Everywhere):
     """In its schedules, what its plan says."""
 
-    def plan_of(self, job: Job, home: Placement) -> Plan:
-        return replace(super().plan_of(job, home), rematerialize=True)
+    def plan_of(self, job: Job, owner: Placement) -> Plan:
+        return replace(super().plan_of(job, owner), rematerialize=True)
 
-    def beside(self, site: Site) -> Beside:
-        return super().beside(site)._replace(freed=False)
+    def beside(self, layer_context: LayerContext) -> Beside:
+        return super().beside(layer_context)._replace(freed=False)
 
 
 FEW = (Case(num_ranks=2), Case(num_ranks=2, num_micro_batches=2, checkpoints=True))
@@ -193,15 +193,15 @@ def test_uses_beside_and_schedules_follow_from_the_plan(strategy: Strategy) -> N
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "stated"),
     [
-        (ForgetsUses(), "ForgetsUses plans copies of experts, but its uses.. leaves out"),
-        (ForgetsBeside(), "ForgetsBeside plans copies .*let beside.. say copied, or leave"),
-        (ForgetsFreed(), "ForgetsFreed plans to free copies .*let beside.. say freed, or leave"),
+        (ForgetsUses(), "ForgetsUses plans replicas of experts, but its uses.. leaves out"),
+        (ForgetsBeside(), "ForgetsBeside plans replicas .*let beside.. say copied, or leave"),
+        (ForgetsFreed(), "ForgetsFreed plans to free replicas .*let beside.. say freed, or leave"),
     ],
 )
-def test_what_is_overridden_and_forgotten_is_told(strategy: Strategy, said: str) -> None:
-    with pytest.raises(AssertionError, match=f"(?s)ValueError: {said}"):
+def test_what_is_overridden_and_forgotten_is_reported(strategy: Strategy, stated: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)ValueError: {stated}"):
         check(strategy, FEW[:1], ranks_of=pool_of)
 
 
@@ -209,14 +209,14 @@ def test_what_is_overridden_and_forgotten_is_told(strategy: Strategy, said: str)
 
 
 @dataclass(frozen=True, eq=False)
-class Disagreeing(LocalElseHome):
+class Disagreeing(LocalElseOwner):
     """Receivers expect what nobody sends."""
 
     def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         return super().rows_to(holder, rows_CFE) // 2
 
 
-class Dropping(LocalElseHome):
+class Dropping(LocalElseOwner):
     """The last row of each expert is lost on both sides."""
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
@@ -225,24 +225,27 @@ class Dropping(LocalElseHome):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Strategy):
-    share: type[LocalElseHome]
+    share: type[LocalElseOwner]
 
-    def rhythm(self) -> Rhythm:
-        return Rhythm(plan_every=1)
+    def intervals(self) -> Intervals:
+        return Intervals(plan_every=1)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(Plan(home, home, self.share(home, home)) for home in job.homes)
+        return tuple(Plan(owner, owner, self.share(owner, owner)) for owner in job.owners)
 
 
 @pytest.mark.parametrize(
-    ("share", "said"),
+    ("share", "stated"),
     [
-        (Disagreeing, r"plan of layer 0 .*cell \d sends cell \d \d+ of \d+ rows of expert \d+"),
+        (
+            Disagreeing,
+            r"plan of layer 0 .*EP rank \d sends EP rank \d \d+ of \d+ rows of expert \d+",
+        ),
         (Dropping, "does not hand out all rows of each expert"),
     ],
 )
-def test_a_share_that_cannot_be_right_is_found(share: type[LocalElseHome], said: str) -> None:
-    with pytest.raises(AssertionError, match=f"(?s)2 ranks.*ValueError: .*{said}|{said}"):
+def test_a_share_that_cannot_be_right_is_found(share: type[LocalElseOwner], stated: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)2 ranks.*ValueError: .*{stated}|{stated}"):
         check(Shared(share=share), FEW[:1], ranks_of=pool_of)
 
 
@@ -252,19 +255,21 @@ class WrongAdjoint:
 
     common: Restore
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return self.common.forward(span, *reads)
+    def forward(
+        self, chunk_range: ChunkRange, *reads: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return self.common.forward(chunk_range, *reads)
 
-    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
-        rows, scores, *others = self.common.backward(span, saved, *grads)
+    def backward(self, chunk_range: ChunkRange, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        rows, scores, *others = self.common.backward(chunk_range, saved, *grads)
         return rows, 2 * scores, *others
 
-    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
-        return self.common.recut(span, pieces)
+    def recut(self, chunk_range: ChunkRange, pieces: Any) -> tuple[Any, ...]:
+        return self.common.recut(chunk_range, pieces)
 
 
 class Doubling(ExpertParallel):
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
         return {RESTORE: WrongAdjoint(Restore())}
 
 
@@ -283,15 +288,17 @@ class Elsewhere(ExpertParallel):
     """Plans a target that lacks what lives there."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        others = [Placement(home.holds_EC[:, ::-1].copy()) for home in job.homes]
+        others = [Placement(owner.holds_EC[:, ::-1].copy()) for owner in job.owners]
         return tuple(
-            Plan(home, other, NearestCopy(other, job.node_C))
-            for home, other in zip(job.homes, others)
+            Plan(owner, other, NearestReplica(other, job.node_C))
+            for owner, other in zip(job.owners, others)
         )
 
 
-def test_a_target_without_its_home_is_found() -> None:
-    with pytest.raises(AssertionError, match="its target lacks expert 0 in cell 0, which has it"):
+def test_a_target_without_its_owner_is_found() -> None:
+    with pytest.raises(
+        AssertionError, match="its target lacks expert 0 in EP rank 0, which has it"
+    ):
         check(Elsewhere(), FEW[:1], ranks_of=pool_of)
 
 
@@ -325,7 +332,7 @@ def _world_size(rank: int, world_size: int) -> int:
 def test_ranks_whose_job_was_interrupted_are_given_up() -> None:
     """They are in the middle of it: another one's answers would be those of this."""
     pool = pool_of(2)
-    # What a shell has begun in the background was told to ignore it.
+    # What a shell has begun in the background was reported to ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:

@@ -69,7 +69,7 @@ def between_experts() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tie", "says"),
+    ("tie", "expected"),
     [
         (between_layers, "of experts of blocks.0.experts is tied to one of blocks.2.experts;"),
         (to_another_module, "of experts of blocks.1.experts is tied to one of mirror;"),
@@ -77,10 +77,10 @@ def between_experts() -> Any:
         (between_experts, "a weight of expert 1 of 0 is tied to one of another expert"),
     ],
 )
-def test_tied_weights_are_refused(tie: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ValueError, match="share the whole experts module") as told:
+def test_tied_weights_are_refused(tie: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ValueError, match="share the whole experts module") as raised:
         found(tie())
-    assert says in str(told.value)
+    assert expected in str(raised.value)
 
 
 def test_a_module_at_several_places_is_found_once() -> None:

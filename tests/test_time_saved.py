@@ -33,7 +33,7 @@ from ds_moe_ext.report.two_runs import Shown, page_beside
 from tests.test_report import UNKNOWN, checked, copied, layer, pictures, record, sound, worked
 
 EXPERTS = {"forward:expert": (2.0, 0.0), "backward:expert": (4.0, 2.0)}  # 4 s on average
-COPIES = {
+REPLICAS = {
     "forward:gather": (0.5, 0.1),
     "backward:reduction": (0.3, 0.1),  # with those 0.5 s on average
     "forward:join": (0.125, 0.075),
@@ -74,20 +74,20 @@ def ranks(
 def run(
     seconds: Mapping[str, Sequence[float]] | None = None, device: DeviceRecord | None = None
 ) -> RunRecord:
-    """With one copy a step, of balance 1.3875 at home and 1.325 as computed."""
-    told = ranks({**EXPERTS, **COPIES} if seconds is None else seconds, device=device)
-    return dataclasses.replace(copied(), ranks=told)
+    """With one replica a step, of balance 1.3875 at the owner and 1.325 as computed."""
+    reported = ranks({**EXPERTS, **REPLICAS} if seconds is None else seconds, device=device)
+    return dataclasses.replace(copied(), ranks=reported)
 
 
-def test_what_copies_saved_by_hand() -> None:
+def test_what_replicas_saved_by_hand() -> None:
     saved = saved_of(run())
     assert saved is not None
     assert saved == pytest.approx((4.0, 1.3875, 1.325, 0.5, 0.1))
     assert saved.saved_s == pytest.approx(0.25)
     assert saved_line(run()) == (
-        "ranks waited 250 ms less in each step than with every expert at its home, as under ep "
+        "ranks waited 250 ms less in each step than with every expert at its owner, as under ep "
         "(found, estimated from this run's own 4 s of experts a rank, times balance 1.39 less "
-        "1.32); copies and their gradients travelled for 500 ms, of which ranks waited 100 ms in "
+        "1.32); replicas and their gradients travelled for 500 ms, of which ranks waited 100 ms in "
         "the layers (measured): were the rest not hidden, copying would have cost more than it "
         "saved"
     )
@@ -95,23 +95,23 @@ def test_what_copies_saved_by_hand() -> None:
 
 def test_it_is_the_waiting_of_a_rank_in_layers_whose_seconds_scale_with_rows() -> None:
     rng = np.random.default_rng(0)
-    home_LC, computed_LC = rng.integers(1, 99, (2, 5, 4)).astype(float)
-    computed_LC *= home_LC.sum() / (5 * computed_LC.sum(axis=1, keepdims=True))
-    home_LC *= computed_LC[0].sum() / home_LC.sum(axis=1, keepdims=True)  # as many in each layer
+    owner_LC, computed_LC = rng.integers(1, 99, (2, 5, 4)).astype(float)
+    computed_LC *= owner_LC.sum() / (5 * computed_LC.sum(axis=1, keepdims=True))
+    owner_LC *= computed_LC[0].sum() / owner_LC.sum(axis=1, keepdims=True)  # as many in each layer
     second_a_row = 1e-3
     waits = [
         second_a_row * (rows_LC.max(axis=1) - rows_LC.mean(axis=1)).sum()
-        for rows_LC in (home_LC, computed_LC)
+        for rows_LC in (owner_LC, computed_LC)
     ]
     layers = tuple(layer(f"m.{index}", (0, 1, 2, 3)) for index in range(5))
-    plain = record(layers, np.ones((1, 5, 4), dtype=np.int64), num_cells=4)
+    plain = record(layers, np.ones((1, 5, 4), dtype=np.int64), num_ep_ranks=4)
     placements = PlacementRecord(
-        np.ones((1, 5, 4), dtype=np.int64), home_LC[None], (), 10, (((),) * 4,) * 5
+        np.ones((1, 5, 4), dtype=np.int64), owner_LC[None], (), 10, (((),) * 4,) * 5
     )
     seconds_R = second_a_row * computed_LC.sum(axis=0)
-    told = dataclasses.replace(ranks(), kinds_K=("forward:expert",), seconds_KR=seconds_R[None])
+    reported = dataclasses.replace(ranks(), kinds_K=("forward:expert",), seconds_KR=seconds_R[None])
     seen = dataclasses.replace(
-        plain, cell_rows_ILC=computed_LC[None], placements=placements, ranks=told
+        plain, ep_rank_rows_ILC=computed_LC[None], placements=placements, ranks=reported
     )
     saved = saved_of(seen)
     assert saved is not None
@@ -125,22 +125,24 @@ def test_it_is_the_waiting_of_a_rank_in_layers_whose_seconds_scale_with_rows() -
         (0.5, 0.3, "in the layers (measured): copying cost more than it saved"),
     ],
 )
-def test_what_copies_cost(travelled_s: float, waited_s: float, ending: str) -> None:
+def test_what_replicas_cost(travelled_s: float, waited_s: float, ending: str) -> None:
     both = {"forward:gather": (travelled_s,) * 2, "forward:join": (waited_s,) * 2}
     assert saved_line(run({**EXPERTS, **both})).endswith(ending)
 
 
-def test_copies_whose_steps_were_not_timed() -> None:
-    unknown = "; no step with copies was timed, so what they took is not known"
+def test_replicas_whose_steps_were_not_timed() -> None:
+    unknown = "; no step with replicas was timed, so what they took is not known"
     assert saved_line(run(EXPERTS)).endswith(unknown)
 
 
-def test_copies_that_made_it_worse() -> None:
+def test_replicas_that_made_it_worse() -> None:
     seen = run()
-    seen = dataclasses.replace(seen, cell_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]]))
-    told = saved_line(seen)
-    assert told.startswith("copies saved no waiting for experts (found, estimated ")
-    assert told.endswith("(measured): copying cost more than it saved")
+    seen = dataclasses.replace(
+        seen, ep_rank_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
+    )
+    reported = saved_line(seen)
+    assert reported.startswith("copies saved no waiting for experts (found, estimated ")
+    assert reported.endswith("(measured): copying cost more than it saved")
 
 
 def test_ranks_on_a_cpu_are_no_measure() -> None:
@@ -153,8 +155,8 @@ def test_ranks_on_a_cpu_are_no_measure() -> None:
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
-    told = dataclasses.replace(worked(), ranks=ranks())
-    for seen in (worked(), told, copied(), run({}), run({"forward:join": (1.0, 1.0)})):
+    reported = dataclasses.replace(worked(), ranks=ranks())
+    for seen in (worked(), reported, copied(), run({}), run({"forward:join": (1.0, 1.0)})):
         assert saved_line(seen) == took_line(seen) == choice_line(seen) == ""
         assert "Time, loss and memory" not in checked(seen)
     assert np.isnan(typical(np.array([UNKNOWN]))) and np.isnan(typical(np.array([])))
@@ -186,12 +188,12 @@ def test_two_runs_share_charts() -> None:
     charts = card(page)
     drawn = pictures(charts)
     assert len(drawn) == 2 and "<h3>Memory" not in charts
-    assert any("ours 2.5 s, theirs 1 s" in told for told in drawn)
+    assert any("ours 2.5 s, theirs 1 s" in reported for reported in drawn)
     assert "A step took 2.5 s and 1 s: <b>2.50 times</b> as fast with theirs (medians," in page
     assert paces_of({"ours": with_pace(worked()), "theirs": worked()}) == {}
     assert paces_of({"a": with_pace(worked()), "b": with_pace(worked(), pace((7,)))}) == {}
-    told = ranks(over_steps=PACE, device=DeviceRecord("cpu", 1))
-    on_cpu = dataclasses.replace(worked(), ranks=told)
+    reported = ranks(over_steps=PACE, device=DeviceRecord("cpu", 1))
+    on_cpu = dataclasses.replace(worked(), ranks=reported)
     page = sound(page_beside(Shown("ours", on_cpu), shown[1]))
     assert "On a CPU these times are no measure of a cluster: shared cores." in page
 
@@ -216,7 +218,7 @@ def test_what_was_expected_stands_beside_what_was_found() -> None:
     )
     page = checked(chosen())
     body = page.partition("<h2>What was chosen")[2].partition("</section>")[0]
-    assert [cell.partition("<")[0] for cell in body.split("<td>")[1:]] == [
+    assert [ep_rank.partition("<")[0] for ep_rank in body.split("<td>")[1:]] == [
         *("20", "ep", "1.5 s", "1.5 s", "1 s"),
         *("30", "fssdp", "2 s", "1.75 s", "3.5 s"),
     ]

@@ -21,15 +21,15 @@ from ds_moe_ext import testing
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.codecs import Codec, Int8
-from ds_moe_ext.moe.copy_memory import Codecs, copy_bytes
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Hooked, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.moe.refusals import check_transforms
+from ds_moe_ext.moe.replica_memory import Codecs, replica_bytes
 from ds_moe_ext.moe.transforms import Transform, applied
-from ds_moe_ext.planning.strategy import Job, Site, Strategy
+from ds_moe_ext.planning.strategy import Job, LayerContext, Strategy
 from ds_moe_ext.schedule.task import DISPATCH
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
@@ -52,7 +52,7 @@ def matrix(rows: int, columns: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Transform):
-    """``tanh`` of sums, to another width. Says its adjoint itself, if it is told to."""
+    """``tanh`` of sums, to another width. Says its adjoint itself, if it is reported to."""
 
     width: int
     by_hand: bool = False
@@ -159,7 +159,7 @@ def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case, hooks: Hoo
 def largest_error(
     strategy: Strategy, case: Case, transforms: tuple[Transform, ...] = ALL, *codecs: Codec
 ) -> tuple[float, int]:
-    """Of outputs, gradients of inputs and of all weights; and copies of experts in all steps."""
+    """Of outputs, gradients of inputs and of all weights; and replicas of experts in all steps."""
     laid = testing._laid(strategy, case)
     assert not isinstance(laid, str), laid
     seen = pool_of(case.num_ranks).run(_train, laid, case, Hooked((), codecs, transforms))
@@ -168,15 +168,15 @@ def largest_error(
         mock.patch.object(testing, "dense_experts", lambda *given: dense(transforms, *given)),
     ):
         return max(error for _, error in testing._errors(case, seen)), sum(
-            step.num_copies for step in seen[0]
+            step.num_replicas for step in seen[0]
         )
 
 
 ONE, TWO, FOUR = Case(num_ranks=1), Case(num_ranks=2), Case(num_ranks=4)
 CHUNKED = Case(num_ranks=4, degrees=(2, 3))
-SPLIT = Case(num_ranks=2, degrees=(2, 2), cell_size=2)
-SPLIT_CHUNKED = Case(num_ranks=4, degrees=(3, 2), num_micro_batches=2, cell_size=2)
-FSSDP = FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3)
+SPLIT = Case(num_ranks=2, degrees=(2, 2), etp_size=2)
+SPLIT_CHUNKED = Case(num_ranks=4, degrees=(3, 2), num_micro_batches=2, etp_size=2)
+FSSDP = FullySharded(calibrate=True, overlap_degree=2, replicas_per_rank=3)
 
 
 def _name(value: Any) -> str:
@@ -206,10 +206,10 @@ def _name(value: Any) -> str:
     ids=_name,
 )
 def test_equal_to_dense_experts_with_the_same(strategy: Strategy, case: Case) -> None:
-    error, num_copies = largest_error(strategy, case)
+    error, num_replicas = largest_error(strategy, case)
     assert error <= TOLERANCE
-    makes_copies = not isinstance(strategy, ExpertParallel) and case.num_ranks == 4
-    assert bool(num_copies) == makes_copies or case.cell_size > 1 or case.num_ranks < 4
+    makes_replicas = not isinstance(strategy, ExpertParallel) and case.num_ranks == 4
+    assert bool(num_replicas) == makes_replicas or case.etp_size > 1 or case.num_ranks < 4
 
 
 @pytest.mark.parametrize("case", [FOUR, slow(CHUNKED)], ids=str)
@@ -224,23 +224,23 @@ def test_rows_sent_once_are_transformed_on_their_way_there(case: Case) -> None:
     ("codec", "least", "most"),
     [(InHalves, 0.0, TOLERANCE), slow(Int8, 1e-3, 0.02)],
 )
-def test_copies_of_experts_travel_encoded(
+def test_replicas_of_experts_travel_encoded(
     strategy: Strategy, codec: type[Codec], least: float, most: float
 ) -> None:
     """Exactly, by an exact codec of other shape and type, and else with its error."""
     for there, back in ((True, False), (False, True), (True, True)):
-        only = codec(dispatch=False, combine=False, copies=there, copy_gradients=back)
-        error, num_copies = largest_error(strategy, FOUR, (), only)
+        only = codec(dispatch=False, combine=False, replicas=there, replica_gradients=back)
+        error, num_replicas = largest_error(strategy, FOUR, (), only)
         assert least <= error <= most
-        assert num_copies
+        assert num_replicas
 
 
 def test_an_expert_on_its_way_weighs_what_it_travels_as() -> None:
     like = torch.zeros(4, 8), torch.zeros(4)
     plain, coded = 4 * 36, 4 * (8 + 4) + (4 + 4)
-    assert copy_bytes(like, Codecs()) == plain
-    assert copy_bytes(like, Codecs(weights=Int8())) == (coded + plain) / 2
-    assert copy_bytes(like, Codecs(Int8(), Int8())) == coded
+    assert replica_bytes(like, Codecs()) == plain
+    assert replica_bytes(like, Codecs(weights=Int8())) == (coded + plain) / 2
+    assert replica_bytes(like, Codecs(Int8(), Int8())) == coded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,32 +262,35 @@ class Seeded(Dithered):
 
 
 def _refused_at_start(rank: int, world_size: int) -> list[str]:
-    """What is said of codecs of copies, and of their gradients alone; nothing of those taken."""
-    told = []
-    for name, copies in ((Dithered, True), (Dithered, False), (Seeded, True)):
-        hook = {"type": f"{HERE}:{name.__name__}", "copies": copies, "copy_gradients": True}
+    """What is reported of codecs of replicas, and of their gradients alone; nothing of those
+    taken."""
+    lines = []
+    for name, replicas in ((Dithered, True), (Dithered, False), (Seeded, True)):
+        hook = {"type": f"{HERE}:{name.__name__}", "replicas": replicas, "replica_gradients": True}
         block = {"enabled": True, "strategy": "fssdp", "hooks": [hook]}
         model = toy.build("toy, two experts a layer")
         try:
             ds_moe_ext.attach(model, {**block, "report": {"enabled": False}})
-            told.append("")
+            lines.append("")
         except ValueError as error:
-            told.append(str(error))
-    return told
+            lines.append(str(error))
+    return lines
 
 
-def test_copies_that_might_be_others_in_backward_are_refused_at_start() -> None:
+def test_replicas_that_might_be_others_in_backward_are_refused_at_start() -> None:
     for refused, *taken in pool_of(2).run(_refused_at_start):
         assert refused.startswith("ds_moe_ext.hooks: Dithered(")
-        assert "encodes the same rows in two ways" in refused and "set 'copies' to false" in refused
+        assert (
+            "encodes the same rows in two ways" in refused and "set 'replicas' to false" in refused
+        )
         assert taken == ["", ""]
 
 
 def layer_of(strategy: Strategy, world_size: int, hooks: Hooked) -> MoELayer:
     layout = ParallelLayout.build(Grid(world_size, world_size, 1), strategy.uses())
-    home = Placement.block(4, world_size)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    slots = len(home.experts_of(layout.index("ep")))
+    take_back = Placement.block(4, world_size)
+    (plan,) = strategy.plan(Job.at_start([take_back], layout.node_C))
+    slots = len(take_back.experts_of(layout.index("ep")))
     return MoELayer(
         nn.ParameterList([matrix(4, D)]),
         nn.ParameterList([part for _ in range(slots) for part in (matrix(6, D), matrix(D, 3))]),
@@ -384,22 +387,22 @@ def _failed(
     return None
 
 
-@pytest.mark.parametrize(("transforms", "told"), WRONG, ids=str)
-def test_wrong_ones_are_refused(transforms: tuple[Transform, ...], told: str) -> None:
+@pytest.mark.parametrize(("transforms", "reported"), WRONG, ids=str)
+def test_wrong_ones_are_refused(transforms: tuple[Transform, ...], reported: str) -> None:
     (failed,) = pool_of(1).run(_failed, transforms)
     assert failed is not None
-    assert re.search(told, failed[1]), failed
+    assert re.search(reported, failed[1]), failed
 
 
 def test_a_router_of_the_hosts_has_chosen_for_the_tokens_that_there_were() -> None:
-    (told,) = pool_of(1).run(_behind_a_router)
-    assert "make 12 tokens of 6" in told and "router" in told
+    (results,) = pool_of(1).run(_behind_a_router)
+    assert "make 12 tokens of 6" in results and "router" in results
 
 
 def _behind_a_router(rank: int, world_size: int) -> str:
     strategy, options = ExpertParallel(), LayerOptions(hooks=Hooked(transforms=(CUT, JOINED)))
     layer = layer_of(strategy, world_size, Hooked()).routed
-    experts = RoutedExperts(strategy, layer.site, layer.function, options=options)
+    experts = RoutedExperts(strategy, layer.layer_context, layer.function, options=options)
     ids = torch.zeros(6, 2, dtype=torch.int64)
     with pytest.raises(ValueError) as caught:
         experts(matrix(6, 2 * D), ids, torch.ones(6, 2, dtype=torch.float64), ())
@@ -410,7 +413,7 @@ def _behind_a_router(rank: int, world_size: int) -> str:
 class Dispatching(ExpertParallel):
     """Dispatches itself."""
 
-    def stages(self, site: Site) -> Any:
+    def stages(self, layer_context: LayerContext) -> Any:
         return {DISPATCH: Dispatch(Wire(None), Wire(None))}
 
 
@@ -420,10 +423,10 @@ REFUSED: tuple[tuple[Strategy, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("strategy", "told"), REFUSED, ids=str)
-def test_what_a_strategy_cannot_do_is_refused_by_name(strategy: Strategy, told: str) -> None:
+@pytest.mark.parametrize(("strategy", "reported"), REFUSED, ids=str)
+def test_what_a_strategy_cannot_do_is_refused_by_name(strategy: Strategy, reported: str) -> None:
     (message,) = pool_of(1).run(_refused, strategy)
-    assert re.search(told, message), message
+    assert re.search(reported, message), message
 
 
 def _refused(rank: int, world_size: int, strategy: Strategy) -> str:
@@ -456,10 +459,10 @@ def refusals() -> Iterator[tuple[Any, str, str]]:
     yield {"type": f"{HERE}:Curved", "at": "before_combine", "a": 1}, "hooks[0]", "'a'"
 
 
-@pytest.mark.parametrize(("value", "key", "told"), list(refusals()))
-def test_a_wrong_place_is_refused_in_one_sentence(value: Any, key: str, told: str) -> None:
+@pytest.mark.parametrize(("value", "key", "reported"), list(refusals()))
+def test_a_wrong_place_is_refused_in_one_sentence(value: Any, key: str, reported: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_settings({"ds_moe_ext": {"enabled": True, "hooks": [value]}})
     message = str(caught.value)
-    assert message.startswith(f"ds_moe_ext.{key}") and told in message
+    assert message.startswith(f"ds_moe_ext.{key}") and reported in message
     assert len(message.splitlines()) == 1

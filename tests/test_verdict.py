@@ -14,9 +14,9 @@ from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RunRecord
 from ds_moe_ext.report.summary import verdict
 from ds_moe_ext.report.two_runs import Shown, page_beside
 from tests.test_report import checked, copied, sound, worked
-from tests.test_time_saved import COPIES, EXPERTS, UNKNOWN, pace, ranks
+from tests.test_time_saved import EXPERTS, REPLICAS, UNKNOWN, pace, ranks
 
-BALANCES = "the busiest rank had 1.39 times the mean without copies and 1.32 with them"
+BALANCES = "the busiest rank had 1.39 times the mean without replicas and 1.32 with them"
 
 
 def steps_of(seconds: float) -> PaceRecord:
@@ -26,27 +26,27 @@ def steps_of(seconds: float) -> PaceRecord:
 def run(
     seconds: Mapping[str, Sequence[float]], step_s: float, base: RunRecord | None = None
 ) -> RunRecord:
-    """With one copy a step that saves 250 ms, where no other record is given."""
-    told = ranks(seconds, steps_of(step_s))
-    return dataclasses.replace(copied() if base is None else base, ranks=told)
+    """With one replica a step that saves 250 ms, where no other record is given."""
+    reported = ranks(seconds, steps_of(step_s))
+    return dataclasses.replace(copied() if base is None else base, ranks=reported)
 
 
 def waiting(seconds: float) -> Mapping[str, Sequence[float]]:
-    """Ranks wait so long for copies, which travel for a second."""
+    """Ranks wait so long for replicas, which travel for a second."""
     return {**EXPERTS, "forward:gather": (1.0, 1.0), "forward:join": (seconds, seconds)}
 
 
 def test_a_gain() -> None:
-    """250 ms less waiting and 50 ms for copies: a step of 1 s would have taken 1.2 s."""
+    """250 ms less waiting and 50 ms for replicas: a step of 1 s would have taken 1.2 s."""
     assert verdict(run(waiting(0.05), 1.0)) == (
         f"1.20 times as fast as ep would have been, estimated: {BALANCES}"
     )
 
 
-def test_copies_that_cost_more_than_they_saved() -> None:
+def test_replicas_that_cost_more_than_they_saved() -> None:
     """350 ms: the step would have taken 0.9 s."""
     assert verdict(run(waiting(0.35), 1.0)) == (
-        f"no gain here: {BALANCES}; copies cost more than that saved (0.90 times as fast as ep "
+        f"no gain here: {BALANCES}; replicas cost more than that saved (0.90 times as fast as ep "
         "would have been, estimated)"
     )
 
@@ -58,39 +58,39 @@ def test_a_gain_that_hardly_counts() -> None:
     )
 
 
-def test_copies_that_relieved_nobody() -> None:
+def test_replicas_that_relieved_nobody() -> None:
     worse = dataclasses.replace(
-        copied(), cell_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
+        copied(), ep_rank_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
     )
     assert verdict(run(waiting(0.1), 1.0, worse)).startswith(
-        "no gain here: the busiest rank had 1.39 times the mean without copies and 1.45 with them; "
-        "copies did not relieve it ("
+        "no gain here: the busiest rank had 1.39 times the mean without replicas and 1.45 with "
+        "them; replicas did not relieve it ("
     )
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "begins", "says"),
+    ("waited_s", "begins", "expected"),
     [
         (0.05, "200 ms less a step than ep would have, estimated: ", ""),
         (0.35, "no gain here: ", "(100 ms more a step than ep would have, estimated)"),
     ],
 )
-def test_steps_whose_seconds_nobody_knows(waited_s: float, begins: str, says: str) -> None:
-    told = verdict(run(waiting(waited_s), UNKNOWN))
-    assert told.startswith(begins) and told.endswith(says) and "nan" not in told
+def test_steps_whose_seconds_nobody_knows(waited_s: float, begins: str, expected: str) -> None:
+    reported = verdict(run(waiting(waited_s), UNKNOWN))
+    assert reported.startswith(begins) and reported.endswith(expected) and "nan" not in reported
 
 
-def test_what_lies_over_another_is_held_against_itself_without_copies() -> None:
+def test_what_lies_over_another_is_held_against_itself_without_replicas() -> None:
     over = dataclasses.replace(run(waiting(0.05), 1.0), strategy="esp over fssdp")
     assert verdict(over).startswith("1.20 times as fast as esp would have been, estimated: ")
 
 
-@pytest.mark.parametrize("told", [None, ranks(EXPERTS, steps_of(1.0)), ranks({})])
-def test_copies_that_were_not_timed(told: object) -> None:
-    """In a very short run, whose ranks have told each other nothing, too."""
-    seen = dataclasses.replace(copied(), ranks=told)
+@pytest.mark.parametrize("reported", [None, ranks(EXPERTS, steps_of(1.0)), ranks({})])
+def test_replicas_that_were_not_timed(reported: object) -> None:
+    """In a very short run, whose ranks have exchanged reports nothing, too."""
+    seen = dataclasses.replace(copied(), ranks=reported)
     assert verdict(seen) == (
-        f"gain not known, as no step with copies was timed in 2 recorded steps: {BALANCES}"
+        f"gain not known, as no step with replicas was timed in 2 recorded steps: {BALANCES}"
     )
 
 
@@ -98,16 +98,16 @@ def plain(strategy: str = "ep") -> RunRecord:
     return dataclasses.replace(worked(), strategy=strategy)
 
 
-def test_plain_expert_parallelism_says_what_copies_could_gain() -> None:
+def test_plain_expert_parallelism_says_what_replicas_could_gain() -> None:
     """Experts take 4 s on average, the busiest rank 1.325 times as much: 1.3 s are waited."""
     balance = float(worked().balance_IL().mean())
     assert balance == pytest.approx(1.325)
     assert verdict(run(EXPERTS, 6.5, plain())) == (
-        "copies could gain, a step at most 1.25 times as fast, estimated, if they cost nothing: "
+        "replicas could gain, a step at most 1.25 times as fast, estimated, if they cost nothing: "
         "the busiest rank had 1.32 times the mean"
     )
     assert verdict(run(EXPERTS, 130.0, plain())) == (
-        "little to gain by copies: the busiest rank had 1.32 times the mean; without that a step "
+        "little to gain by replicas: the busiest rank had 1.32 times the mean; without that a step "
         "would be 1.01 times as fast, estimated"
     )
 
@@ -115,7 +115,7 @@ def test_plain_expert_parallelism_says_what_copies_could_gain() -> None:
 @pytest.mark.parametrize("step_s", [UNKNOWN, 1.0], ids=["unknown", "less than was waited"])
 def test_plain_expert_parallelism_that_was_not_timed(step_s: float) -> None:
     unknown = (
-        "gain of copies not known, as no time was measured in 2 recorded steps: the busiest rank "
+        "gain of replicas not known, as no time was measured in 2 recorded steps: the busiest rank "
         "had 1.32 times the mean"
     )
     assert verdict(run(EXPERTS, step_s, plain())) == verdict(plain()) == unknown
@@ -123,10 +123,10 @@ def test_plain_expert_parallelism_that_was_not_timed(step_s: float) -> None:
 
 @pytest.mark.parametrize("strategy", ["esp", "zebra", "fssdp", "auto"])
 def test_what_copied_nothing(strategy: str) -> None:
-    told = verdict(run(EXPERTS, 8.0, plain(strategy)))
-    assert told == (
-        "no gain by copies, as none was made in 2 recorded steps: the busiest rank had 1.32 times "
-        f"the mean; what else {strategy} gained, a run with ep and ds-moe-ext compare tell"
+    reported = verdict(run(EXPERTS, 8.0, plain(strategy)))
+    assert reported == (
+        "no gain by replicas, as none was made in 2 recorded steps: the busiest rank had 1.32 "
+        f"times the mean; what else {strategy} gained, a run with ep and ds-moe-ext compare report"
     )
 
 
@@ -135,7 +135,7 @@ def test_nothing_recorded() -> None:
         worked(),
         steps_I=(),
         rows_ILE=worked().rows_ILE[:0],
-        cell_rows_ILC=worked().cell_rows_ILC[:0],
+        ep_rank_rows_ILC=worked().ep_rank_rows_ILC[:0],
     )
     assert verdict(empty) == "nothing to compare: no step was recorded"
     bare = dataclasses.replace(empty, layers=())
@@ -143,8 +143,8 @@ def test_nothing_recorded() -> None:
 
 
 def test_a_cpu_is_no_measure() -> None:
-    """Where seconds are said."""
-    timed = ranks({**EXPERTS, **COPIES}, steps_of(1.0), device=DeviceRecord("cpu", 1))
+    """Where seconds are predicted."""
+    timed = ranks({**EXPERTS, **REPLICAS}, steps_of(1.0), device=DeviceRecord("cpu", 1))
     caveat = "; seconds on a CPU are no measure of a cluster: shared cores"
     assert verdict(dataclasses.replace(copied(), ranks=timed)).endswith(caveat)
     assert verdict(dataclasses.replace(plain(), ranks=timed)).endswith("had 1.32 times the mean")

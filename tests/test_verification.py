@@ -99,7 +99,7 @@ def test_what_is_equal_is_equal(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_difference_is_told_not_what_follows() -> None:
+def test_the_first_difference_is_reported_not_what_follows() -> None:
     record = _record()
     wrong = {name: _seen_times(seen, 1.5) for name, seen in record.layers.items()}
     grown = {Kind.EXPERT: {"first.up.1": record.gradients[Kind.EXPERT]["first.up.1"] * 2}}
@@ -117,7 +117,7 @@ def _seen_times(seen: LayerSeen, factor: float) -> LayerSeen:
     return replace(seen, output=seen.output * factor)
 
 
-def test_ties_are_told_from_another_choice() -> None:
+def test_ties_are_reported_from_another_choice() -> None:
     """A token that takes another expert with the same score, and one with another score."""
     generator = torch.Generator().manual_seed(1)
     score_TK = torch.rand(T, K, generator=generator, dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "stated"),
     [
         ((), "verify was given no command"),
         (("--steps", "0", "--", "true"), "--steps is 0; give 1 or more"),
@@ -172,9 +172,9 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
         (("--", sys.executable, "-S", "-c", "print(1)"), "no step of deepspeed.initialize's"),
     ],
 )
-def test_what_cannot_be_compared_is_told(
+def test_what_cannot_be_compared_is_reported(
     arguments: tuple[str, ...],
-    said: str,
+    stated: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -184,7 +184,7 @@ def test_what_cannot_be_compared_is_told(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
 
 
 def test_nobody_else_loads_what_verifies() -> None:

@@ -19,9 +19,9 @@ from ds_moe_ext.schedule.orders import (
     Y,
 )
 from ds_moe_ext.schedule.simulator import simulate
-from ds_moe_ext.schedule.task import Op, Schedule, Span, Task, Value
+from ds_moe_ext.schedule.task import ChunkRange, Op, Schedule, Task, Value
 
-WHOLE = Span(0, 1)
+WHOLE = ChunkRange(0, 1)
 
 
 def task(op: Op, reads: Sequence[ops.Kind], writes: Sequence[ops.Kind], layer: int = 0) -> Task:
@@ -51,7 +51,7 @@ def test_a_task_waits_for_what_ended_last() -> None:
 
 def test_one_that_only_waits_hands_on_what_it_waited_for() -> None:
     head = ((ATTENTION, (0.0, 2.0)), (ORDER, (2.0, 4.0)), (DISPATCH, (4.0, 6.0)))
-    # Copies were there long before the rows, and then long after them.
+    # Replicas were there long before the rows, and then long after them.
     early, late = (GATHER, (0.5, 3.0)), (GATHER, (4.5, 8.0))
     joined = (JOIN, (6.0, 6.1)), (EXPERT, (6.1, 7.0))
     assert bound(head[0], early, *head[1:], *joined)[-1] == 3

@@ -119,8 +119,8 @@ def test_an_error_of_all_ranks_is_no_reason_to_leave(ranks: list[Rank]) -> None:
 
 def test_what_is_left_of_a_failed_pass_is_let_go(ranks: list[Rank]) -> None:
     first, _ = ranks
-    comes(first.watch)  # a lane
-    first.watch.failed(ValueError("no"), "another lane")
+    comes(first.watch)  # a stream
+    first.watch.failed(ValueError("no"), "another stream")
     first.late(105.0)  # it came before the failure
     assert first.broken == [GROUP]
 
@@ -139,16 +139,18 @@ def test_an_exchange_that_failed_by_itself_says_where(ranks: list[Rank]) -> None
     assert second.broken == [GROUP]
 
 
-def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_is_reported_and_no_more(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = ranks
     first.watch.at(lambda: "layer 1")
     comes(first.watch)
     first.late(9.0)
     assert capsys.readouterr().err == ""
     first.late(11.0)
-    told = capsys.readouterr().err
-    assert told.startswith("ds_moe_ext: rank 0 has waited 11 s in layer 1 for other ranks")
-    assert "rank 1 is in none of them" in told and "ds_moe_ext.joined(engine)" in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("ds_moe_ext: rank 0 has waited 11 s in layer 1 for other ranks")
+    assert "rank 1 is in none of them" in printed and "ds_moe_ext.joined(engine)" in printed
     first.late(30.0)
     assert capsys.readouterr().err == ""  # once a minute
     second.watch.at(lambda: "layer 0")
@@ -163,7 +165,7 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
 def test_a_rank_that_was_killed_is_named(
     ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has counted, and does no more; who finds that tells the others."""
+    """It has counted, and does no more; who finds that reports the others."""
     first, second = ranks
     first.watch.at(lambda: "layer 1")
     second.watch._beat(1000.0)
@@ -177,11 +179,11 @@ def test_a_rank_that_was_killed_is_named(
     assert str(error).endswith("(this rank waited in layer 1)")
     other = Watch(_wires=replace(second.watch._wires, rank=2, world_size=3))  # type: ignore[type-var]
     comes(other)
-    told = other.explained(leaves(other), RuntimeError("closed"))
-    assert str(told).startswith("rank 1 ended")
+    reported = other.explained(leaves(other), RuntimeError("closed"))
+    assert str(reported).startswith("rank 1 ended")
 
 
-def test_a_stop_in_a_wait_of_the_host_is_told_once(
+def test_a_stop_in_a_wait_of_the_host_is_reported_once(
     ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By one of those that find it, also where nobody is in an exchange of ours."""
@@ -194,10 +196,10 @@ def test_a_stop_in_a_wait_of_the_host_is_told_once(
     assert capsys.readouterr().err == ""
     for each in (first.watch, third):
         each._look_for_host(1011.0)
-    told = capsys.readouterr().err
-    assert told.startswith("ds_moe_ext: rank 1 ended, or stopped")
-    assert "nothing has been heard for 11 s. Rank 0 is in no exchange" in told
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("ds_moe_ext: rank 1 ended, or stopped")
+    assert "nothing has been heard for 11 s. Rank 0 is in no exchange" in printed
+    assert printed.count("\n") == 1
     for seconds in (1012.0, 1023.0):
         first.watch._look_for_host(seconds)
     assert capsys.readouterr().err == ""
@@ -212,7 +214,7 @@ def test_a_rank_that_ended_is_missed_in_a_step_alone(
 ) -> None:
     """Elsewhere ranks may have more or less to do than others, at the end of a script."""
     first, second = ranks
-    second.watch._says_it_ends()
+    second.watch._reports_its_end()
     for seconds in (1000.0, 1011.0, 1022.0):
         first.watch._look_for_host(seconds)
     assert capsys.readouterr().err == ""
@@ -273,7 +275,7 @@ def test_a_wait_for_a_stopped_rank_ends_when_the_key_says(
     assert "rank 1 stopped" in str(other.explained(leaves(other), RuntimeError("closed")))
 
 
-def test_a_store_that_does_not_answer_is_told_and_ends_waits(
+def test_a_store_that_does_not_answer_is_reported_and_ends_waits(
     ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As where rank 0 keeps it, and has stopped."""
@@ -286,11 +288,11 @@ def test_a_store_that_does_not_answer_is_told_and_ends_waits(
     for looks in range(21):
         waiting._hearing.unanswered = looks
         waiting._look_at_store()
-    told = capsys.readouterr().err
-    assert told.startswith(
+    printed = capsys.readouterr().err
+    assert printed.startswith(
         "ds_moe_ext: the store by which ranks met has not answered rank 1 for 10"
     )
-    assert told.count("\n") == 1
+    assert printed.count("\n") == 1
     assert broken == []
     waiting._hearing.unanswered = 21
     waiting._look_at_store()
@@ -315,7 +317,7 @@ def test_nobody_is_silent_while_one_stands_still_itself(ranks: list[Rank]) -> No
 def test_a_rank_that_ended_as_it_should_ends_no_wait_of_a_script(ranks: list[Rank]) -> None:
     first, second = ranks
     first.watch.patience = Patience(ends_after_s=20)
-    second.watch._says_it_ends()
+    second.watch._reports_its_end()
     look(first, *range(1000, 1100, 5))
     assert not first.watch._reason
     with first.watch.host_pass("engine.step"):
@@ -340,7 +342,7 @@ dist.destroy_process_group()
 if rank == 0:
     while WATCH._beats()[1] != b"ended":
         pass
-    print("told")
+    print("reported")
 """
 
 
@@ -354,7 +356,7 @@ def test_a_process_says_that_it_ends() -> None:
         )
         for rank in range(2)
     ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["told\n", ""]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["reported\n", ""]
 
 
 def test_a_script_that_ends_by_a_killed_rank_says_so(
@@ -370,7 +372,9 @@ def test_a_script_that_ends_by_a_killed_rank_says_so(
     assert first.watch.has_failed
 
 
-def test_a_store_that_is_gone_is_told(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_is_reported(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where rank 0 keeps it, and was killed."""
     first, _ = ranks
     monkeypatch.setattr(first.watch, "_with_store", lambda work: False)
@@ -422,12 +426,12 @@ IN_A_FAKE_GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_moe_ext.core.comm import Board, begin_watch
+from ds_moe_ext.core.comm import KeyValueStore, begin_watch
 from ds_moe_ext.schedule.watch import WATCH
 
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 begin_watch()
-print(Board.of_world(), WATCH.is_on)
+print(KeyValueStore.of_world(), WATCH.is_on)
 """
 
 

@@ -17,7 +17,7 @@ NEEDED = {
     "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
 }
 """Keys of an event, by its phase."""
-TOLD = {
+REPORTED = {
     "process_name": "name",
     "thread_name": "name",
     "process_sort_index": "sort_index",
@@ -33,7 +33,7 @@ def assert_sound(events: Sequence[Event]) -> None:
         assert event.keys() >= NEEDED[event["ph"]], event
         assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0, event
     _assert_named(events)
-    _assert_lanes(events)
+    _assert_streams(events)
     _assert_arrows(events)
     for event in of(events, "C"):
         assert event["args"] and all(number >= 0 for number in event["args"].values()), event
@@ -46,17 +46,17 @@ def of(events: Sequence[Event], phase: str) -> list[Event]:
 
 def _assert_named(events: Sequence[Event]) -> None:
     """Every process and thread has one name and one place."""
-    said = [(e["name"], e["pid"], e.get("tid")) for e in of(events, "M")]
-    assert len(said) == len(set(said))
-    assert all(TOLD[e["name"]] in e["args"] for e in of(events, "M"))
+    stated = [(e["name"], e["pid"], e.get("tid")) for e in of(events, "M")]
+    assert len(stated) == len(set(stated))
+    assert all(REPORTED[e["name"]] in e["args"] for e in of(events, "M"))
     for event in of(events, "X"):
         for name in ("thread_name", "thread_sort_index"):
-            assert (name, event["pid"], event["tid"]) in said
+            assert (name, event["pid"], event["tid"]) in stated
         for name in ("process_name", "process_sort_index"):
-            assert (name, event["pid"], None) in said
+            assert (name, event["pid"], None) in stated
 
 
-def _assert_lanes(events: Sequence[Event]) -> None:
+def _assert_streams(events: Sequence[Event]) -> None:
     """Slices of a thread lie behind each other or within each other."""
     threads = defaultdict(list)
     for event in of(events, "X"):

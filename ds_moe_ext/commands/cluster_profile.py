@@ -35,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("hardware.json"), help="file to write (%(default)s)")
     add("--quick", action="store_true", help="fewer and smaller sizes, less exact")
     add("--expert-bytes", type=int, default=EXPERT_BYTES, help="of one expert (%(default)s)")
-    add("--window-s", type=float, help="say how many copies hide behind these seconds")
-    add("--ranks-per-node", type=int, help="where host names do not tell")
+    add("--window-s", type=float, help="say how many replicas hide behind these seconds")
+    add("--ranks-per-node", type=int, help="where host names do not report")
     add("--name", help="of the cluster")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher says it twice
@@ -55,19 +55,19 @@ def profile(given: argparse.Namespace) -> int:
     )
     if rank == 0:
         hardware = dataclasses.replace(hardware, name=given.name or hardware.name)
-        tell(hardware, given)
+        report(hardware, given)
         given.out.write_text(hardware.to_json(), encoding="utf-8")
         print(f'wrote {given.out}; in your JSON: "ds_moe_ext": {{"hardware": "{given.out}"}}')
     return 0
 
 
-def tell(hardware: Hardware, given: argparse.Namespace) -> None:
-    """Print what was measured, what was not, and what it means for copies of experts."""
+def report(hardware: Hardware, given: argparse.Namespace) -> None:
+    """Print what was measured, what was not, and what it means for replicas of experts."""
     console = wide_console()
     console.print(table_of(hardware))
     lines = list(notes(hardware))
     if hardware.num_ranks > 1:
-        lines.append(copies_text(hardware, given.expert_bytes, given.window_s))
+        lines.append(replicas_text(hardware, given.expert_bytes, given.window_s))
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -139,11 +139,11 @@ def notes(hardware: Hardware) -> Iterator[str]:
         )
 
 
-def copies_text(hardware: Hardware, expert_bytes: int, window_s: float | None) -> str:
-    """How long a copy takes, and how many hide behind a window (HECATE, rules 11 and 50)."""
+def replicas_text(hardware: Hardware, expert_bytes: int, window_s: float | None) -> str:
+    """How long a replica takes, and how many hide behind a window (HECATE, rules 11 and 50)."""
     link = hardware.copy_link(hardware.num_ranks)
     text = (
-        f"one more copy of an expert of {bytes_text(expert_bytes)} everywhere: "
+        f"one more replica of an expert of {bytes_text(expert_bytes)} everywhere: "
         f"{seconds_text(expert_bytes / link.bytes_per_s)}"
     )
     if window_s is None:

@@ -41,8 +41,8 @@ def compare(first: Path, second: Path) -> int:
     check_comparable(*runs)
     console = Console(highlight=False)
     console.print(comparison(*runs))
-    for remark in remarks(*runs):
-        console.print(remark, markup=False)
+    for notice in notices(*runs):
+        console.print(notice, markup=False)
     return 0
 
 
@@ -50,8 +50,8 @@ def compare(first: Path, second: Path) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a training script told of its run in `summary.json`; None where it told nothing."""
+class Reported:
+    """What a training script reported its run in `summary.json`; None where it reported nothing."""
 
     strategy: str | None = None  # its name
     model: str | None = None  # what was trained
@@ -68,8 +68,8 @@ class Told:
     seconds_per_step_s: float | None = None  # likewise
 
     @classmethod
-    def read(cls, path: Path) -> Told:
-        """Read a file, which may tell more."""
+    def read(cls, path: Path) -> Reported:
+        """Read a file, which may report more."""
         try:
             document = read_document(path)
             if not isinstance(document, Mapping):
@@ -86,7 +86,7 @@ class Finished:
     """A run that has ended."""
 
     folder: Path  # its results
-    told: Told  # by the training script
+    reported: Reported  # by the training script
     record: RunRecord | None  # by ds_moe_ext; None if it replaced no layers
 
     @classmethod
@@ -98,13 +98,13 @@ class Finished:
                 f"{folder} has neither {REPORT} nor {SUMMARY}; name the folder that a run left its "
                 'results in, by "report": {"path": FOLDER} or --output FOLDER'
             )
-        told = Told.read(summary) if summary.is_file() else Told()
-        return cls(folder, told, read_report(report) if report.is_file() else None)
+        reported = Reported.read(summary) if summary.is_file() else Reported()
+        return cls(folder, reported, read_report(report) if report.is_file() else None)
 
     @property
     def name(self) -> str:
         """Of its strategy."""
-        known = (self.told.strategy, self.record and self.record.strategy, str(self.folder))
+        known = (self.reported.strategy, self.record and self.record.strategy, str(self.folder))
         return next(name for name in known if name)
 
     @property
@@ -115,18 +115,18 @@ class Finished:
     @property
     def world_size(self) -> int | None:
         """Ranks."""
-        return self.told.world_size if self.record is None else self.record.world_size
+        return self.reported.world_size if self.record is None else self.record.world_size
 
     @property
     def device(self) -> DeviceRecord | None:
         """What ranks computed on."""
-        if self.told.device is not None:
-            return DeviceRecord(self.told.device, self.told.cores or 1)
+        if self.reported.device is not None:
+            return DeviceRecord(self.reported.device, self.reported.cores or 1)
         return None if self.ranks is None else self.ranks.device
 
     @property
     def ranks(self) -> RanksRecord | None:
-        """What these told each other."""
+        """What these exchanged reports."""
         return None if self.record is None else self.record.ranks
 
     @property
@@ -134,9 +134,9 @@ class Finished:
         """Of the ranks, over the steps."""
         return None if self.ranks is None else self.ranks.pace
 
-    def losses_told(self) -> Mapping[int, float]:
+    def losses_reported(self) -> Mapping[int, float]:
         """By the script, by step; 1 is the first."""
-        return dict(enumerate(self.told.losses, start=self.told.first_step + 1))
+        return dict(enumerate(self.reported.losses, start=self.reported.first_step + 1))
 
     def losses_found(self) -> Mapping[int, float]:
         """By the ranks, by step: what gradients are made of, with losses of routers."""
@@ -147,8 +147,8 @@ class Finished:
 
 
 def check_comparable(first: Finished, second: Finished) -> None:
-    """Refuse runs whose figures have nothing to do with each other. What one of them does not tell
-    is not asked of the other.
+    """Refuse runs whose figures have nothing to do with each other. What one of them does not
+    report is not asked of the other.
     """
     ours, theirs = _facts(first), _facts(second)
     for name in ours:
@@ -157,7 +157,7 @@ def check_comparable(first: Finished, second: Finished) -> None:
                 f"{name} is {ours[name]!r} in {first.folder} and {theirs[name]!r} in "
                 f"{second.folder}; compare runs that differ in the strategy alone"
             )
-    num_steps = len(first.told.losses), len(second.told.losses)
+    num_steps = len(first.reported.losses), len(second.reported.losses)
     if all(num_steps) and num_steps[0] != num_steps[1]:
         raise ValueError(
             f"{first.folder} has {num_steps[0]} steps and {second.folder} {num_steps[1]}; give "
@@ -169,7 +169,7 @@ def _facts(run: Finished) -> Mapping[str, Any]:
     layers = run.record and tuple((each.name, each.num_experts) for each in run.record.layers)
     device = run.device and run.device.name
     found = {"device": device, "world_size": run.world_size, "replaced layers": layers}
-    return {**{name: vars(run.told)[name] for name in SAME}, **found}
+    return {**{name: vars(run.reported)[name] for name in SAME}, **found}
 
 
 # Losses.
@@ -196,7 +196,7 @@ def equal_steps(first: Sequence[float], second: Sequence[float]) -> int:
 
 
 class CommonLosses(NamedTuple):
-    """Of the steps whose losses both runs tell, nats."""
+    """Of the steps whose losses both runs report, nats."""
 
     steps: Sequence[int]  # 1 is the first
     first: Sequence[float]
@@ -204,9 +204,9 @@ class CommonLosses(NamedTuple):
 
 
 def common_losses(first: Finished, second: Finished) -> CommonLosses:
-    """What scripts told, if both did, else what ranks found; none where one of them knows none.
+    """What scripts reported, if both did, else what ranks found; none where one of them knows none.
     Pure."""
-    for losses in (Finished.losses_told, Finished.losses_found):
+    for losses in (Finished.losses_reported, Finished.losses_found):
         ours, theirs = losses(first), losses(second)
         if steps := [step for step in ours if step in theirs]:
             return CommonLosses(steps, [ours[at] for at in steps], [theirs[at] for at in steps])
@@ -228,8 +228,8 @@ class Figure:
     name: str  # of the line
     of: Callable[[Finished], float | None]  # a run's, None where it is not known
     shown: Callable[[float], str]  # as text
-    is_speed: bool = False  # it says how fast the run was, which some machines cannot tell
-    # the same by the ranks of a run, for runs whose scripts do not tell
+    is_speed: bool = False  # it says how fast the run was, which some machines cannot report
+    # the same by the ranks of a run, for runs whose scripts do not report
     found: Callable[[Finished], float | None] | None = None
 
     def of_both(self, runs: Sequence[Finished]) -> list[float | None]:
@@ -267,22 +267,22 @@ def _most(of: Callable[[RanksRecord], np.ndarray]) -> Callable[[Finished], float
 FIGURES = (
     Figure(
         "tokens/s",
-        lambda run: run.told.tokens_per_s,
+        lambda run: run.reported.tokens_per_s,
         "{:,.0f}".format,
         is_speed=True,
         found=_of_pace(lambda pace: pace.tokens_per_s_G),
     ),
     Figure(
         STEP,
-        lambda run: run.told.seconds_per_step_s,
+        lambda run: run.reported.seconds_per_step_s,
         "{:.3f} s".format,
         is_speed=True,
         found=_of_pace(lambda pace: pace.step_s_G),
     ),
-    Figure("balance, no copies", _of_outcome(lambda each: each.home_balance), "{:.2f}".format),
+    Figure("balance, no replicas", _of_outcome(lambda each: each.owner_balance), "{:.2f}".format),
     Figure("balance, as computed", _of_outcome(lambda each: each.balance), "{:.2f}".format),
-    Figure("copies a step", _of_outcome(lambda each: each.copies), "{:.1f}".format),
-    Figure("homes moved", _of_outcome(lambda each: each.num_moved), "{:,.0f}".format),
+    Figure("replicas a step", _of_outcome(lambda each: each.replicas), "{:.1f}".format),
+    Figure("owners moved", _of_outcome(lambda each: each.num_moved), "{:,.0f}".format),
     Figure("expert weights, rank 0", _expert_bytes, bytes_text),
     Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), bytes_text),
     Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), bytes_text),
@@ -336,15 +336,15 @@ def _took(first: Finished, second: Finished) -> str:
     )
 
 
-def remarks(first: Finished, second: Finished) -> list[str]:
+def notices(first: Finished, second: Finished) -> list[str]:
     """What is compared, and where more is to be seen. Pure."""
     steps, *losses = common_losses(first, second)
     lines = []
     if steps:
         alike = equal_steps(*losses)
         until = "all steps" if alike == len(steps) else f"the first {alike} steps"
-        if not all(run.told.losses for run in (first, second)):
-            until = f"the first {alike} of {len(steps)} steps that both reports tell of"
+        if not all(run.reported.losses for run in (first, second)):
+            until = f"the first {alike} of {len(steps)} steps that both reports cover"
         lines.append(
             f"Losses (nats a token) are equal within {EQUAL:.0e} in {until}. Strategies add up the "
             "same numbers in different orders, so the last bits differ; where two experts score "

@@ -105,7 +105,7 @@ class PatchedHost(NamedTuple):
     patches: str  # module of ours with its patches
     versioned: str = ""  # module that knows the version; empty asks the installed distribution
     when: str = ""  # they are applied, where not whenever the host is imported
-    absent: str = "not installed"  # told where it is not there
+    absent: str = "not installed"  # reported where it is not there
 
 
 PATCHED = (

@@ -15,7 +15,7 @@ from ds_moe_ext.planning.loads import Loads, Sizes, figures_of
 from ds_moe_ext.report.units import wide_console
 
 SIZES = {
-    "ranks": "that send, and are home to experts",
+    "ranks": "that send, and own experts",
     "experts": "of each layer",
     "layers": "of experts",
     "tokens": "of a rank in a step, in the mean",

@@ -5,8 +5,8 @@ A job is a dataclass, read by ``strict``: a field is a key, its type the rule. `
 the function of each, from the job to its plan, an object of JSON. A new algorithm is a dataclass,
 a function that takes it, and a row there; docs/planners.md says what the keys are.
 
-Seconds may be any other unit of time, the same in a whole job. A cell is one rank here, but in
-``priced-share``. Shape letter: C cells.
+Seconds may be any other unit of time, the same in a whole job. An EP rank is one rank here, but in
+``priced-share``. Shape letter: C EP ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from ds_moe_ext.core.hardware import Hardware, Link, read_hardware
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.core.share import NearestReplica
 from ds_moe_ext.files.documents import bytes_of, parsed
 from ds_moe_ext.planning.fssdp_planner import materialize, shard
 from ds_moe_ext.planning.layer_costs import BlockPrices, LayerCosts
@@ -177,31 +177,31 @@ def _check_length(name: str, values: Sequence[Any], other: str, length: int) -> 
 class MaterializationJob:
     """Which experts of a layer are copied where: HECATE's Algorithm 1."""
 
-    home: list[int]  # rank that owns each expert
+    owner: list[int]  # rank that owns each expert
     load: list[Load]  # rows of each expert
-    overlap_degree: Whole  # experts whose copies can be sent behind attention
-    copies_per_rank: Whole  # that a rank has memory for
+    overlap_degree: Whole  # experts whose replicas can be sent behind attention
+    replicas_per_rank: Whole  # that a rank has memory for
     num_ranks: Number
     ranks_per_node: Number  # neighbours in rank share a node
 
     def __post_init__(self) -> None:
-        _check_cluster(self.num_ranks, self.ranks_per_node, len(self.home))
-        _check_ranks("home", self.home, self.num_ranks)
+        _check_cluster(self.num_ranks, self.ranks_per_node, len(self.owner))
+        _check_ranks("owner", self.owner, self.num_ranks)
         _check_loads("load", self.load)
-        _check_length("load", self.load, f"home has {len(self.home)} ranks", len(self.home))
+        _check_length("load", self.load, f"owner has {len(self.owner)} ranks", len(self.owner))
 
 
 def sparse_materialization(job: MaterializationJob) -> Plan:
-    """Ranks that hold each expert, ascending, its home among them; copies that each receives."""
-    home = Placement.owned_by(np.array(job.home), job.num_ranks)
+    """Ranks that hold each expert, ascending, its owner among them; replicas that each receives."""
+    owner = Placement.owned_by(np.array(job.owner), job.num_ranks)
     (target,) = materialize(
-        [home],
+        [owner],
         _whole([job.load]),
         overlap_degree=job.overlap_degree,
-        copies_per_cell=job.copies_per_rank,
+        replicas_per_ep_rank=job.replicas_per_rank,
         node_C=np.arange(job.num_ranks) // job.ranks_per_node,
     )
-    received_C = target.holds_EC.sum(axis=0) - home.holds_EC.sum(axis=0)
+    received_C = target.holds_EC.sum(axis=0) - owner.holds_EC.sum(axis=0)
     return {"holders": _holders(target), "received_per_rank": received_C.tolist()}
 
 
@@ -233,12 +233,12 @@ class ShardingJob:
 
 def heterogeneous_sharding(job: ShardingJob) -> Plan:
     """Rank that owns each expert of each layer; hot ones go to those with most slots left."""
-    homes = shard(
+    owners = shard(
         _whole(job.load),
         overlap_degree=job.overlap_degree,
         node_C=np.arange(job.num_ranks) // job.ranks_per_node,
     )
-    return {"home": [home.owner_E.tolist() for home in homes]}
+    return {"owner": [owner.owner_E.tolist() for owner in owners]}
 
 
 # Pro-Prophet, and FasterMoE to compare with.
@@ -248,13 +248,13 @@ def heterogeneous_sharding(job: ShardingJob) -> Plan:
 class ReplicationJob:
     """Which experts of a layer are copied where: Pro-Prophet's Algorithm 1, FasterMoE's shadowing.
 
-    Shadowing copies to all ranks and has its own end: ``num_excluded`` and ``balance`` are not for
-    it; what follows ``gradient_bytes`` only counts in the seconds that it reports.
+    Shadowing replicas to all ranks and has its own end: ``num_excluded`` and ``balance`` are not
+    for it; what follows ``gradient_bytes`` only counts in the seconds that it reports.
     """
 
     rows: list[list[Rows]]  # that each rank routes to each expert
-    home: list[int]
-    num_excluded: int | None  # ranks that get no copy of an expert; null is automatic
+    owner: list[int]
+    num_excluded: int | None  # ranks that get no replica of an expert; null is automatic
     balance: Cost  # spread of computed rows that is allowed, in mean rows of an expert
     bytes_per_row: Cost  # of one trip
     bandwidth: Rate
@@ -263,20 +263,22 @@ class ReplicationJob:
     gradient_bytes: Cost
     forward_non_expert_s: Cost
     backward_non_expert_s: Cost
-    scheduled: bool  # copies move beside the computations
+    scheduled: bool  # replicas move beside the computations
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise ValueError("rows is []; give a list of rows for each rank")
-        _check_pairs(len(self.rows), len(self.home))
+        _check_pairs(len(self.rows), len(self.owner))
         for rank, rows in enumerate(self.rows):
             _check_loads(f"rows[{rank}]", rows)
-            _check_length(f"rows[{rank}]", rows, f"home has {len(self.home)} ranks", len(self.home))
-        _check_ranks("home", self.home, len(self.rows))
+            _check_length(
+                f"rows[{rank}]", rows, f"owner has {len(self.owner)} ranks", len(self.owner)
+            )
+        _check_ranks("owner", self.owner, len(self.rows))
 
     @property
     def placement(self) -> Placement:
-        return Placement.owned_by(np.array(self.home), len(self.rows))
+        return Placement.owned_by(np.array(self.owner), len(self.rows))
 
     @property
     def prices(self) -> BlockPrices:
@@ -312,7 +314,7 @@ def shadow(job: ReplicationJob) -> Plan:
 
 def _replication(plan: BlockPlan) -> Plan:
     """Ranks that compute each expert, those that are copied in the order of selection, seconds of
-    the layer's experts and transfers with and without copies, rows of each rank."""
+    the layer's experts and transfers with and without replicas, rows of each rank."""
     return {
         "holders": _holders(plan.target),
         "selected": list(plan.selected),
@@ -340,8 +342,8 @@ class LayerInput:
     """Costs of one MoE layer in one direction."""
 
     all_to_all: LinearInput  # of the whole layer, once: dispatch, or combine
-    all_gather: LinearInput  # inside a cell, of what was dispatched
-    reduce_scatter: LinearInput  # inside a cell, of what experts yield
+    all_gather: LinearInput  # inside an ETP group, of what was dispatched
+    reduce_scatter: LinearInput  # inside an ETP group, of what experts yield
     expert: LinearInput  # in backward twice what forward takes, for the same n
 
     @property
@@ -368,7 +370,8 @@ class DegreeJob(LayerInput):
 
 def pipeline_degree(job: DegreeJob) -> Plan:
     """Chunks, seconds, what bounds them (1 the slow links, with an all-reduce; 2 the experts; 3 the
-    slow links but for one chunk inside a cell; 4 the fast links), seconds at degree 1, 2, ..."""
+    slow links but for one chunk inside an ETP group; 4 the fast links), seconds at degree 1, 2,
+    ..."""
     plan = SOLVERS[job.solver].degree(job.costs, job.gradient_s, job.max_degree)
     return {
         "degree": plan.degree,
@@ -675,65 +678,67 @@ def _shape_price(priced: PricedShape) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PricedShareJob:
-    """Which rows go to which of an expert's copies, for one layer.
+    """Which rows go to which of an expert's replicas, for one layer.
 
     Shape letters: E experts, N (copied expert, holder) pairs.
     """
 
     rows: list[list[Rows]]  # of each sender, for each expert
-    holders: list[list[int]]  # of each expert, the cells that hold it
-    node: list[Rows]  # of each cell
-    row_s: list[Cost] | Cost  # to compute a row, of all cells or of each
-    local_row_s: Cost  # that a row takes of its cells' own links, in either direction
-    cross_row_s: Cost  # that a row between nodes takes of their cards, which their cells share
+    holders: list[list[int]]  # of each expert, the EP ranks that hold it
+    node: list[Rows]  # of each EP rank
+    row_s: list[Cost] | Cost  # to compute a row, of all EP ranks or of each
+    local_row_s: Cost  # that a row takes of its EP ranks' own links, in either direction
+    cross_row_s: Cost  # that a row between nodes takes of their cards, which their EP ranks share
 
     def __post_init__(self) -> None:
-        num_cells, num_experts = len(self.rows), len(self.holders)
-        if not num_cells or not num_experts:
+        num_ep_ranks, num_experts = len(self.rows), len(self.holders)
+        if not num_ep_ranks or not num_experts:
             raise ValueError(
-                f"rows are of {num_cells} senders and holders of {num_experts} experts; give at "
+                f"rows are of {num_ep_ranks} senders and holders of {num_experts} experts; give at "
                 "least one of both"
             )
-        _check_pairs(num_cells, num_experts)
-        for cell, rows in enumerate(self.rows):
-            _check_loads(f"rows[{cell}]", rows)
+        _check_pairs(num_ep_ranks, num_experts)
+        for ep_rank, rows in enumerate(self.rows):
+            _check_loads(f"rows[{ep_rank}]", rows)
             _check_length(
-                f"rows[{cell}]", rows, f"holders are of {num_experts} experts", num_experts
+                f"rows[{ep_rank}]", rows, f"holders are of {num_experts} experts", num_experts
             )
-        for expert, cells in enumerate(self.holders):
+        for expert, ep_ranks in enumerate(self.holders):
             name = f"holders[{expert}]"
-            if not cells:
-                raise ValueError(f"{name} is []; give a list of the cells that hold the expert")
-            _check_ranks(name, cells, num_cells)
-            if len(set(cells)) < len(cells):
-                raise ValueError(f"{name} is {cells}; name each cell once")
+            if not ep_ranks:
+                raise ValueError(f"{name} is []; give a list of the EP ranks that hold the expert")
+            _check_ranks(name, ep_ranks, num_ep_ranks)
+            if len(set(ep_ranks)) < len(ep_ranks):
+                raise ValueError(f"{name} is {ep_ranks}; name each EP rank once")
         for name, values in (("node", self.node), ("row_s", self.row_s)):
-            if isinstance(values, list) and len(values) != num_cells:
+            if isinstance(values, list) and len(values) != num_ep_ranks:
                 raise ValueError(
-                    f"{name} has {len(values)} numbers, but rows are of {num_cells} cells; give "
-                    "one for each"
+                    f"{name} has {len(values)} numbers, but rows are of {num_ep_ranks} EP ranks; "
+                    "give one for each"
                 )
 
 
 def priced_share(job: PricedShareJob) -> Plan:
     """The share under which the layer takes least time: of each sender and expert the rows for each
-    holder that gets some, rows that each cell computes, seconds of the busiest cell and the busiest
-    link together; and the seconds if every row went to the nearest copy."""
+    holder that gets some, rows that each EP rank computes, seconds of the busiest EP rank and the
+    busiest link together; and the seconds if every row went to the nearest replica."""
     rows_CE, node_C = np.array(job.rows, dtype=np.int64), np.array(job.node, dtype=np.int64)
-    num_cells, num_experts = rows_CE.shape
-    holds_EC = np.zeros((num_experts, num_cells), dtype=bool)
-    for expert, cells in enumerate(job.holders):
-        holds_EC[expert, cells] = True
-    row_s_C = np.broadcast_to(np.array(job.row_s, dtype=np.float64), num_cells)
+    num_ep_ranks, num_experts = rows_CE.shape
+    holds_EC = np.zeros((num_experts, num_ep_ranks), dtype=bool)
+    for expert, ep_ranks in enumerate(job.holders):
+        holds_EC[expert, ep_ranks] = True
+    row_s_C = np.broadcast_to(np.array(job.row_s, dtype=np.float64), num_ep_ranks)
     prices = RowPrices(row_s_C, job.local_row_s, job.cross_row_s)
     routed = Routed(rows_CE, Placement(holds_EC), node_C)
-    nearest = NearestCopy(routed.target, node_C)
-    nearest_CEC = np.stack([nearest.rows_from(cell, r[None])[0] for cell, r in enumerate(rows_CE)])
+    nearest = NearestReplica(routed.target, node_C)
+    nearest_CEC = np.stack(
+        [nearest.rows_from(ep_rank, r[None])[0] for ep_rank, r in enumerate(rows_CE)]
+    )
     priced_CEC = _priced_rows(routed, prices)
     time_s, nearest_s = (
         prices.seconds(sent_CEC.sum(axis=1), node_C) for sent_CEC in (priced_CEC, nearest_CEC)
     )
-    # In whole rows the best parts may be worse, where a cell has but some rows.
+    # In whole rows the best parts may be worse, where an EP rank has but some rows.
     sent_CEC = priced_CEC if time_s <= nearest_s else nearest_CEC
     return {
         "sent": [[_by_holder(sent_C) for sent_C in sent_EC] for sent_EC in sent_CEC],
@@ -747,14 +752,14 @@ def _priced_rows(routed: Routed, prices: RowPrices) -> np.ndarray:
     """Rows from each sender for each expert to each holder, ``[C, E, C]``."""
     holders, rows_CE = routed.holders, routed.rows_CE
     sent_CEC = np.zeros((*rows_CE.shape, len(rows_CE)), dtype=np.int64)
-    sent_CEC[:, holders.expert_A, holders.cell_A] = rows_CE[:, holders.expert_A]
+    sent_CEC[:, holders.expert_A, holders.ep_rank_A] = rows_CE[:, holders.expert_A]
     sent_CN = sent_rows(in_whole_rows(divide(routed, prices), routed), routed)
-    sent_CEC[:, holders.expert_X[holders.copied_N], holders.cell_N] = sent_CN
+    sent_CEC[:, holders.expert_X[holders.copied_N], holders.ep_rank_N] = sent_CN
     return sent_CEC
 
 
 def _by_holder(sent_C: np.ndarray) -> dict[int, int]:
-    return {cell: int(sent_C[cell]) for cell in np.flatnonzero(sent_C).tolist()}
+    return {ep_rank: int(sent_C[ep_rank]) for ep_rank in np.flatnonzero(sent_C).tolist()}
 
 
 ALGORITHMS: Mapping[str, tuple[type, Callable[[Any], Plan]]] = {

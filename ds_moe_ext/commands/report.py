@@ -40,9 +40,9 @@ def draw(path: Path, beside: Path | None = None, charts: Path | None = None) -> 
         else:
             page = page_beside(*map(Shown, _names(path, beside), records))
     except UNFIT as error:
-        told = " and ".join(map(str, paths))
+        text = " and ".join(map(str, paths))
         raise ValueError(
-            f"{told}: values that no report.json of a run has ({shortened(repr(error), 300)})"
+            f"{text}: values that no report.json of a run has ({shortened(repr(error), 300)})"
         ) from error
     write_whole(page_path, page)
     print(f"wrote {page_path}")

@@ -101,10 +101,10 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
     for old in folder.glob("rank_*.npz"):
         old.unlink()
     log = folder / LOG
-    told = [f"{VERIFY}={trial.to_text()}", "PYTHONHASHSEED=0"]
+    lines = [f"{VERIFY}={trial.to_text()}", "PYTHONHASHSEED=0"]
     with log.open("w") as output:
         done = subprocess.run(
-            ["env", *told, *command], stdout=output, stderr=subprocess.STDOUT, check=False
+            ["env", *lines, *command], stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])
@@ -119,8 +119,8 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
         raise ValueError(
             f"the command ended well when {name}, but no step of deepspeed.initialize's engine, of "
             "Megatron-core under --ds-moe-ext-config or of an optimizer given to watch() of "
-            "ds_moe_ext.attach was seen; 'ds-moe-ext doctor' tells whether the package is loaded, "
-            f"and {log} what the command said"
+            "ds_moe_ext.attach was seen; 'ds-moe-ext doctor' shows whether the package is loaded, "
+            f"and {log} what the command stated"
         )
     if steps < trial.num_steps:
         raise ValueError(

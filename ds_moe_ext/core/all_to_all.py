@@ -262,7 +262,7 @@ def _taken(lengths: np.ndarray, order: np.ndarray) -> np.ndarray | None:
 class Channel:
     """A communicator and how rows are exchanged over it."""
 
-    # that of ``Nodes.groups`` which has this rank; a communicator that only the calling lane uses
+    # that of ``Nodes.groups`` which has this rank; a communicator that only the calling stream uses
     group: dist.ProcessGroup
     all_to_all: AllToAll = all_to_all_rows  # ``all_to_all_by_pairs`` for gloo between hosts
 
@@ -307,14 +307,14 @@ class Relay:
         return _in_order(rows_N, self.taken[-1])
 
 
-class Trip(Protocol):
+class RowTransfer(Protocol):
     """Rows of certain counts there, and rows that were worked on back; as often as one likes."""
 
     def out(self, rows_N: Tensor) -> Tensor:
         """Rows in the order of their receivers to rows in that of their senders. Collective."""
         ...
 
-    def home(self, rows_R: Tensor) -> Tensor:
+    def take_back(self, rows_R: Tensor) -> Tensor:
         """And back. Collective; not before the first rows went out."""
         ...
 
@@ -326,14 +326,14 @@ class Trip(Protocol):
 class Carrier(Protocol):
     """One rank's part in exchanges that are more than a call of an all-to-all."""
 
-    def trip(self, counts_PP: np.ndarray, device: torch.device) -> Trip:
+    def transfer(self, counts_PP: np.ndarray, device: torch.device) -> RowTransfer:
         """Make ready for rows from each rank to each, int ``[P, P]`` on the host."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class RoundTrip:
-    """A ``Trip`` by way of the nodes."""
+    """A ``RowTransfer`` by way of the nodes."""
 
     there: Relay  # of the counts
     back: Relay  # of the transposed counts
@@ -342,7 +342,7 @@ class RoundTrip:
     def out(self, rows_N: Tensor) -> Tensor:
         return self.there.run(rows_N, self.channels)
 
-    def home(self, rows_R: Tensor) -> Tensor:
+    def take_back(self, rows_R: Tensor) -> Tensor:
         return self.back.run(rows_R, self.channels)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -359,7 +359,7 @@ class Relays:
     rank: int  # this one's number among them
     channels: Mapping[Reach, Channel]  # of every reach that the way needs
 
-    def trip(self, counts_PP: np.ndarray, device: torch.device) -> RoundTrip:
+    def transfer(self, counts_PP: np.ndarray, device: torch.device) -> RoundTrip:
         plans = (self.planner(self.nodes, counts, self.rank) for counts in (counts_PP, counts_PP.T))
         there, back = (Relay.of(itinerary, device) for itinerary in plans)
         return RoundTrip(there, back, self.channels)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives we use: no other file moves data between ranks.
 
-Shape letters: N rows sent, R rows received, C members of the group. Inside a cell: P its ranks, R
-rows of one of them, G rows of all.
+Shape letters: N rows sent, R rows received, C members of the group. Inside an ETP group: P its
+ranks, R rows of one of them, G rows of all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], T
 """``(rows [N, ...], rows to each member, rows from each member, group) -> rows [R, ...]``."""
 
 
-# Of the lane that calls, whose work goes on behind them.
+# Of the stream that calls, whose work goes on behind them.
 _ALL_TO_ALL, _ALL_GATHER = AllToAllOptions(), AllgatherOptions()
 _ALL_TO_ALL.asyncOp = _ALL_GATHER.asyncOp = False
 _BESIDE = AllToAllOptions()  # by a thread of gloo's
@@ -56,7 +56,7 @@ def all_to_all_rows(
         rows_N: rows in the order of the members that they go to, ``[N, ...]``.
         sent_C: rows for each member.
         received_C: rows from each member; the members must agree, pair by pair.
-        group: a communicator that only the calling lane uses.
+        group: a communicator that only the calling stream uses.
     """
     if len(sent_C) == 1:
         return rows_N
@@ -90,7 +90,7 @@ def all_to_all_by_pairs(
 
 
 def all_gather_rows(rows_R: Tensor, num_rows_P: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of every rank of a cell, ``[G, ...]``, in the order of the ranks. Collective.
+    """The rows of every rank of an EP rank, ``[G, ...]``, in the order of the ranks. Collective.
 
     Its adjoint is ``reduce_scatter_rows``. Nothing is padded. On NCCL ``connect`` the group first:
     ranks that move no rows do not call it.
@@ -98,7 +98,7 @@ def all_gather_rows(rows_R: Tensor, num_rows_P: Sequence[int], group: dist.Proce
     Args:
         rows_R: this rank's, ``[num_rows_P[here], ...]``; a lone rank gets them back as they are.
         num_rows_P: rows of each rank, the same on all of them.
-        group: the ranks of the cell; a communicator that only the calling lane uses.
+        group: the ranks of the ETP group; a communicator that only the calling stream uses.
     """
     if len(num_rows_P) == 1:
         return rows_R
@@ -111,7 +111,7 @@ def reduce_scatter_rows(
     group: dist.ProcessGroup,
     all_to_all: AllToAll = all_to_all_rows,
 ) -> Tensor:
-    """The sum over a cell's ranks of the rows that are this rank's, ``[R, ...]``. Collective.
+    """The sum over an EP rank's ranks of the rows that are this rank's, ``[R, ...]``. Collective.
 
     Its adjoint is ``all_gather_rows``. Summands are added in the order of the ranks, so that the
     bits depend on nothing else; those of narrow types in float32, which is rounded once.
@@ -207,7 +207,7 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def counts_to_host(counts: Tensor, group: dist.ProcessGroup | None) -> OnTheirWay:
-    """Begin to bring counts to the host, in the lane that calls; on CUDA nobody waits yet. Who
+    """Begin to bring counts to the host, in the stream that calls; on CUDA nobody waits yet. Who
     calls goes on with what needs no counts, and asks for them then.
 
     Args:
@@ -252,7 +252,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long its collectives wait for other ranks; None asks about the world."""
     asked = group or dist.group.WORLD
     assert asked is not None, "torch.distributed is not initialized"
-    (first, *_) = asked._device_types  # one backend serves all, or each was told the same
+    (first, *_) = asked._device_types  # one backend serves all, or each was reported the same
     return asked._get_backend(first).options._timeout
 
 
@@ -270,8 +270,9 @@ def urgent() -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Board:
-    """What ranks tell each other without a collective: keys in the store by which the world met."""
+class KeyValueStore:
+    """What ranks report to each other without a collective: keys in the store by which the world
+    met."""
 
     rank: int  # this one
     size: int  # ranks of the world
@@ -279,11 +280,11 @@ class Board:
     _store: dist.Store
 
     @classmethod
-    def of_world(cls) -> Board | None:
+    def of_world(cls) -> KeyValueStore | None:
         """The world's; None where it has one rank, or none is made yet."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        store = _meeting_place()
+        store = _key_value_store()
         if store is None:
             return None
         return cls(dist.get_rank(), dist.get_world_size(), timeout_of(None).total_seconds(), store)
@@ -314,7 +315,7 @@ class Board:
         return text
 
 
-def _meeting_place() -> Any:
+def _key_value_store() -> Any:
     """The store by which the world met; None where nobody can meet, as in a fake group, of which
     this process is all there is."""
     store = _get_default_store()
@@ -336,7 +337,7 @@ def begin_watch() -> None:
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return
-    whole = _meeting_place()
+    whole = _key_value_store()
     if whole is None or WATCH.has_begun(whole):
         return
     store = whole.clone()  # its own: another thread may wait in that
@@ -593,7 +594,7 @@ def exchange(
     return pairs.traffic
 
 
-# Sparse collectives: experts to the cells of a wider placement, and their gradients home.
+# Sparse collectives: experts to the EP ranks of a wider placement, and their gradients owner.
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,7 +613,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """What a sparse reduce-scatter brought home."""
+    """What a sparse reduce-scatter brought to the owner."""
 
     # for each expert of this rank that has copies, the sum of the copies' gradients, without the
     # rank's own; it shares no memory with what was given
@@ -626,7 +627,7 @@ def sparse_all_gather(
     buffers: Mapping[int, Sequence[Tensor]],
     group: dist.ProcessGroup,
 ) -> Steps[Traffic]:
-    """Copy experts from the cells that hold them to those that want them. Collective.
+    """Copy experts from the EP ranks that hold them to those that want them. Collective.
 
     Before: the holders' copies of an expert are bit-equal, and no buffer overlaps another or a
     chunk. After: every buffer named by ``part.received`` has the holders' bits; all else is as it
@@ -643,7 +644,7 @@ def sparse_all_gather(
         chunks: tensors of the experts that this rank holds, at least those that it sends. An expert
             has the same shapes and dtypes, in the same order, on every rank.
         buffers: where to receive, of those shapes and dtypes, at least for ``part.received``.
-        group: one member per cell; a communicator that only the calling lane uses.
+        group: one member per EP rank; a communicator that only the calling stream uses.
     """
     if not part.rounds:
         return Traffic()
@@ -684,20 +685,20 @@ def sparse_reduce_scatter(
     in_float32: bool = False,
     packing: Packing | None = None,
 ) -> Steps[Arrived]:
-    """Sum the gradients of an expert's copies at its home. Collective.
+    """Sum the gradients of an expert's copies at its owner. Collective.
 
-    The same transfers as those of the gather from the homes, backwards: each must start from an
+    The same transfers as those of the gather from the owners, backwards: each must start from an
     expert's only holder. Before: every receiver of the gather has a gradient, zeros if no row came.
-    After: the home has the sum over the copies, which is to be added to its own gradient; what was
+    After: the owner has the sum over the copies, which is to be added to its own gradient; what was
     given is as it was. A rank without a part returns at once.
 
-    Each node of the tree adds what arrives as it arrives, round by round and by ascending cell
+    Each node of the tree adds what arrives as it arrives, round by round and by ascending EP rank
     within a round, then its own: the same bits every time, segment by segment too. Pauses, streams
     and lifetimes: see ``sparse_all_gather``; the sums belong to the current stream.
 
     Args:
         part: see ``sparse_all_gather``.
-        grads: the gradients of this rank's copies; and for each expert at home here that has
+        grads: the gradients of this rank's copies; and for each expert at the owner here that has
             copies any tensors of its shapes and dtypes, whose values are not read.
         group: see ``sparse_all_gather``.
         in_float32: keep sums of narrower types in float32 within a rank; what travels keeps its
@@ -722,35 +723,35 @@ def sparse_reduce_scatter(
             for arrived, room in zip(rooms, landing):
                 packing.unpack(arrived, room)
         sums.add(round_.sends, landing)
-    return Arrived(sums.at_home(), pairs.traffic)
+    return Arrived(sums.at_owner(), pairs.traffic)
 
 
 def by_broadcast(part: Part, device: torch.device) -> bool:
     """Whether broadcasts and reduces move the experts, grouped into one call, instead of trees.
 
-    Only on CUDA, where NCCL groups calls, and if every expert that moves goes to all cells.
+    Only on CUDA, where NCCL groups calls, and if every expert that moves goes to all EP ranks.
     """
     return bool(part.everywhere) and can_broadcast(device)
 
 
 def can_broadcast(device: torch.device) -> bool:
-    """Whether ``by_broadcast`` holds where every expert that moves goes to all cells."""
+    """Whether ``by_broadcast`` holds where every expert that moves goes to all EP ranks."""
     return device.type == "cuda" and _coalescing_manager is not None
 
 
 def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:
-    told = BroadcastOptions()
+    reported = BroadcastOptions()
     apart: list[tuple[Tensor, Sequence[Tensor]]] = []  # what came as one, and where it goes
     with _one_call(group, _device_of(have)):
         for root, experts in part.runs:
-            told.rootRank = root
+            reported.rootRank = root
             for rooms in zip(*(have[expert] for expert in experts)):
                 sent = _together(rooms)
-                if root != part.cell and sent[0].data_ptr() != rooms[0].data_ptr():
+                if root != part.ep_rank and sent[0].data_ptr() != rooms[0].data_ptr():
                     apart.append((sent[0], rooms))
                 for tensor in sent:  # before Hopper NCCL takes no numbers of 8 bits
                     own = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
-                    group.broadcast([own], told)
+                    group.broadcast([own], reported)
     for arrived, into in apart:
         torch._foreach_copy_(list(into), list(arrived.unbind()))
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
@@ -762,19 +763,19 @@ def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.Proce
     leaving: list[tuple[int, Sequence[Tensor]]] = []
     for root, experts in part.runs:
         each: list[Sequence[Tensor]]  # of a weight each, expert by expert
-        if root == part.cell:
+        if root == part.ep_rank:
             zeros = (grad.new_zeros(len(experts), *grad.shape) for grad in grads[experts[0]])
             each = [total.unbind() for total in zeros]
             arrived |= zip(experts, zip(*each))
         else:
             each = list(zip(*(_whole(grads[expert]) for expert in experts)))
         leaving += [(root, _together(own)) for own in each]
-    told = ReduceOptions()  # a sum
+    reported = ReduceOptions()  # a sum
     with _one_call(group, _device_of(grads)):
         for root, totals in leaving:
-            told.rootRank = root
+            reported.rootRank = root
             for total in totals:
-                group.reduce([total], told)
+                group.reduce([total], reported)
     sent = sum(grad.nbytes for expert in part.received for grad in grads[expert])
     return Arrived(arrived, Traffic(sent, _rooted_bytes(part, grads)))
 
@@ -793,7 +794,7 @@ def _together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
-    roots = [expert for expert, root, _ in part.everywhere if root == part.cell]
+    roots = [expert for expert, root, _ in part.everywhere if root == part.ep_rank]
     return sum(tensor.nbytes for expert in roots for tensor in tensors[expert])
 
 
@@ -822,7 +823,8 @@ class _Sums:
         self._whole: dict[int, list[Tensor]] = {}  # of whole experts, where segments come to lie
 
     def leaving(self, moves: Sequence[Move]) -> list[Sequence[Tensor]]:
-        """What goes home by each move of the gather: what arrived from others, then this rank's."""
+        """What goes to the owner by each move of the gather: what arrived from others, then this
+        rank's."""
         both: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         totals: list[Tensor] = []
         more: list[Tensor] = []
@@ -841,7 +843,7 @@ class _Sums:
         return [[t.to(grad.dtype) for t, grad in zip(each, own)] for each, own in both]
 
     def landing(self, moves: Sequence[Move]) -> list[Sequence[Tensor]]:
-        """Where to receive what comes home by each move of the gather."""
+        """Where to receive what comes to the owner by each move of the gather."""
         rooms: list[Sequence[Tensor]] = []
         first: set[tuple[int, Segment]] = set()
         for expert, _, segment in moves:
@@ -873,7 +875,7 @@ class _Sums:
         totals = [total for key in more for total in self._sums[key]]
         add_each(totals, [tensor for tensors in more.values() for tensor in tensors])
 
-    def at_home(self) -> dict[int, tuple[Tensor, ...]]:
+    def at_owner(self) -> dict[int, tuple[Tensor, ...]]:
         """By expert, what has not left at the end; rounded to the types of the gradients."""
         if self._widens:
             for (expert, segment), totals in self._sums.items():
@@ -925,7 +927,7 @@ def _parcels(moves: Sequence[Move], have: Mapping[int, Sequence[Tensor]]) -> lis
 
 
 def _addressed(contents: Sequence[Sequence[Tensor]], moves: Sequence[Move]) -> list[Parcel]:
-    return [(tensor, cell) for each, (_, cell, _) in zip(contents, moves) for tensor in each]
+    return [(tensor, ep_rank) for each, (_, ep_rank, _) in zip(contents, moves) for tensor in each]
 
 
 def _like_each(tensors: Iterable[Tensor]) -> list[Tensor]:

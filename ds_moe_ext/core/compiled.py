@@ -2,8 +2,9 @@
 """Code of the package in C: compiled by the machine's own compiler when it is first asked for.
 
 The library lies beside torch's extensions (``TORCH_EXTENSIONS_DIR``, or torch's own place), under a
-name that tells source and compiler. Ranks that compile at once do so each for itself; the last one
-that is done takes the place. Where nothing can be kept there, a process compiles for itself alone.
+name that reports source and compiler. Ranks that compile at once do so each for itself; the last
+one that is done takes the place. Where nothing can be kept there, a process compiles for itself
+alone.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ def library(name: str) -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise RuntimeError(f"{source.name} needs a C compiler, and there is none; install gcc")
-    told = (source.read_bytes(), *(word.encode() for word in (command, platform.machine(), *FLAGS)))
-    file = f"{name}-{hashlib.sha256(b' '.join(told)).hexdigest()[:16]}.so"
+    reported = (
+        source.read_bytes(),
+        *(word.encode() for word in (command, platform.machine(), *FLAGS)),
+    )
+    file = f"{name}-{hashlib.sha256(b' '.join(reported)).hexdigest()[:16]}.so"
     try:
         return _kept(command, source, _folder() / file)
-    except (OSError, RuntimeError) as error:  # no home, no right to write, no room, no loading
+    except (OSError, RuntimeError) as error:  # no owner, no right to write, no room, no loading
         why = error
     try:
         # A folder of this process: nobody else can put a library there. Loaded, it needs no file.
@@ -57,23 +61,25 @@ def library(name: str) -> ctypes.CDLL:
 
 
 NUMBER, PLACE = ctypes.c_int64, ctypes.c_void_p
-"""What functions are told: an ``int64_t``, and where something lies in memory."""
+"""What functions are given: an ``int64_t``, and where something lies in memory."""
 
 
-def quick(name: str, *told: type[ctypes.c_int64 | ctypes.c_void_p]) -> Callable[..., int] | None:
+def quick(
+    name: str, *reported: type[ctypes.c_int64 | ctypes.c_void_p]
+) -> Callable[..., int] | None:
     """The function of a name in the library of that name, or None where it can be neither found nor
     compiled. It keeps Python's lock: for a few us nobody else needs to have it, who might not give
     it back for milliseconds.
 
     Args:
         name: of both.
-        told: the types of its arguments.
+        reported: the types of its arguments.
     """
     try:
         code = library(name)
     except RuntimeError:
         return None
-    return ctypes.PYFUNCTYPE(ctypes.c_int, *told)((name, code))
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *reported)((name, code))
 
 
 def _kept(command: str, source: Path, place: Path) -> ctypes.CDLL:
@@ -93,9 +99,9 @@ def _compile(command: str, source: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         made = Path(folder) / place.name
-        told = [command, *FLAGS, "-o", str(made), str(source)]
-        done = subprocess.run(told, check=False, capture_output=True, text=True)
+        lines = [command, *FLAGS, "-o", str(made), str(source)]
+        done = subprocess.run(lines, check=False, capture_output=True, text=True)
         if done.returncode:
-            said = done.stderr.strip()
-            raise RuntimeError(f"{command} does not compile for {place.parent}: {said}")
+            stated = done.stderr.strip()
+            raise RuntimeError(f"{command} does not compile for {place.parent}: {stated}")
         made.replace(place)

@@ -2,7 +2,7 @@
 """The cluster that planners and prices reckon with: a device, and the links in and between nodes.
 
 A file in ``configs/hardware`` describes a known cluster; ``ds-moe-ext profile`` writes one of the
-cluster at hand. Rates are of one direction. Pure. Shape letter: C cells.
+cluster at hand. Rates are of one direction. Pure. Shape letter: C EP ranks.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ class Hardware:
     intra_collectives: Collectives = field(default_factory=Collectives)
     # what was measured between nodes
     inter_collectives: Collectives = field(default_factory=Collectives)
-    # copies of weights over all ranks, into nodes and on within them, as bytes that the busiest
+    # replicas of weights over all ranks, into nodes and on within them, as bytes that the busiest
     # rank takes in; null where there is one level, or nothing was measured
     copy: Link | None = None
-    # names of devices, as their driver tells them, for whose clusters the file stands where a run
+    # names of devices, as their driver shows them, for whose clusters the file stands where a run
     # names none
     stands_for: list[str] = field(default_factory=list, hash=False)
 
@@ -175,7 +175,7 @@ class Hardware:
             if not name.strip():
                 raise ValueError(
                     f"stands_for has {name!r}; give names of devices as "
-                    "torch.cuda.get_device_name tells them"
+                    "torch.cuda.get_device_name shows them"
                 )
 
     @property
@@ -183,27 +183,27 @@ class Hardware:
         """Ranks of the whole cluster."""
         return self.num_nodes * self.ranks_per_node
 
-    def node_of_cells(self, num_cells: int, cell_size: int = 1) -> np.ndarray:
-        """Node of each cell, by its first rank, int64 ``[C]``."""
-        return np.arange(num_cells) * cell_size // self.ranks_per_node
+    def node_of_ep_ranks(self, num_ep_ranks: int, etp_size: int = 1) -> np.ndarray:
+        """Node of each EP rank, by its first rank, int64 ``[C]``."""
+        return np.arange(num_ep_ranks) * etp_size // self.ranks_per_node
 
-    def cell_links(self, num_ranks: int, cell_size: int) -> CellLinks:
-        """What copies and rows travel over, where experts are spread over ``num_ranks`` ranks in
-        cells of ``cell_size``; rows go over the link of copies where the file says no other.
+    def ep_rank_links(self, num_ranks: int, etp_size: int) -> EpRankLinks:
+        """What replicas and rows travel over, where experts are spread over ``num_ranks`` ranks in
+        EP ranks of ``etp_size``; rows go over the link of replicas where the file says no other.
 
         Raises:
             ValueError: the file does not say.
         """
         copy = self.copy_link(num_ranks)
         intra = self.intra or copy
-        of_cell = replace(intra, bytes_per_s=cell_size * intra.bytes_per_s)
+        of_ep_rank = replace(intra, bytes_per_s=etp_size * intra.bytes_per_s)
         inter = self.inter or copy
         # A node takes all parts of an expert in at its cards, a rank its own at its link.
-        parts = cell_size if num_ranks > self.ranks_per_node else 1
-        return CellLinks(replace(copy, bytes_per_s=copy.bytes_per_s / parts), inter, of_cell)
+        parts = etp_size if num_ranks > self.ranks_per_node else 1
+        return EpRankLinks(replace(copy, bytes_per_s=copy.bytes_per_s / parts), inter, of_ep_rank)
 
     def copy_link(self, num_ranks: int) -> Link:
-        """The link that copies of weights wait for, over ``num_ranks`` ranks.
+        """The link that replicas of weights wait for, over ``num_ranks`` ranks.
 
         What was measured over all ranks (HECATE, spec rule 50) goes before what was measured
         between nodes, where a weight crosses into each node once, and that before what a datasheet
@@ -243,12 +243,12 @@ class Hardware:
         return read_record(cls, parsed(text), "hardware")
 
 
-class CellLinks(NamedTuple):
-    """What copies and rows travel over."""
+class EpRankLinks(NamedTuple):
+    """What replicas and rows travel over."""
 
-    copy: Link  # copies of weights, by what each rank of a cell has of them
+    copy: Link  # replicas of weights, by what each rank of an EP rank has of them
     inter: Link  # what one node sends to the others
-    intra: Link  # what one cell sends to the others of its node
+    intra: Link  # what an EP rank sends to the others of its node
 
 
 def ranks_per_node_of(hosts_C: Sequence[str]) -> int:
@@ -298,7 +298,7 @@ def shipped_for(device_name: str) -> Path | None:
     """The file of ``configs/hardware`` that stands for clusters of a device; None where none does.
 
     Args:
-        device_name: as its driver tells it.
+        device_name: as its driver shows it.
     """
     files = names_of(_KIND).values()
     return next((file for file in files if device_name in read_hardware(file).stands_for), None)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_moe_ext.core.all_to_all import Nodes, Reach
 from ds_moe_ext.core.comm import begin_watch, gather_objects, timeout_of, urgent
-from ds_moe_ext.schedule.task import INTER, INTRA, Lane
+from ds_moe_ext.schedule.task import INTER, INTRA, Stream
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Roles:
     """The roles in every ZP group."""
 
     # places in the group, ascending, whose ranks have attention, gates, embeddings and head
-    attention_cells: tuple[int, ...]
-    expert_cells: tuple[int, ...]  # those whose ranks have experts only
+    attention_ep_ranks: tuple[int, ...]
+    expert_ep_ranks: tuple[int, ...]  # those whose ranks have experts only
 
     @classmethod
     def first(cls, attention_size: int, expert_size: int) -> Roles:
@@ -34,16 +34,18 @@ class Roles:
         return cls(tuple(range(attention_size)), tuple(range(attention_size, size)))
 
     def __str__(self) -> str:
-        return f"{len(self.attention_cells)} attention + {len(self.expert_cells)} expert ranks"
+        return (
+            f"{len(self.attention_ep_ranks)} attention + {len(self.expert_ep_ranks)} expert ranks"
+        )
 
     @property
     def size(self) -> int:
         """Ranks of a group."""
-        return len(self.attention_cells) + len(self.expert_cells)
+        return len(self.attention_ep_ranks) + len(self.expert_ep_ranks)
 
     def is_attention(self, rank: int) -> bool:
         """Whether a rank of the world has attention."""
-        return rank % self.size in self.attention_cells
+        return rank % self.size in self.attention_ep_ranks
 
     def ranks_like(self, rank: int, world_size: int) -> list[int]:
         """The ranks of the world that have the role of a rank."""
@@ -61,16 +63,16 @@ class Striping:
     recomputes: bool = False
 
 
-# Which ranks form the expert-parallel grid, and a communicator for each of its axes and lanes.
+# Which ranks form the expert-parallel grid, and a communicator for each of its axes and streams.
 
 
 AXES = ("edp", "ep", "esp")
-GRID = "grid"  # the cells of one grid and the ranks in them: two axes as one
+GRID = "grid"  # the EP ranks of one grid and the ranks in them: two axes as one
 
-WITHIN_NODES = "within nodes"  # of the cells that exchange rows, those of one node
+WITHIN_NODES = "within nodes"  # of the EP ranks that exchange rows, those of one node
 BETWEEN_NODES = "between nodes"  # and those of equal place in their nodes
 NODE_AXES = {WITHIN_NODES: Reach.WITHIN, BETWEEN_NODES: Reach.BETWEEN}
-"""What the axis of cells falls into where ways lead by the nodes; see ``all_to_all.Nodes``."""
+"""What the axis of EP ranks falls into where ways lead by the nodes; see ``all_to_all.Nodes``."""
 
 
 @contextmanager
@@ -113,29 +115,29 @@ class Grid:
     """
 
     world_size: int  # ranks that run the same layers
-    num_cells: int  # cells of a grid
-    cell_size: int = 1  # ranks of a cell
+    num_ep_ranks: int  # EP ranks of a grid
+    etp_size: int = 1  # ranks of an ETP group
     # these ranks in the order of the axes, where they are a part of all, as a pipeline stage is;
     # none: all, in their own order
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.world_size % (self.num_cells * self.cell_size):
+        if self.world_size % (self.num_ep_ranks * self.etp_size):
             raise ValueError(
-                f"{self.num_cells} cells of {self.cell_size} rank(s) do not divide "
+                f"{self.num_ep_ranks} EP ranks of {self.etp_size} rank(s) do not divide "
                 f"{self.world_size} ranks; choose sizes whose product divides {self.world_size}"
             )
 
     @property
     def ranks(self) -> np.ndarray:
         """Ranks, int64 ``[edp, ep, esp]``."""
-        shape = (self.world_size // self.size, self.num_cells, self.cell_size)
+        shape = (self.world_size // self.size, self.num_ep_ranks, self.etp_size)
         return np.array(self.members or range(self.world_size)).reshape(shape)
 
     @property
     def size(self) -> int:
         """Ranks of one expert-parallel grid: together they hold every expert once."""
-        return self.num_cells * self.cell_size
+        return self.num_ep_ranks * self.etp_size
 
     def along(self, axis: str) -> list[list[int]]:
         """The lists of ranks that differ along one axis only."""
@@ -155,28 +157,28 @@ class Grid:
 class ParallelLayout:
     """The grid and its process groups.
 
-    Two lanes never share a communicator: collectives of one communicator must be issued in the
-    same order on every rank, and lanes are ordered only among their own tasks.
+    Two streams never share a communicator: collectives of one communicator must be issued in the
+    same order on every rank, and streams are ordered only among their own tasks.
     """
 
     grid: Grid  # the ranks
     rank: int  # this one
-    # number of each rank's node; a machine unless ``build`` was told otherwise
+    # number of each rank's node; a machine unless ``build`` was reported otherwise
     node_of: tuple[int, ...] = ()
     # the grids of all ranks, where they do not all run the same layers; else none
     beside: tuple[Grid, ...] = ()
     everyone: dist.ProcessGroup | None = None  # the ranks of this grid; None where these are all
-    _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _groups: dict[tuple[str, Stream], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
         cls,
         grid: Grid,
-        uses: Iterable[tuple[str, Lane]],
+        uses: Iterable[tuple[str, Stream]],
         ranks_per_node: int | None = None,
         beside: Sequence[Grid] = (),
     ) -> ParallelLayout:
-        """Make a communicator for each (axis, lane) in ``uses``, and where cells have several
+        """Make a communicator for each (axis, stream) in ``uses``, and where EP ranks have several
         ranks those that every strategy needs then. Collective, in the same order on every rank.
 
         Args:
@@ -195,10 +197,10 @@ class ParallelLayout:
         parts = [each.ranks.flatten().tolist() for each in beside]
         everyone = group_among(parts) if parts else None
         layout = cls(grid, dist.get_rank(), tuple(nodes), tuple(beside), everyone)
-        within = [(GRID, INTER), ("esp", INTRA)] if grid.cell_size > 1 else []
-        for axis, lane in (*uses, *within):
+        within = [(GRID, INTER), ("esp", INTRA)] if grid.etp_size > 1 else []
+        for axis, stream in (*uses, *within):
             if lists := layout.lists_along(axis):
-                layout._groups[axis, lane] = group_among(lists, is_urgent=True)
+                layout._groups[axis, stream] = group_among(lists, is_urgent=True)
         return layout
 
     @property
@@ -212,21 +214,21 @@ class ParallelLayout:
 
     @property
     def node_C(self) -> np.ndarray:
-        """Node of each cell of this rank's grid, 0 and up, int64: that of its first rank."""
+        """Node of each EP rank of this rank's grid, 0 and up, int64: that of its first rank."""
         ranks_CS = self.grid.ranks[self.index("edp")]
         return np.unique(self._nodes_of(ranks_CS[:, 0]), return_inverse=True)[1]
 
     @property
     def nodes(self) -> Nodes:
-        """Where the ranks are that this one exchanges rows with: one of each cell.
+        """Where the ranks are that this one exchanges rows with: one of each EP rank.
 
         Raises:
             ValueError: nodes have not equally many of them.
         """
-        return Nodes(self.node_of_cells)
+        return Nodes(self.node_of_ep_ranks)
 
     @property
-    def node_of_cells(self) -> np.ndarray:
+    def node_of_ep_ranks(self) -> np.ndarray:
         """Node of each rank that this one exchanges rows with, int64."""
         return self._nodes_of(next(row for row in self.grid.along("ep") if self.rank in row))
 
@@ -240,15 +242,16 @@ class ParallelLayout:
 
     @cached_property
     def why_flat(self) -> str:
-        """Why no way between cells leads by the nodes, the same on every rank; empty if some do."""
+        """Why no way between EP ranks leads by the nodes, the same on every rank; empty if some
+        do."""
         for row in self._along("ep"):
-            cells_V = np.unique(self._nodes_of(row), return_counts=True)[1]
-            if cells_V.size == 1:
-                return "all cells are on one node"
-            if cells_V.max() == 1:
-                return "every node has one cell"
-            if cells_V.min() < cells_V.max():
-                return f"nodes have {', '.join(map(str, cells_V))} cells: not equally many"
+            ep_ranks_V = np.unique(self._nodes_of(row), return_counts=True)[1]
+            if ep_ranks_V.size == 1:
+                return "all EP ranks are on one node"
+            if ep_ranks_V.max() == 1:
+                return "every node has an EP rank"
+            if ep_ranks_V.min() < ep_ranks_V.max():
+                return f"nodes have {', '.join(map(str, ep_ranks_V))} EP ranks: not equally many"
         return ""
 
     def lists_along(self, axis: str) -> list[list[int]]:
@@ -259,9 +262,9 @@ class ParallelLayout:
         if self.why_flat:
             return []
         return [
-            [row[cell] for cell in cells]
+            [row[ep_rank] for ep_rank in ep_ranks]
             for row in self._along("ep")
-            for cells in Nodes(self._nodes_of(row)).groups(NODE_AXES[axis])
+            for ep_ranks in Nodes(self._nodes_of(row)).groups(NODE_AXES[axis])
         ]
 
     def _along(self, axis: str) -> list[list[int]]:
@@ -281,11 +284,11 @@ class ParallelLayout:
             dist.destroy_process_group(group)
         self._groups.clear()
 
-    def group(self, axis: str, lane: Lane) -> dist.ProcessGroup:
-        """The communicator of a lane along an axis, made by ``build``. Where cells have one rank,
-        the whole grid is the axis of cells."""
-        is_row = axis == GRID and self.grid.cell_size == 1
-        return self._groups["ep" if is_row else axis, lane]
+    def group(self, axis: str, stream: Stream) -> dist.ProcessGroup:
+        """The communicator of a stream along an axis, made by ``build``. Where EP ranks have one
+        rank, the whole grid is the axis of EP ranks."""
+        is_row = axis == GRID and self.grid.etp_size == 1
+        return self._groups["ep" if is_row else axis, stream]
 
 
 def group_among(
@@ -293,7 +296,7 @@ def group_among(
 ) -> dist.ProcessGroup:
     """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
     with the same lists in the same order on every rank. They wait for other ranks as long as the
-    world does, which a host may have been told.
+    world does, which a host may have been reported.
 
     Args:
         backend: of the communicators; None takes that of the world.

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How the copies of a layer's experts divide its rows, by the rows as they are: whole numbers only,
+/* How the replicas of a layer's experts divide its rows, by the rows as they are: whole numbers only,
  * so that every rank finds the same on whatever processor. docs/priced_share.md has the idea.
  *
  * Expert by expert, all others as they are, rows fill the holders up to one level: of time, in rows
- * of the fastest cell. A row that leaves its cell has to find a level lower by leave, one that
+ * of the fastest EP rank. A row that leaves its EP rank has to find a level lower by leave, one that
  * leaves its node by leave + cross; and lower by a toll, the more the links on its way carry. What
  * these three are, is what is searched: those under which the layer takes least time.
  *
- * Shape letters: C cells, E experts, V nodes, X copied experts, G (copied expert, node) groups that
- * have holders, N (copied expert, holder) pairs by group and then cell, P pairs of all experts, F
- * chunks, S slots of one cell. Suffixes as in Python, X1 an X and an end.
+ * Shape letters: C EP ranks, E experts, V nodes, X copied experts, G (copied expert, node) groups that
+ * have holders, N (copied expert, holder) pairs by group and then EP rank, P pairs of all experts, F
+ * chunks, S slots of an EP rank. Suffixes as in Python, X1 an X and an end.
  */
 
 #include <stdint.h>
@@ -17,7 +17,7 @@
 
 typedef int64_t i64;
 
-#define PARTS_BITS 20              /* of an expert's rows, and of a cell's speed */
+#define PARTS_BITS 20              /* of an expert's rows, and of an EP rank's speed */
 #define LAST_STEP 11               /* of the steps that leave and cross take */
 #define LAST_TOLL 5                /* of those of tolls */
 #define DEAREST ((i64)1 << 28)     /* toll, in parts of a row */
@@ -30,12 +30,12 @@ typedef struct {
     const i64 *node_C; /* 0 to V - 1 */
     const i64 *speed_C, *price_C;
     i64 local_price, cross_price;
-    i64 card_price; /* of a row on its cell's part of the node's card; 0: a cell may use all of it */
+    i64 card_price; /* of a row on its EP rank's part of the node's card; 0: an EP rank may use all of it */
     /* From here on as lay_out finds it. */
     i64 X, G, N, memory_size;
     i64 *slowness_C;
     i64 *holder_E; /* of an expert that has one; else -1 - X */
-    i64 *expert_X, *group_X1, *node_G, *pair_G1, *cell_N;
+    i64 *expert_X, *group_X1, *node_G, *pair_G1, *ep_rank_N;
     i64 *place_N;  /* among all pairs, which are by expert and then holder */
     i64 *first_E1; /* the first of these of each expert */
 } Layer;
@@ -46,7 +46,7 @@ typedef struct {
     const i64 *rows_CE;
     i64 *own_N, *supply_G, *total_X, *sent_VE;
     i64 *alone_in_C, *alone_out_C, *alone_in_V, *alone_out_V, *alone_C;
-    i64 *held_N, *load_C, *in_C, *out_C, *in_V, *out_V; /* rows of holders, cells, links */
+    i64 *held_N, *load_C, *in_C, *out_C, *in_V, *out_V; /* rows of holders, EP ranks, links */
     i64 *alone_far_in_C, *alone_far_out_C, *far_in_C, *far_out_C, *pool_V, *left_V;
     i64 *base_N, *even_N, *even_G, *low_N, *high_N, *low_G, *high_G;
 } Rows;
@@ -133,7 +133,7 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
         for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
             rows->supply_G[g] = rows->sent_VE[layer->node_G[g] * E + e];
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++)
-                rows->own_N[n] = rows_CE[layer->cell_N[n] * E + e];
+                rows->own_N[n] = rows_CE[layer->ep_rank_N[n] * E + e];
         }
         if (!layer->card_price) continue;
         /* All of it leaves nodes where nobody holds it. */
@@ -145,12 +145,12 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
     }
 }
 
-/* What cells compute and links carry of one copied expert: once more, or with -1 no more. */
+/* What EP ranks compute and links carry of one copied expert: once more, or with -1 no more. */
 static void carry(const Layer *layer, Rows *rows, i64 x, i64 times) {
     for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
         i64 v = layer->node_G[g], sum = 0;
         for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
-            i64 c = layer->cell_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
+            i64 c = layer->ep_rank_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
             rows->load_C[c] += times * rows->held_N[n];
             rows->in_C[c] += times * (rows->held_N[n] - kept);
             rows->out_C[c] -= times * kept;
@@ -179,10 +179,10 @@ static i64 busiest_card(const Layer *layer, const Rows *rows) {
                 lacking += rows->held_N[n] - kept;
             }
             rows->pool_V[v] = pool;
-            rows->left_V[v] = most(pool - lacking, 0); /* of what its cells do not keep */
+            rows->left_V[v] = most(pool - lacking, 0); /* of what its EP ranks do not keep */
             left += rows->left_V[v];
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
-                i64 c = layer->cell_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
+                i64 c = layer->ep_rank_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
                 rows->far_in_C[c] +=
                     of_part(rows->held_N[n] - kept, most(lacking - pool, 0), lacking);
                 rows->far_out_C[c] -= of_part(kept, rows->left_V[v], pool);
@@ -198,21 +198,21 @@ static i64 busiest_card(const Layer *layer, const Rows *rows) {
     return busiest;
 }
 
-/* How long the layer takes, by the prices: the busiest cell and the busiest link. */
+/* How long the layer takes, by the prices: the busiest EP rank and the busiest link. */
 static i64 time_of(const Layer *layer, const Rows *rows) {
-    i64 cell_s = 0, local = 0, across = 0;
+    i64 ep_rank_s = 0, local = 0, across = 0;
     for (i64 c = 0; c < layer->C; c++) {
-        cell_s = most(cell_s, rows->load_C[c] * layer->price_C[c]);
+        ep_rank_s = most(ep_rank_s, rows->load_C[c] * layer->price_C[c]);
         local = most(local, most(rows->in_C[c], rows->out_C[c]));
     }
     for (i64 v = 0; v < layer->V; v++) across = most(across, most(rows->in_V[v], rows->out_V[v]));
     i64 link_s = most(local * layer->local_price, across * layer->cross_price);
     if (layer->card_price) link_s = most(link_s, busiest_card(layer, rows) * layer->card_price);
-    return cell_s + link_s;
+    return ep_rank_s + link_s;
 }
 
-static i64 level_of(const Layer *layer, i64 cell, i64 load) {
-    return (load * layer->slowness_C[cell]) >> PARTS_BITS;
+static i64 level_of(const Layer *layer, i64 ep_rank, i64 load) {
+    return (load * layer->slowness_C[ep_rank]) >> PARTS_BITS;
 }
 
 /* Rows of a holder, if those of its node find a level; its own may find another. */
@@ -220,7 +220,7 @@ static i64 filled(const Layer *layer, const Rows *rows, i64 n, i64 level) {
     i64 low = level - rows->low_N[n], high = level + rows->high_N[n], even = rows->even_N[n];
     if (low <= even && even <= high) return rows->own_N[n];
     level = even < low ? low : high;
-    level = (level * layer->speed_C[layer->cell_N[n]]) >> PARTS_BITS;
+    level = (level * layer->speed_C[layer->ep_rank_N[n]]) >> PARTS_BITS;
     return most(level - rows->base_N[n], 0);
 }
 
@@ -236,7 +236,7 @@ static i64 even_level(const Layer *layer, const Rows *rows, i64 g, i64 below, i6
     i64 n = layer->pair_G1[g], supply = rows->supply_G[g];
     if (n + 1 == layer->pair_G1[g + 1]) {
         if (supply == rows->own_N[n]) return rows->even_N[n] - rows->high_N[n];
-        below = level_of(layer, layer->cell_N[n], rows->base_N[n] + supply) + rows->low_N[n];
+        below = level_of(layer, layer->ep_rank_N[n], rows->base_N[n] + supply) + rows->low_N[n];
         above = below + 1;
     }
     while (below < above) {
@@ -262,7 +262,7 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross, co
     if (!total) return;
     /* Tolls by what links carry, this expert's rows too: it must not find them empty. */
     for (i64 n = begin; n < end; n++) {
-        i64 c = layer->cell_N[n];
+        i64 c = layer->ep_rank_N[n];
         rows->low_N[n] = (rows->in_C[c] * toll_2[0]) >> PARTS_BITS;
         rows->high_N[n] = leave + ((rows->out_C[c] * toll_2[0]) >> PARTS_BITS);
     }
@@ -274,7 +274,7 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross, co
     }
     carry(layer, rows, x, -1);
     for (i64 n = begin; n < end; n++) {
-        i64 c = layer->cell_N[n];
+        i64 c = layer->ep_rank_N[n];
         rows->base_N[n] = rows->load_C[c];
         rows->even_N[n] = level_of(layer, c, rows->load_C[c] + rows->own_N[n]);
         below = least(below, level_of(layer, c, rows->load_C[c]) - rows->high_N[n] - 1);
@@ -322,7 +322,7 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross, co
     carry(layer, rows, x, 1);
 }
 
-/* The nearest copies in even parts: HECATE's rule, but for whole rows. */
+/* The nearest replicas in even parts: HECATE's rule, but for whole rows. */
 static void nearest(const Layer *layer, Rows *rows, i64 x) {
     i64 begin = layer->pair_G1[layer->group_X1[x]];
     i64 end = layer->pair_G1[layer->group_X1[x + 1]], left = rows->total_X[x];
@@ -338,7 +338,7 @@ static void nearest(const Layer *layer, Rows *rows, i64 x) {
         rows->held_N[n] += left / (end - begin) + (n - begin < left % (end - begin));
 }
 
-/* The parts of a plan; an expert whose rows it did not see goes to the nearest copies. */
+/* The parts of a plan; an expert whose rows it did not see goes to the nearest replicas. */
 static void deal(const Layer *layer, Rows *rows, const i64 *part_N, i64 x) {
     i64 begin = layer->pair_G1[layer->group_X1[x]];
     i64 end = layer->pair_G1[layer->group_X1[x + 1]], left = rows->total_X[x], parts = 0;
@@ -351,7 +351,7 @@ static void deal(const Layer *layer, Rows *rows, const i64 *part_N, i64 x) {
     if (!parts) nearest(layer, rows, x);
 }
 
-/* How long the layer takes with such a division to begin with; NULL: the nearest copies. */
+/* How long the layer takes with such a division to begin with; NULL: the nearest replicas. */
 static i64 begun(const Layer *layer, Rows *rows, const i64 *part_N) {
     i64 of_C = layer->C * sizeof(i64), of_V = layer->V * sizeof(i64);
     memcpy(rows->load_C, rows->alone_C, of_C);
@@ -455,7 +455,7 @@ i64 tables_size(const Layer *layer) { return 3 * layer->C + 4 * (layer->E + laye
 
 /* The tables of a layer, from its sizes, nodes and prices.
  *
- * holds_EC: 1 where a cell holds an expert; P of them.
+ * holds_EC: 1 where an EP rank holds an expert; P of them.
  * memory: as much room as tables_size says, for as long as the layer is used.
  */
 void lay_out(Layer *layer, const unsigned char *holds_EC, i64 *memory) {
@@ -468,7 +468,7 @@ void lay_out(Layer *layer, const unsigned char *holds_EC, i64 *memory) {
     layer->group_X1 = laid(&memory, E + 1);
     layer->pair_G1 = laid(&memory, layer->P + 1);
     layer->node_G = laid(&memory, layer->P);
-    layer->cell_N = laid(&memory, layer->P);
+    layer->ep_rank_N = laid(&memory, layer->P);
     layer->place_N = laid(&memory, layer->P);
     for (i64 v = 0; v < layer->V; v++)
         for (i64 c = 0; c < C; c++)
@@ -495,7 +495,7 @@ void lay_out(Layer *layer, const unsigned char *holds_EC, i64 *memory) {
                     node = layer->node_G[G] = layer->node_C[c];
                     layer->pair_G1[G++] = N;
                 }
-                layer->cell_N[N] = c;
+                layer->ep_rank_N[N] = c;
                 layer->place_N[N++] = pairs + among_C[c];
             }
         }
@@ -512,7 +512,7 @@ void lay_out(Layer *layer, const unsigned char *holds_EC, i64 *memory) {
 
 /* Rows of each holder, so that the layer takes least time.
  *
- * part_N: of each expert's rows what holders got when this was planned; NULL: the nearest copies.
+ * part_N: of each expert's rows what holders got when this was planned; NULL: the nearest replicas.
  * plan_3: the mean level and the time then, by the prices; and what less is not worth a search.
  * step_3: of leave, cross and tolls, to begin with; and those that were best.
  * num_sweeps: over all copied experts, at most; fewer where there are many pairs.
@@ -562,10 +562,10 @@ i64 room_for_any(const Layer *layer) {
 }
 
 /* The first of some placements under which the layer takes less time; -1 where none does. Each
- * division begins with the nearest copies.
+ * division begins with the nearest replicas.
  *
  * layer: its sizes, nodes and prices; P is that of the placement with most pairs.
- * holds_KEC: of each placement, 1 where a cell holds an expert.
+ * holds_KEC: of each placement, 1 where an EP rank holds an expert.
  * below_s: time to get below.
  * memory: as much room as room_for_any says.
  * Others, and what is written of the first, as divide takes and writes it.
@@ -591,7 +591,7 @@ i64 first_below(
     return -1;
 }
 
-/* Rows of each expert that each cell computes. */
+/* Rows of each expert that each EP rank computes. */
 void compute(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *computed_EC) {
     memset(computed_EC, 0, layer->E * layer->C * sizeof(i64));
     for (i64 e = 0; e < layer->E; e++)
@@ -601,7 +601,7 @@ void compute(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *com
         i64 *computed_C = computed_EC + layer->expert_X[x] * layer->C;
         i64 end = layer->pair_G1[layer->group_X1[x + 1]];
         for (i64 n = layer->pair_G1[layer->group_X1[x]]; n < end; n++)
-            computed_C[layer->cell_N[n]] = rows_N[n];
+            computed_C[layer->ep_rank_N[n]] = rows_N[n];
     }
 }
 
@@ -611,7 +611,7 @@ void compute(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *com
  * there: each may have a card of its own.
  *
  * num_senders: the first ones, which are looked at.
- * sent_CH: theirs; holders in the order of cells.
+ * sent_CH: theirs; holders in the order of EP ranks.
  * memory: as much room as size_before_sent says.
  */
 static void send_rows(
@@ -627,7 +627,7 @@ static void send_rows(
     memset(pool_V, 0, 5 * layer->V * sizeof(i64));
     for (i64 c = 0; c < layer->C; c++) left_C[c] = rows_CE[c * layer->E + e];
     for (i64 n = begin; n < end; n++) {
-        i64 c = layer->cell_N[n], kept = least(left_C[c], rows_N[n]);
+        i64 c = layer->ep_rank_N[n], kept = least(left_C[c], rows_N[n]);
         if (c < num_senders)
             sent_CH[c * num_holders + layer->place_N[n] - layer->first_E1[e]] = kept;
         left_C[c] -= kept;
@@ -677,13 +677,13 @@ static i64 ends(i64 rows, i64 end, i64 total, i64 chunk, i64 sender, i64 num_chu
     return total ? (rows * end + turn) / total : 0;
 }
 
-/* Rows that a cell, or a rank of it, sends to each holder, by chunk and pair.
+/* Rows that an EP rank, or a rank of it, sends to each holder, by chunk and pair.
  *
- * rows_CE: of all chunks and of each cell.
+ * rows_CE: of all chunks and of each EP rank.
  * rows_FE: its own.
  */
 void send(
-    const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_chunks,
+    const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 ep_rank, i64 num_chunks,
     const i64 *rows_FE, i64 *sent_FP) {
     i64 *sent_CH = memory + size_before_sent(layer);
     i64 num_pairs = layer->first_E1[layer->E];
@@ -694,12 +694,12 @@ void send(
                 sent_FP[f * num_pairs + first] = rows_FE[f * layer->E + e];
             continue;
         }
-        send_rows(layer, rows_CE, rows_N, -1 - layer->holder_E[e], cell + 1, memory, sent_CH);
+        send_rows(layer, rows_CE, rows_N, -1 - layer->holder_E[e], ep_rank + 1, memory, sent_CH);
         for (i64 f = 0; f < num_chunks; f++) {
             i64 rows = rows_FE[f * layer->E + e], before = 0, end = 0;
             for (i64 h = 0; h < num_holders; h++) {
-                end += sent_CH[cell * num_holders + h];
-                i64 through = ends(rows, end, rows_CE[cell * layer->E + e], f, cell, num_chunks);
+                end += sent_CH[ep_rank * num_holders + h];
+                i64 through = ends(rows, end, rows_CE[ep_rank * layer->E + e], f, ep_rank, num_chunks);
                 sent_FP[f * num_pairs + first + h] = through - before;
                 before = through;
             }
@@ -707,12 +707,12 @@ void send(
     }
 }
 
-/* Rows that come to a cell from each, by chunk and slot.
+/* Rows that come to an EP rank from each, by chunk and slot.
  *
  * expert_S: its experts.
  */
 void receive(
-    const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_slots,
+    const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 ep_rank, i64 num_slots,
     const i64 *expert_S, i64 num_chunks, const i64 *rows_CFE, i64 *received_CFS) {
     i64 *sent_CH = memory + size_before_sent(layer);
     for (i64 s = 0; s < num_slots; s++) {
@@ -722,7 +722,7 @@ void receive(
             send_rows(layer, rows_CE, rows_N, x, layer->C, memory, sent_CH);
             for (i64 n = layer->pair_G1[layer->group_X1[x]];
                  n < layer->pair_G1[layer->group_X1[x + 1]]; n++)
-                if (layer->cell_N[n] == cell) own = layer->place_N[n] - layer->first_E1[e];
+                if (layer->ep_rank_N[n] == ep_rank) own = layer->place_N[n] - layer->first_E1[e];
         }
         for (i64 c = 0; c < layer->C; c++) {
             i64 total = rows_CE[c * layer->E + e], start = 0;
@@ -740,39 +740,39 @@ void receive(
     }
 }
 
-/* Rows of each cell, load_C; the time of the busiest, by the prices. */
-i64 busiest_cell(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *load_C) {
+/* Rows of each EP rank, load_C; the time of the busiest, by the prices. */
+i64 busiest_ep_rank(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *load_C) {
     i64 E = layer->E, busiest = 0;
     memset(load_C, 0, layer->C * sizeof(i64));
     for (i64 c = 0; c < layer->C; c++)
         for (i64 e = 0; e < E; e++)
             if (layer->holder_E[e] >= 0) load_C[layer->holder_E[e]] += rows_CE[c * E + e];
-    for (i64 n = 0; n < layer->N; n++) load_C[layer->cell_N[n]] += rows_N[n];
+    for (i64 n = 0; n < layer->N; n++) load_C[layer->ep_rank_N[n]] += rows_N[n];
     for (i64 c = 0; c < layer->C; c++) busiest = most(busiest, load_C[c] * layer->price_C[c]);
     return busiest;
 }
 
-/* Repair: copies that are added once rows are known, where a forecast failed. A grant is a copy of an
- * expert in another cell, for some of the rows that a cell computes of it. */
+/* Repair: replicas that are added once rows are known, where a forecast failed. A grant is a copy of an
+ * expert in another EP rank, for some of the rows that an EP rank computes of it. */
 typedef struct {
     i64 expert, from, to, rows;
 } Grant;
 
-/* A search for a level that all cells can come down to. */
+/* A search for a level that all EP ranks can come down to. */
 typedef struct {
     const unsigned char *holds_EC;
     const i64 *owner_E;
     i64 num_slots;
     i64 *load_C, *room_C, *used_C;          /* rows; what may come until the level; copies */
-    i64 *open_C, *order_C;                  /* cells that take rows; all, the highest first */
+    i64 *open_C, *order_C;                  /* EP ranks that take rows; all, the highest first */
     i64 *first_C1, *expert_H, *rows_H;      /* what each computes, most rows first */
-    i64 *sent_C, *in_V, *out_V, *stamp_E;   /* of copies; and of experts that are counted */
+    i64 *sent_C, *in_V, *out_V, *stamp_E;   /* of replicas; and of experts that are counted */
     unsigned char *added_EC;
     Grant *grants;
     i64 num_grants;
 } Quotas;
 
-/* Cells with most rows first, of each its experts with most rows first, hand rows to the cell with
+/* EP ranks with most rows first, of each its experts with most rows first, hand rows to the EP rank with
  * most room that has a slot left and does not hold the expert; whether that is enough. */
 static int comes_down(const Layer *layer, Quotas *quotas, i64 level) {
     i64 C = layer->C, over = 0, num_open = 0;
@@ -806,7 +806,7 @@ static int comes_down(const Layer *layer, Quotas *quotas, i64 level) {
                 quotas->added_EC[e * C + to] = 1;
                 quotas->room_C[to] -= grant.rows;
                 if (++quotas->used_C[to] == quotas->num_slots || !quotas->room_C[to]) {
-                    num_open--; /* the others stay in the order of cells */
+                    num_open--; /* the others stay in the order of EP ranks */
                     for (i64 j = at; j < num_open; j++) quotas->open_C[j] = quotas->open_C[j + 1];
                 }
                 over -= grant.rows;
@@ -817,9 +817,9 @@ static int comes_down(const Layer *layer, Quotas *quotas, i64 level) {
     return over <= 0;
 }
 
-/* Experts that the busiest cell or node sends or receives, as cost/prices.py counts them: one leaves
+/* Experts that the busiest EP rank or node sends or receives, as cost/prices.py counts them: one leaves
  * its owner, and its owner's node, once, and enters each node that lacked it once. */
-static i64 copies_on_busiest_link(const Layer *layer, Quotas *quotas) {
+static i64 replicas_on_busiest_link(const Layer *layer, Quotas *quotas) {
     enum { SENT = 1, OUT = 2 };
     i64 C = layer->C, V = layer->V, busiest = 0;
     memset(quotas->sent_C, 0, C * sizeof(i64));
@@ -844,10 +844,10 @@ static i64 copies_on_busiest_link(const Layer *layer, Quotas *quotas) {
     return busiest;
 }
 
-/* What each cell computes, most rows first; and cells, those of the highest level first. */
+/* What each EP rank computes, most rows first; and EP ranks, those of the highest level first. */
 static void sorted(const Layer *layer, const i64 *computed_EC, Quotas *quotas) {
     i64 C = layer->C, h = 0;
-    memset(quotas->used_C, 0, C * sizeof(i64)); /* experts of each cell, for now */
+    memset(quotas->used_C, 0, C * sizeof(i64)); /* experts of each EP rank, for now */
     for (i64 e = 0; e < layer->E; e++)
         for (i64 c = 0; c < C; c++) quotas->used_C[c] += computed_EC[e * C + c] > 0;
     for (i64 c = 0; c < C; c++) {
@@ -887,20 +887,20 @@ i64 room_for_repair(const Layer *layer, i64 num_slots) {
            room_for_any(&any);
 }
 
-/* The fewest further copies that bring the busiest cells down, where that saves more than sending
+/* The fewest further replicas that bring the busiest EP ranks down, where that saves more than sending
  * them costs: they travel there, and as gradients back, and nothing hides them. Levels between the
- * mean and the busiest cell's are halved, and each that can be reached is priced; rows are divided
- * anew over the copies of the best, from what these were meant for.
+ * mean and the busiest EP rank's are halved, and each that can be reached is priced; rows are divided
+ * anew over the replicas of the best, from what these were meant for.
  *
- * holds_EC, owner_E: 1 where a cell holds an expert; who keeps its weights.
+ * holds_EC, owner_E: 1 where an EP rank holds an expert; who keeps its weights.
  * rows_N, now_s, step_3: the division that stands, its time, its steps.
  * copy_price: of an expert on the busiest link, both ways.
- * num_slots: copies that each cell has room for.
+ * num_slots: replicas that each EP rank has room for.
  * memory: as much room as room_for_repair says.
- * found_EC: 1 where a cell holds an expert, copies with it. rows_P, parts_P, found_2: how rows are
+ * found_EC: 1 where an EP rank holds an expert, replicas with it. rows_P, parts_P, found_2: how rows are
  * divided then, as divide writes it; room for num_slots * C pairs more than there are.
  *
- * The time with the copies, and what these cost; -1 where none pay.
+ * The time with the replicas, and what these cost; -1 where none pay.
  */
 i64 repair(
     const Layer *layer, const unsigned char *holds_EC, const i64 *owner_E, const i64 *rows_CE,
@@ -914,8 +914,8 @@ i64 repair(
         laid(&memory, C), laid(&memory, C), laid(&memory, C + 1), laid(&memory, pairs),
         laid(&memory, pairs), laid(&memory, C), laid(&memory, layer->V), laid(&memory, layer->V), laid(&memory, E),
         found_EC, (Grant *)laid(&memory, 4 * num_slots * C), 0};
-    i64 num_best = 0, best_s = now_s, copies_s = 0;
-    i64 rest_s = now_s - busiest_cell(layer, rows_CE, rows_N, quotas.load_C);
+    i64 num_best = 0, best_s = now_s, replicas_s = 0;
+    i64 rest_s = now_s - busiest_ep_rank(layer, rows_CE, rows_N, quotas.load_C);
     compute(layer, rows_CE, rows_N, computed_EC);
     sorted(layer, computed_EC, &quotas);
     memset(found_EC, 0, E * C);
@@ -926,7 +926,7 @@ i64 repair(
     i64 below = most((all << PARTS_BITS) / speed, 1);
     i64 above = level_of(layer, quotas.order_C[0], quotas.load_C[quotas.order_C[0]]);
     for (int halving = 0; halving < HALVINGS && below < above; halving++) {
-        i64 level = below + ((above - below) >> 1), cell_s = 0;
+        i64 level = below + ((above - below) >> 1), ep_rank_s = 0;
         if (!comes_down(layer, &quotas, level)) {
             below = level + 1;
             continue;
@@ -934,12 +934,12 @@ i64 repair(
         above = level;
         for (i64 c = 0; c < C; c++) {
             i64 load = ((level * layer->speed_C[c]) >> PARTS_BITS) - most(quotas.room_C[c], 0);
-            cell_s = most(cell_s, load * layer->price_C[c]);
+            ep_rank_s = most(ep_rank_s, load * layer->price_C[c]);
         }
-        i64 sent_s = copy_price * copies_on_busiest_link(layer, &quotas);
-        if (cell_s + rest_s + sent_s >= best_s) continue;
-        best_s = cell_s + rest_s + sent_s;
-        copies_s = sent_s;
+        i64 sent_s = copy_price * replicas_on_busiest_link(layer, &quotas);
+        if (ep_rank_s + rest_s + sent_s >= best_s) continue;
+        best_s = ep_rank_s + rest_s + sent_s;
+        replicas_s = sent_s;
         num_best = quotas.num_grants;
         memcpy(best, quotas.grants, num_best * sizeof(Grant));
     }
@@ -957,12 +957,12 @@ i64 repair(
     for (i64 x = 0; x < own.X; x++) {
         i64 e = own.expert_X[x], total = 0, end = own.pair_G1[own.group_X1[x + 1]];
         for (i64 n = own.pair_G1[own.group_X1[x]]; n < end; n++)
-            total += computed_EC[e * C + own.cell_N[n]];
+            total += computed_EC[e * C + own.ep_rank_N[n]];
         for (i64 n = own.pair_G1[own.group_X1[x]]; n < end; n++)
-            part_N[n] = (computed_EC[e * C + own.cell_N[n]] << PARTS_BITS) / most(total, 1);
+            part_N[n] = (computed_EC[e * C + own.ep_rank_N[n]] << PARTS_BITS) / most(total, 1);
     }
     i64 nothing_3[3] = {1, 0, 0}; /* as if planned for nothing: rows are divided anew */
     divide(
         &own, rows_CE, memory, part_N, nothing_3, step_3, num_sweeps, rows_P, parts_P, found_2);
-    return found_2[1] + copies_s < now_s ? found_2[1] + copies_s : -1;
+    return found_2[1] + replicas_s < now_s ? found_2[1] + replicas_s : -1;
 }

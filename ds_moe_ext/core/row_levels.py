@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the copies of a layer's experts divide its rows, by the rows as they are; in whole numbers.
+"""How the replicas of a layer's experts divide its rows, by the rows as they are; in whole numbers.
 
 Binds ``row_levels.c``, which says how; where it cannot be compiled, its twin in Python finds the
-same. Pure. Shape letters: C cells, E experts, V nodes, X copied experts, G (copied expert, node)
-groups, N (copied expert, holder) pairs by group and then cell, P pairs of all experts in the order
-of ``Placement.flat_N``, F chunks, S slots of one cell.
+same. Pure. Shape letters: C EP ranks, E experts, V nodes, X copied experts, G (copied expert, node)
+groups, N (copied expert, holder) pairs by group and then EP rank, P pairs of all experts in the
+order of ``Placement.flat_N``, F chunks, S slots of an EP rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.row_levels_twin import Divided, TwinLayer
 
 PARTS = 1 << 20
-"""Of an expert's rows, and of the speed of the fastest cell."""
-SLOWEST = PARTS >> 6  # a cell's speed counts as so much at least
+"""Of an expert's rows, and of the speed of the fastest EP rank."""
+SLOWEST = PARTS >> 6  # an EP rank's speed counts as so much at least
 HIGHEST = 1 << 20  # price
 MIDDLE = 4  # of eleven steps
 SLOWER = 100
@@ -35,11 +35,11 @@ SLOWER = 100
 class WholePrices:
     """What rows cost, in whole numbers of one unit."""
 
-    row_C: np.ndarray  # to compute one in each cell, int64
-    local: int  # of a row on its cell's own link
+    row_C: np.ndarray  # to compute one in each EP rank, int64
+    local: int  # of a row on its EP rank's own link
     cross: int  # and on its node's card
-    card: int  # and on its cell's part of that; 0 where a cell may use all of it
-    speed_C: np.ndarray  # of each cell, in ``PARTS`` of the fastest, int64
+    card: int  # and on its EP rank's part of that; 0 where an EP rank may use all of it
+    speed_C: np.ndarray  # of each EP rank, in ``PARTS`` of the fastest, int64
     unit_s: float  # seconds of one
     worth: int  # what dividing anew has to save
 
@@ -75,11 +75,11 @@ class Division:
 
     rows_N: np.ndarray  # of each holder, int64
     part_N: np.ndarray  # of each expert's rows what each holder gets, in ``PARTS``, int64
-    leave: int  # step of what a level is lower at which a row leaves its cell, 0 to 11
+    leave: int  # step of what a level is lower at which a row leaves its EP rank, 0 to 11
     cross: int  # and of what it is lower, besides, at which it leaves its node
     toll: int  # and of what it is lower for each row that the links on its way carry, 0 to 5
-    mean: int  # level of all cells, if their levels were equal
-    price: int  # of the busiest cell and link, together, by the prices in whole numbers
+    mean: int  # level of all EP ranks, if their levels were equal
+    price: int  # of the busiest EP rank and link, together, by the prices in whole numbers
 
     @classmethod
     def of(cls, divided: Divided) -> Division:
@@ -103,7 +103,15 @@ class _Tables(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("slowness_C", "holder_E", "expert_X", "group_X1", "node_G", "pair_G1", "cell_N"),
+                *(
+                    "slowness_C",
+                    "holder_E",
+                    "expert_X",
+                    "group_X1",
+                    "node_G",
+                    "pair_G1",
+                    "ep_rank_N",
+                ),
                 *("place_N", "first_E1"),
             )
         ),
@@ -131,9 +139,9 @@ class CompiledLayer:
     @cached_property
     def _laid(self) -> tuple[_Tables, np.ndarray]:
         """What the C code reads, and the memory of its tables, which must live as long."""
-        num_experts, num_cells = self.holds_EC.shape
+        num_experts, num_ep_ranks = self.holds_EC.shape
         tables = _Tables(
-            C=num_cells,
+            C=num_ep_ranks,
             E=num_experts,
             V=int(self.node_C.max()) + 1,
             P=int(self.holds_EC.sum()),
@@ -162,18 +170,18 @@ class CompiledLayer:
         *,
         num_sweeps: int,
     ) -> Divided:
-        tables, told = self._tables, np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
+        tables, reported = self._tables, np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
         rows_N, found_N = np.empty((2, tables.N), dtype=np.int64)
         memory = np.empty(tables.memory_size, dtype=np.int64)
         _code().divide(
             ctypes.byref(tables),
             *map(_at, (rows_CE, memory)),
             None if part_N is None else _at(part_N),
-            *map(_at, (told, told[3:])),
+            *map(_at, (reported, reported[3:])),
             ctypes.c_int64(num_sweeps),
-            *map(_at, (rows_N, found_N, told[6:])),
+            *map(_at, (rows_N, found_N, reported[6:])),
         )
-        return rows_N, found_N, told[3:].tolist()
+        return rows_N, found_N, reported[3:].tolist()
 
     def first_below(
         self,
@@ -187,7 +195,7 @@ class CompiledLayer:
     ) -> tuple[int, Divided] | None:
         tables = _Tables.from_buffer_copy(self._tables)
         tables.P = int(holds_KEC.sum(axis=(1, 2)).max())
-        told = np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
+        reported = np.array((*plan_3, *step_3, 0, 0), dtype=np.int64)
         rows_N, found_N = np.empty((2, tables.P), dtype=np.int64)
         at_tables, room_for_any, first_below = (
             ctypes.byref(tables),
@@ -200,20 +208,20 @@ class CompiledLayer:
             ctypes.c_int64(len(holds_KEC)),
             *map(_at, (holds_KEC, rows_CE)),
             ctypes.c_int64(below_s),
-            *map(_at, (memory, told, told[3:])),
+            *map(_at, (memory, reported, reported[3:])),
             ctypes.c_int64(num_sweeps),
-            *map(_at, (rows_N, found_N, told[6:])),
+            *map(_at, (rows_N, found_N, reported[6:])),
         )
         if number < 0:
             return None
         num_holders_E = holds_KEC[number].sum(axis=1)
         num_pairs = int(num_holders_E[num_holders_E > 1].sum())
-        return number, (rows_N[:num_pairs], found_N[:num_pairs], told[3:].tolist())
+        return number, (rows_N[:num_pairs], found_N[:num_pairs], reported[3:].tolist())
 
-    def busiest_cell(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
+    def busiest_ep_rank(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
         load_C = np.empty(len(self.node_C), dtype=np.int64)
         arrays = map(_at, (rows_CE, rows_N, load_C))
-        busiest: int = _whole_number(_code().busiest_cell)(ctypes.byref(self._tables), *arrays)
+        busiest: int = _whole_number(_code().busiest_ep_rank)(ctypes.byref(self._tables), *arrays)
         return busiest
 
     def repair(
@@ -232,21 +240,21 @@ class CompiledLayer:
         room = _whole_number(_code().room_for_repair)(ctypes.byref(tables), slots)
         memory, found_EC = np.empty(room, dtype=np.int64), np.empty_like(self.holds_EC)
         rows_P, parts_P = np.empty((2, tables.P + num_slots * tables.C), dtype=np.int64)
-        told = np.array((*step_3, 0, 0), dtype=np.int64)
+        reported = np.array((*step_3, 0, 0), dtype=np.int64)
         taken_s = _whole_number(_code().repair)(
             ctypes.byref(tables),
             *map(_at, (self.holds_EC, owner_E, rows_CE, rows_N)),
             *map(ctypes.c_int64, (now_s, copy_price)),
             slots,
-            *map(_at, (memory, told)),
+            *map(_at, (memory, reported)),
             ctypes.c_int64(num_sweeps),
-            *map(_at, (found_EC, rows_P, parts_P, told[3:])),
+            *map(_at, (found_EC, rows_P, parts_P, reported[3:])),
         )
         if taken_s < 0:
             return None
         num_holders_E = found_EC.sum(axis=1)
         num_pairs = int(num_holders_E[num_holders_E > 1].sum())
-        return found_EC, (rows_P[:num_pairs], parts_P[:num_pairs], told.tolist())
+        return found_EC, (rows_P[:num_pairs], parts_P[:num_pairs], reported.tolist())
 
     def compute(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         computed_EC = np.empty(self.holds_EC.shape, dtype=np.int64)
@@ -255,12 +263,12 @@ class CompiledLayer:
         return computed_EC
 
     def send(
-        self, rows_CE: np.ndarray, rows_N: np.ndarray, cell: int, rows_FE: np.ndarray
+        self, rows_CE: np.ndarray, rows_N: np.ndarray, ep_rank: int, rows_FE: np.ndarray
     ) -> np.ndarray:
         tables = self._tables
         sent_FP = np.empty((len(rows_FE), tables.P), dtype=np.int64)
         memory = np.empty(tables.memory_size, dtype=np.int64)
-        numbers = (ctypes.c_int64(cell), ctypes.c_int64(len(rows_FE)))
+        numbers = (ctypes.c_int64(ep_rank), ctypes.c_int64(len(rows_FE)))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
         _code().send(ctypes.byref(tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
         return sent_FP
@@ -269,14 +277,14 @@ class CompiledLayer:
         self,
         rows_CE: np.ndarray,
         rows_N: np.ndarray,
-        cell: int,
+        ep_rank: int,
         expert_S: np.ndarray,
         rows_CFE: np.ndarray,
     ) -> np.ndarray:
-        num_cells, num_chunks, _ = rows_CFE.shape
-        received_CFS = np.empty((num_cells, num_chunks, len(expert_S)), dtype=np.int64)
+        num_ep_ranks, num_chunks, _ = rows_CFE.shape
+        received_CFS = np.empty((num_ep_ranks, num_chunks, len(expert_S)), dtype=np.int64)
         memory = np.empty(self._tables.memory_size, dtype=np.int64)
-        numbers = (ctypes.c_int64(cell), ctypes.c_int64(len(expert_S)), _at(expert_S))
+        numbers = (ctypes.c_int64(ep_rank), ctypes.c_int64(len(expert_S)), _at(expert_S))
         chunks = (ctypes.c_int64(num_chunks), _at(rows_CFE), _at(received_CFS))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
         _code().receive(ctypes.byref(self._tables), *arrays, *numbers, *chunks)
@@ -285,10 +293,10 @@ class CompiledLayer:
 
 @dataclass(frozen=True, eq=False)
 class RowLevels:
-    """Divides rows over a layer's copies; the same for the same rows, on every processor."""
+    """Divides rows over a layer's replicas; the same for the same rows, on every processor."""
 
     target: Placement  # where experts compute
-    node_C: np.ndarray  # node of each cell, int64
+    node_C: np.ndarray  # node of each EP rank, int64
     prices: WholePrices  # of rows
 
     def __reduce__(self) -> tuple[type[RowLevels], tuple[Placement, np.ndarray, WholePrices]]:
@@ -319,9 +327,9 @@ class RowLevels:
         copies, where sweeps are made or the plan's parts are not as good as was planned.
 
         Args:
-            rows_CE: of each cell for each expert, int64.
-            plan: of rows like these, where it begins; None: with the nearest copies.
-            sweeps: over all copied experts, at most; fewer where copies are many.
+            rows_CE: of each EP rank for each expert, int64.
+            plan: of rows like these, where it begins; None: with the nearest replicas.
+            sweeps: over all copied experts, at most; fewer where replicas are many.
         """
         part_N, plan_3, step_3 = None, (1, 0, 0), (0, MIDDLE, 0)
         if plan is not None:
@@ -337,7 +345,7 @@ class RowLevels:
         which one, and its division. None where it never does.
 
         Args:
-            division: less than by it. Others begin at its steps, with the nearest copies.
+            division: less than by it. Others begin at its steps, with the nearest replicas.
             holds_KEC: bool.
             rows_CE: as ``divided`` takes them.
             sweeps: likewise.
@@ -349,9 +357,9 @@ class RowLevels:
         )
         return found and (found[0], Division.of(found[1]))
 
-    def busiest_cell(self, division: Division, rows_CE: np.ndarray) -> int:
-        """The time of the cell that takes longest to compute, by the prices in whole numbers."""
-        return self._layer.busiest_cell(_whole(rows_CE), division.rows_N)
+    def busiest_ep_rank(self, division: Division, rows_CE: np.ndarray) -> int:
+        """The time of the EP rank that takes longest to compute, by the prices in whole numbers."""
+        return self._layer.busiest_ep_rank(_whole(rows_CE), division.rows_N)
 
     def repaired(
         self,
@@ -363,15 +371,15 @@ class RowLevels:
         num_slots: int,
         sweeps: int,
     ) -> tuple[np.ndarray, Division] | None:
-        """Further copies under which the layer takes less time, their own included, and the
+        """Further replicas under which the layer takes less time, their own included, and the
         division then; None where none pay. ``repair`` of the C code says how they are found.
 
         Args:
-            division: of these rows over the copies that stand.
+            division: of these rows over the replicas that stand.
             rows_CE: as ``divided`` takes them.
-            owner_E: the cell at which each expert is at home, int64.
+            owner_E: the EP rank at which each expert is at the owner, int64.
             copy_price: of an expert that the busiest link carries, both ways, in whole units.
-            num_slots: further copies that a cell has room for.
+            num_slots: further replicas that an EP rank has room for.
             sweeps: as ``divided`` takes them.
 
         Returns:
@@ -390,7 +398,7 @@ class RowLevels:
         return found and (found[0], Division.of(found[1]))
 
     def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-        """Rows of each expert that each cell computes, int64 ``[E, C]``."""
+        """Rows of each expert that each EP rank computes, int64 ``[E, C]``."""
         return self._layer.compute(_whole(rows_CE), rows_N)
 
     def sent(
@@ -399,9 +407,9 @@ class RowLevels:
         """Rows that a sender sends for each pair, int64 ``[F, P]``.
 
         Args:
-            rows_CE: of each cell for each expert.
+            rows_CE: of each EP rank for each expert.
             rows_N: of each holder.
-            sender: a cell.
+            sender: an EP rank.
             rows_FE: its rows of each chunk; or those of one of its ranks.
         """
         return self._layer.send(rows_CE, rows_N, sender, _whole(rows_FE))
@@ -410,7 +418,7 @@ class RowLevels:
         self, rows_CE: np.ndarray, rows_N: np.ndarray, holder: int, rows_CFE: np.ndarray
     ) -> np.ndarray:
         """Rows that a holder gets from each sender, int64 ``[C, F, S]``; takes what ``sent`` does,
-        rows of all cells."""
+        rows of all EP ranks."""
         expert_S = self.target.experts_of(holder)
         return self._layer.receive(rows_CE, rows_N, holder, expert_S, _whole(rows_CFE))
 
@@ -421,7 +429,8 @@ def _at(array: np.ndarray) -> ctypes.c_void_p:
 
 @lru_cache(maxsize=16)
 def _numbered(nodes: bytes) -> np.ndarray:
-    """Each cell's node by its number among the nodes, 0 to V - 1, from an int64 array's bytes."""
+    """Each EP rank's node by its number among the nodes, 0 to V - 1, from an int64 array's
+    bytes."""
     return np.unique(np.frombuffer(nodes, dtype=np.int64), return_inverse=True)[1]
 
 
@@ -448,9 +457,9 @@ def is_compiled() -> bool:
         _code()
     except RuntimeError as error:
         warnings.warn(
-            f"ds_moe_ext: rows are divided over copies in Python, about {SLOWER} times slower than "
-            f"in C, with the same result, because {error}. For C, install gcc or set CC to a C "
-            "compiler.",
+            f"ds_moe_ext: rows are divided over replicas in Python, about {SLOWER} times slower "
+            f"than in C, with the same result, because {error}. For C, install gcc or set CC to a "
+            "C compiler.",
             stacklevel=2,
         )
         return False

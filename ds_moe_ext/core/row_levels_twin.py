@@ -10,9 +10,9 @@ gives. ``>>`` rounds negative numbers down in both. ``bisect_left`` looks at the
 at, in the same order: filled rows may fall by one as a level rises, since slownesses are rounded,
 so another search could end elsewhere.
 
-Shape letters: C cells, E experts, V nodes, X copied experts, G (copied expert, node) groups, N
-(copied expert, holder) pairs by group and then cell, P pairs of all experts, F chunks, S slots of
-one cell or some senders. ``_by_node`` behind a letter C: cells in the order of their nodes.
+Shape letters: C EP ranks, E experts, V nodes, X copied experts, G (copied expert, node) groups, N
+(copied expert, holder) pairs by group and then EP rank, P pairs of all experts, F chunks, S slots
+of an EP rank or some senders. ``_by_node`` behind a letter C: EP ranks in the order of their nodes.
 """
 
 from __future__ import annotations
@@ -66,28 +66,30 @@ class _Tables(NamedTuple):
     """What does not depend on rows."""
 
     expert_X: np.ndarray  # the copied experts
-    cell_N: np.ndarray  # the holder of each pair
+    ep_rank_N: np.ndarray  # the holder of each pair
     group_N: np.ndarray  # its group
     start_G: np.ndarray  # the first pair of each group
     node_G: np.ndarray  # its node
     number_G: np.ndarray  # the copied expert of each group, by its number
     copied: Sequence[_Copied]  # the same, to be looped over
-    is_alone_EC: np.ndarray  # 1 where a cell holds an expert that no other cell holds
-    is_on_VC: np.ndarray  # 1 where a cell is on a node
-    by_node_C: np.ndarray  # cells in the order of their nodes
+    is_alone_EC: np.ndarray  # 1 where an EP rank holds an expert that no other EP rank holds
+    is_on_VC: np.ndarray  # 1 where an EP rank is on a node
+    by_node_C: np.ndarray  # EP ranks in the order of their nodes
 
 
 @dataclass(frozen=True, eq=False)
 class TwinLayer:
     """A layer, and what the C file does with one."""
 
-    holds_EC: np.ndarray  # which cells hold which experts, bool
-    node_C: np.ndarray  # of each cell, 0 to V - 1, int64
-    speed_C: np.ndarray  # of each cell, in parts of the fastest, int64
-    price_C: np.ndarray  # of a row in each cell, int64
-    local_price: int  # of a row on its cell's link
+    holds_EC: np.ndarray  # which EP ranks hold which experts, bool
+    node_C: np.ndarray  # of each EP rank, 0 to V - 1, int64
+    speed_C: np.ndarray  # of each EP rank, in parts of the fastest, int64
+    price_C: np.ndarray  # of a row in each EP rank, int64
+    local_price: int  # of a row on its EP rank's link
     cross_price: int  # of a row on its node's card
-    card_price: int  # of a row on its cell's part of that card; 0 where a cell may use all of it
+    card_price: (
+        int  # of a row on its EP rank's part of that card; 0 where an EP rank may use all of it
+    )
 
     def prepare(self) -> None:
         _ = self.tables
@@ -98,19 +100,19 @@ class TwinLayer:
         by_node_C = np.argsort(self.node_C, kind="stable")
         expert_X = np.flatnonzero(num_holders_E > 1)
         number_N, place_N = np.nonzero(self.holds_EC[expert_X][:, by_node_C])
-        cell_N = by_node_C[place_N]
-        node_N, num_nodes = self.node_C[cell_N], int(self.node_C.max()) + 1
+        ep_rank_N = by_node_C[place_N]
+        node_N, num_nodes = self.node_C[ep_rank_N], int(self.node_C.max()) + 1
         is_first_N = np.diff(number_N * num_nodes + node_N, prepend=-1) != 0
         start_G = np.flatnonzero(is_first_N)
         node_G, number_G = node_N[start_G], number_N[start_G]
         groups_X: list[list[_Group]] = [[] for _ in expert_X]
-        ends_G = (*start_G[1:].tolist(), len(cell_N))
+        ends_G = (*start_G[1:].tolist(), len(ep_rank_N))
         each_G = zip(number_G.tolist(), node_G.tolist(), start_G.tolist(), ends_G)
         for number, (expert, node, start, end) in enumerate(each_G):
             groups_X[expert].append(_Group(number, node, range(start, end)))
         return _Tables(
             expert_X=expert_X,
-            cell_N=cell_N,
+            ep_rank_N=ep_rank_N,
             group_N=is_first_N.cumsum() - 1,
             start_G=start_G,
             node_G=node_G,
@@ -168,14 +170,14 @@ class TwinLayer:
         """``first_below`` of the C file."""
         for number, holds_EC in enumerate(holds_KEC):
             layer = replace(self, holds_EC=holds_EC)
-            nothing_N = np.zeros(len(layer.tables.cell_N), dtype=np.int64)
+            nothing_N = np.zeros(len(layer.tables.ep_rank_N), dtype=np.int64)
             found = layer.divide(rows_CE, nothing_N, plan_3, step_3, num_sweeps=num_sweeps)
             if found[2][-1] < below_s:
                 return number, found
         return None
 
-    def busiest_cell(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
-        """``busiest_cell`` of the C file."""
+    def busiest_ep_rank(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
+        """``busiest_ep_rank`` of the C file."""
         return int((self.compute(rows_CE, rows_N).sum(axis=0) * self.price_C).max())
 
     def repair(
@@ -193,8 +195,8 @@ class TwinLayer:
         """``repair`` of the C file."""
         computed_EC = self.compute(rows_CE, rows_N)
         quotas = _Quotas(self, computed_EC, owner_E, num_slots)
-        rest_s, best_s = now_s - self.busiest_cell(rows_CE, rows_N), now_s
-        best, copies_s = list[_Grant](), 0
+        rest_s, best_s = now_s - self.busiest_ep_rank(rows_CE, rows_N), now_s
+        best, replicas_s = list[_Grant](), 0
         total = int(quotas.load_C.sum())
         below = max((total << PARTS_BITS) // int(self.speed_C.sum()), 1)
         above = max(quotas.level_C)
@@ -207,12 +209,12 @@ class TwinLayer:
                 continue
             above = level
             loads_C = ((level * self.speed_C) >> PARTS_BITS) - np.maximum(quotas.room_C, 0)
-            cell_s, sent_s = (
+            ep_rank_s, sent_s = (
                 int((loads_C * self.price_C).max()),
                 copy_price * quotas.on_busiest_link,
             )
-            if cell_s + rest_s + sent_s < best_s:
-                best_s, copies_s = cell_s + rest_s + sent_s, sent_s
+            if ep_rank_s + rest_s + sent_s < best_s:
+                best_s, replicas_s = ep_rank_s + rest_s + sent_s, sent_s
                 best = quotas.grants
         if not best:
             return None
@@ -223,32 +225,32 @@ class TwinLayer:
             computed_EC[grant.expert, grant.to] += grant.rows
         layer = replace(self, holds_EC=found_EC)
         tables = layer.tables
-        quota_N = computed_EC[tables.expert_X[tables.number_G[tables.group_N]], tables.cell_N]
+        quota_N = computed_EC[tables.expert_X[tables.number_G[tables.group_N]], tables.ep_rank_N]
         total_N = computed_EC.sum(axis=1)[tables.expert_X[tables.number_G[tables.group_N]]]
         part_N = (quota_N << PARTS_BITS) // np.maximum(total_N, 1)
         found = layer.divide(rows_CE, part_N, (1, 0, 0), step_3, num_sweeps=num_sweeps)
-        return (found_EC, found) if found[2][-1] + copies_s < now_s else None
+        return (found_EC, found) if found[2][-1] + replicas_s < now_s else None
 
     def compute(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         """``compute`` of the C file, int64 ``[E, C]``."""
         tables = self.tables
         computed_EC = tables.is_alone_EC * rows_CE.sum(axis=0)[:, None]
         expert_N = tables.expert_X[tables.number_G][tables.group_N]
-        computed_EC[expert_N, tables.cell_N] = rows_N
+        computed_EC[expert_N, tables.ep_rank_N] = rows_N
         return computed_EC
 
     def send(
-        self, rows_CE: np.ndarray, rows_N: np.ndarray, cell: int, rows_FE: np.ndarray
+        self, rows_CE: np.ndarray, rows_N: np.ndarray, ep_rank: int, rows_FE: np.ndarray
     ) -> np.ndarray:
         """``send`` of the C file, int64 ``[F, P]``."""
         expert_X, (num_chunks, _) = self.tables.expert_X, rows_FE.shape
         sent_FEC = np.repeat(rows_FE[:, :, None], len(self.node_C), axis=2)
-        sent_XSC = self._sent_XSC(rows_CE, rows_N, expert_X, np.array([cell]))
-        turn_F1 = (np.arange(num_chunks) + cell)[:, None] % num_chunks
+        sent_XSC = self._sent_XSC(rows_CE, rows_N, expert_X, np.array([ep_rank]))
+        turn_F1 = (np.arange(num_chunks) + ep_rank)[:, None] % num_chunks
         through_FXC = _ends(
             rows_FE[:, expert_X, None],
             sent_XSC[:, 0].cumsum(axis=1),
-            rows_CE[cell, expert_X, None],
+            rows_CE[ep_rank, expert_X, None],
             turn_F1[..., None],
             num_chunks,
         )
@@ -259,20 +261,20 @@ class TwinLayer:
         self,
         rows_CE: np.ndarray,
         rows_N: np.ndarray,
-        cell: int,
+        ep_rank: int,
         expert_S: np.ndarray,
         rows_CFE: np.ndarray,
     ) -> np.ndarray:
         """``receive`` of the C file, int64 ``[C, F, S]``."""
-        num_cells, num_chunks, _ = rows_CFE.shape
+        num_ep_ranks, num_chunks, _ = rows_CFE.shape
         received_CFS = rows_CFE[..., expert_S]
         is_copied_S = np.isin(expert_S, self.tables.expert_X)
         expert_X = expert_S[is_copied_S]
-        all_cells = np.arange(num_cells)
-        sent_XCC = self._sent_XSC(rows_CE, rows_N, expert_X, all_cells)
-        end_C1X = sent_XCC.cumsum(axis=2)[..., cell].T[:, None]
-        start_C1X = end_C1X - sent_XCC[..., cell].T[:, None]
-        turn_CF1 = (all_cells[:, None] + np.arange(num_chunks))[..., None] % num_chunks
+        all_ep_ranks = np.arange(num_ep_ranks)
+        sent_XCC = self._sent_XSC(rows_CE, rows_N, expert_X, all_ep_ranks)
+        end_C1X = sent_XCC.cumsum(axis=2)[..., ep_rank].T[:, None]
+        start_C1X = end_C1X - sent_XCC[..., ep_rank].T[:, None]
+        turn_CF1 = (all_ep_ranks[:, None] + np.arange(num_chunks))[..., None] % num_chunks
         rows_CFX, total_C1X = received_CFS[..., is_copied_S], rows_CE[:, None, expert_X]
         through, before = (
             _ends(rows_CFX, end, total_C1X, turn_CF1, num_chunks) for end in (end_C1X, start_C1X)
@@ -281,13 +283,13 @@ class TwinLayer:
         return received_CFS
 
     def _sent_XSC(
-        self, rows_CE: np.ndarray, rows_N: np.ndarray, expert_X: np.ndarray, cell_S: np.ndarray
+        self, rows_CE: np.ndarray, rows_N: np.ndarray, expert_X: np.ndarray, ep_rank_S: np.ndarray
     ) -> np.ndarray:
-        """Rows of some copied experts that some senders send to each cell: ``send_rows`` of the C
-        file. Where C walks along senders and holders, intervals are met here: rows of senders lie
+        """Rows of some copied experts that some senders send to each EP rank: ``send_rows`` of the
+        C file. Where C walks along senders and holders, intervals are met here: rows of senders lie
         end to end, and so do those that holders take."""
         by_node_C, is_on_VC = self.tables.by_node_C, self.tables.is_on_VC
-        place_C = by_node_C.argsort()  # of each cell, in the order of nodes
+        place_C = by_node_C.argsort()  # of each EP rank, in the order of nodes
         rows_XC, held_XC = rows_CE.T[expert_X], self.compute(rows_CE, rows_N)[expert_X]
         kept_XC = np.minimum(rows_XC, held_XC)
         left_XC, lacking_XC = rows_XC - kept_XC, held_XC - kept_XC
@@ -298,17 +300,17 @@ class TwinLayer:
         near_lacking_XC = _parts(lacking_XC[:, by_node_C], lacking_XV, near_XV, node_C)
         far_left_XC = left_XC - near_left_XC[:, place_C]
         far_lacking_XC = lacking_XC[:, by_node_C] - near_lacking_XC
-        met_XSC = _met(near_left_XC, near_lacking_XC, place_C[cell_S])
-        met_XSC += _met(far_left_XC, far_lacking_XC, cell_S)
+        met_XSC = _met(near_left_XC, near_lacking_XC, place_C[ep_rank_S])
+        met_XSC += _met(far_left_XC, far_lacking_XC, ep_rank_S)
         sent_XSC = met_XSC[..., place_C]
-        sent_XSC[:, np.arange(len(cell_S)), cell_S] += kept_XC[:, cell_S]
+        sent_XSC[:, np.arange(len(ep_rank_S)), ep_rank_S] += kept_XC[:, ep_rank_S]
         return sent_XSC
 
 
 def _parts(
     rows_XC: np.ndarray, sum_XV: np.ndarray, part_XV: np.ndarray, node_C: np.ndarray
 ) -> np.ndarray:
-    """Like parts of the rows of each node's cells: so many of all of them. By node."""
+    """Like parts of the rows of each node's EP ranks: so many of all of them. By node."""
     before_XV = sum_XV.cumsum(axis=1) - sum_XV
     so_far_XC = rows_XC.cumsum(axis=1) - before_XV[:, node_C]
     part_XC, whole_XC = part_XV[:, node_C], np.maximum(sum_XV, 1)[:, node_C]
@@ -340,7 +342,7 @@ class _Holder(NamedTuple):
     even: int  # level at which it computes its own rows
     own: int  # these
     base: int  # rows of other experts
-    speed: int  # of its cell
+    speed: int  # of its EP rank
 
 
 def _filled(holder: _Holder, level: int) -> int:
@@ -390,23 +392,24 @@ class _Rows:
         self.alone_far_in_C = (far_CE * tables.is_alone_EC.T).sum(axis=1)
         expert_G = tables.expert_X[tables.number_G]
         self.supply_G: list[int] = sent_VE[tables.node_G, expert_G].tolist()
-        self.own_N: list[int] = rows_CE[tables.cell_N, expert_G[tables.group_N]].tolist()
+        self.own_N: list[int] = rows_CE[tables.ep_rank_N, expert_G[tables.group_N]].tolist()
         self.total_X: list[int] = rows_E[tables.expert_X].tolist()
         self.total_N = rows_E[expert_G[tables.group_N]]
-        self.cell_N: list[int] = tables.cell_N.tolist()
+        self.ep_rank_N: list[int] = tables.ep_rank_N.tolist()
         self.price_C: list[int] = layer.price_C.tolist()
         self.speed_C: list[int] = layer.speed_C.tolist()
         self.slowness_C = [(1 << 2 * PARTS_BITS) // speed for speed in self.speed_C]
 
     def begun(self, part_N: np.ndarray | None) -> int:
-        """How long the layer takes with such a division to begin with; None: the nearest copies."""
+        """How long the layer takes with such a division to begin with; None: the nearest
+        replicas."""
         self.load_C, self.in_C, self.out_C = (
             [*self.alone_C],
             [*self.alone_in_C],
             [*self.alone_out_C],
         )
         self.in_V, self.out_V = [*self.alone_in_V], [*self.alone_out_V]
-        self.held_N = [0] * len(self.cell_N)
+        self.held_N = [0] * len(self.ep_rank_N)
         parts_N = None if part_N is None else part_N.tolist()
         for copied in self.layer.tables.copied:
             if parts_N is None or not any(parts_N[n] for n in copied.pairs):
@@ -436,11 +439,12 @@ class _Rows:
         self.held_N[copied.pairs.start] += left
 
     def _carry(self, copied: _Copied, times: int) -> None:
-        """What cells compute and links carry of one copied expert: add it; with -1 subtract it."""
+        """What EP ranks compute and links carry of one copied expert: add it; with -1 subtract
+        it."""
         for number, node, pairs in copied.groups:
             held_here, supply = 0, self.supply_G[number]
             for n in pairs:
-                c, held = self.cell_N[n], self.held_N[n]
+                c, held = self.ep_rank_N[n], self.held_N[n]
                 kept = min(self.own_N[n], held)
                 self.load_C[c] += times * held
                 self.in_C[c] += times * (held - kept)
@@ -450,7 +454,7 @@ class _Rows:
             self.out_V[node] -= times * min(held_here, supply)
 
     def time(self) -> int:
-        """How long the layer takes, by the prices: the busiest cell and the busiest link."""
+        """How long the layer takes, by the prices: the busiest EP rank and the busiest link."""
         layer = self.layer
         link_s = max(
             max(*self.in_C, *self.out_C, 0) * layer.local_price,
@@ -468,13 +472,13 @@ class _Rows:
             kept_N = np.minimum(own_N, held_N)
             pool_G = supply_G - np.add.reduceat(kept_N, tables.start_G)
             lacking_G = np.add.reduceat(held_N - kept_N, tables.start_G)
-            left_G = np.maximum(pool_G - lacking_G, 0)  # of what its cells do not keep
+            left_G = np.maximum(pool_G - lacking_G, 0)  # of what its EP ranks do not keep
             into_G = np.maximum(lacking_G - pool_G, 0)
             group_N, node_C = tables.group_N, self.layer.node_C
             in_N = (held_N - kept_N) * into_G[group_N] // np.maximum(lacking_G, 1)[group_N]
             kept_left_N = kept_N * left_G[group_N] // np.maximum(pool_G, 1)[group_N]
-            np.add.at(far_in_C, tables.cell_N, in_N)
-            np.add.at(far_out_C, tables.cell_N, -kept_left_N)
+            np.add.at(far_in_C, tables.ep_rank_N, in_N)
+            np.add.at(far_out_C, tables.ep_rank_N, -kept_left_N)
             left_VX = np.zeros((len(tables.is_on_VC), len(tables.expert_X)), dtype=np.int64)
             pool_VX = np.ones_like(left_VX)
             left_VX[tables.node_G, tables.number_G] = left_G
@@ -492,7 +496,7 @@ class _Rows:
         # Tolls by what links carry, this expert's rows too: it must not find them empty.
         lows, highs = {}, {}
         for n in copied.pairs:
-            c = self.cell_N[n]
+            c = self.ep_rank_N[n]
             lows[n] = self.in_C[c] * local_toll >> PARTS_BITS
             highs[n] = leave + (self.out_C[c] * local_toll >> PARTS_BITS)
         nodes = [node for _, node, _ in copied.groups]
@@ -504,7 +508,7 @@ class _Rows:
         for group in copied.groups:
             holders_G.append([])
             for n in group.pairs:
-                c, own, low, high = self.cell_N[n], self.own_N[n], lows[n], highs[n]
+                c, own, low, high = self.ep_rank_N[n], self.own_N[n], lows[n], highs[n]
                 base = self.load_C[c]
                 even = self._level_of(c, base + own)
                 holders_G[-1].append(_Holder(low, high, even, own, base, self.speed_C[c]))
@@ -553,8 +557,8 @@ class _Rows:
         self.held_N[copied.pairs.start : copied.pairs.stop] = held
         self._carry(copied, 1)
 
-    def _level_of(self, cell: int, load: int) -> int:
-        return load * self.slowness_C[cell] >> PARTS_BITS
+    def _level_of(self, ep_rank: int, load: int) -> int:
+        return load * self.slowness_C[ep_rank] >> PARTS_BITS
 
     def _even_level(self, group: _Group, holders: Sequence[_Holder], below: int, above: int) -> int:
         """The level at which a node computes as many rows as it sends, from a range of levels."""
@@ -563,8 +567,8 @@ class _Rows:
             (holder,) = holders
             if supply == holder.own:
                 return holder.even - holder.high
-            cell = self.cell_N[group.pairs.start]
-            below = self._level_of(cell, holder.base + supply) + holder.low
+            ep_rank = self.ep_rank_N[group.pairs.start]
+            below = self._level_of(ep_rank, holder.base + supply) + holder.low
             above = below + 1
         return _first_level(below, above, lambda level: _filled_on_node(holders, level) >= supply)
 
@@ -574,7 +578,7 @@ def _first_level(below: int, above: int, is_enough: Callable[[int], bool]) -> in
 
 
 class _Grant(NamedTuple):
-    """A copy in another cell, for some of the rows that a cell computes of an expert."""
+    """A copy in another EP rank, for some of the rows that an EP rank computes of an expert."""
 
     expert: int
     source: int
@@ -583,7 +587,7 @@ class _Grant(NamedTuple):
 
 
 class _Quotas:
-    """A search for a level that all cells of a layer can come down to."""
+    """A search for a level that all EP ranks of a layer can come down to."""
 
     def __init__(
         self, layer: TwinLayer, computed_EC: np.ndarray, owner_E: np.ndarray, num_slots: int
@@ -630,7 +634,7 @@ class _Quotas:
 
     @property
     def on_busiest_link(self) -> int:
-        """``copies_on_busiest_link`` of the C file."""
+        """``replicas_on_busiest_link`` of the C file."""
         layer, is_on_CV = self._layer, self._layer.tables.is_on_VC.T
         added_EC = np.zeros_like(layer.holds_EC)
         for grant in self.grants:
@@ -648,7 +652,7 @@ class _Search:
 
     def __init__(self, layer: TwinLayer, rows: _Rows, begun_s: int, at: Steps) -> None:
         self.layer, self.rows = layer, rows
-        self.how_many = 1 + len(rows.cell_N) // MANY
+        self.how_many = 1 + len(rows.ep_rank_N) // MANY
         self.keep(begun_s, at)
 
     def keep(self, found_s: int, at: Steps) -> None:

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How many rows one cell sends and gets in a pass, where copies of experts divide them, and where
+/* How many rows an EP rank sends and gets in a pass, where replicas of experts divide them, and where
  * those that it sends lie before they are in send order: what numpy works out in a score of calls,
  * while a device stands still.
  *
- * Shape letters: E experts, C cells, F chunks, O chunks of which rows are sent, M parts that are
+ * Shape letters: E experts, C EP ranks, F chunks, O chunks of which rows are sent, M parts that are
  * sent, N (expert, holder) pairs, S expert slots. */
 
 #include <stdint.h>
@@ -17,15 +17,15 @@ static i64 part_of(i64 rows, i64 more, i64 among)
     return among == 1 ? rows : (rows + more) / among;
 }
 
-/* Into `out`: rows of each sent chunk for each cell, [O, C]; from each cell, [O, C]; from each cell,
+/* Into `out`: rows of each sent chunk for each EP rank, [O, C]; from each EP rank, [O, C]; from each EP rank,
  * of each chunk and for each slot, [C, F, S]; of all pairs of a chunk by holder, chunk by chunk, how
  * much farther back their rows lay by pair, [O, N], and how many they are, [O, N]. Gives 0; another
  * number where there is no memory.
  *
- * plan: NearestCopy.packed of share.py; a part of some rows is (rows + more) / among. rows: of each
- * cell and chunk for each expert, whose places are that far apart. cell: that sends and gets. first:
+ * plan: NearestReplica.packed of share.py; a part of some rows is (rows + more) / among. rows: of each
+ * EP rank and chunk for each expert, whose places are that far apart. EP rank: that sends and gets. first:
  * of its chunks that are sent. */
-int row_splits(const i64 *plan, const i64 *rows, i64 cell_step, i64 chunk_step, i64 F, i64 cell,
+int row_splits(const i64 *plan, const i64 *rows, i64 ep_rank_step, i64 chunk_step, i64 F, i64 ep_rank,
                i64 first, i64 O, i64 *out)
 {
     i64 C = plan[0], M = plan[1], N = plan[2], S = plan[3], began = 0, laid = 0;
@@ -38,7 +38,7 @@ int row_splits(const i64 *plan, const i64 *rows, i64 cell_step, i64 chunk_step, 
     if (!part_N)
         return 1;
     for (i64 o = 0; o < O; o++) {
-        const i64 *rows_E = rows + cell * cell_step + (first + o) * chunk_step;
+        const i64 *rows_E = rows + ep_rank * ep_rank_step + (first + o) * chunk_step;
         memset(part_N, 0, N * sizeof(i64));
         for (i64 m = 0; m < M; m++)
             part_N[pair_M[m]] = part_of(rows_E[expert_M[m]], more_M[m], among_M[m]);
@@ -62,7 +62,7 @@ int row_splits(const i64 *plan, const i64 *rows, i64 cell_step, i64 chunk_step, 
     memset(came, 0, O * C * sizeof(i64));
     for (i64 c = 0; c < C; c++)
         for (i64 f = 0; f < F; f++) {
-            const i64 *rows_E = rows + c * cell_step + f * chunk_step;
+            const i64 *rows_E = rows + c * ep_rank_step + f * chunk_step;
             i64 total = 0;
             for (i64 s = 0; s < S; s++) {
                 i64 n = c * S + s;

@@ -2,7 +2,7 @@
 /* Indices that bring rows from the order in which they came to that of slots, and back: what
  * numpy works out in a score of calls, each of which takes longer than these loops do.
  *
- * Shape letters: G spans, X blocks as they came, S expert slots, B blocks of another order. */
+ * Shape letters: G chunk ranges, X blocks as they came, S expert slots, B blocks of another order. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -34,12 +34,12 @@ static void put(Out *out, i64 first, i64 shift, i64 length)
     }
 }
 
-/* All orders, one behind the other: of each span to its slots, then back, if its rows do not come
+/* All orders, one behind the other: of each chunk range to its slots, then back, if its rows do not come
  * in the order of slots; then the other one. And behind them where the rows of each slot end, of
- * each span; and those of slots behind the first ones, if there are such, without these. Gives 0;
+ * each chunk range; and those of slots behind the first ones, if there are such, without these. Gives 0;
  * another number where there is no memory.
  *
- * rows_GXS: of each span and block for each slot. shift_B, length_B: of the other order's blocks.
+ * rows_GXS: of each chunk range and block for each slot. shift_B, length_B: of the other order's blocks.
  * by_row: indices are wanted, and not what they are made of. */
 int row_tables(i64 G, i64 X, i64 S, i64 num_firsts, const i64 *rows_GXS, i64 is_in_order, i64 B,
                const i64 *shift_B, const i64 *length_B, i64 by_row, i32 *out)

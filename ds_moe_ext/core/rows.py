@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_moe_ext.core import kernels
 from ds_moe_ext.core.compiled import NUMBER, PLACE, quick
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import NearestCopy, Share, received_by_slot, sent_by_pair
+from ds_moe_ext.core.share import NearestReplica, Share, received_by_slot, sent_by_pair
 from ds_moe_ext.schedule.graphs import NotInGraphs, is_captured, remembered
 
 
@@ -53,7 +53,7 @@ def as_one(run_S: Sequence[Tensor]) -> Tensor:
 
 
 def one_of_each(by_slot: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
-    """One tensor of each piece of memory: an allocator is told of that once, however many are
+    """One tensor of each piece of memory: an allocator is notified of that once, however many are
     there."""
     seen: set[int] = set()
     for tensor in chain.from_iterable(by_slot):
@@ -216,7 +216,7 @@ def sent_to(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     check_not_captured()
-    # From pageable memory the host would wait for what its lane still has to do.
+    # From pageable memory the host would wait for what its stream still has to do.
     return host.pin_memory().to(device, non_blocking=True)
 
 
@@ -252,20 +252,21 @@ def indices_to_slots(
     num_firsts: int,
     is_in_order: bool,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Of each span the index that takes its rows to their slots, and the one that takes them back;
-    then of the order beside. And where the rows of each slot end, of each span; then of each those
-    of slots behind the first ones, without these. Int32.
+    """Of each chunk range the index that takes its rows to their slots, and the one that takes them
+    back; then of the order beside. And where the rows of each slot end, of each chunk range; then
+    of each those of slots behind the first ones, without these. Int32.
 
     Args:
-        rows_GXS: rows of each span and block for each slot, int64.
+        rows_GXS: rows of each chunk range and block for each slot, int64.
         device: where the rows are.
         sizes: rows of each order.
-        num_ends: slots of which ends are told, likewise.
+        num_ends: slots of which ends are reported, likewise.
         beside: another order, whose index is wanted too.
-        num_firsts: slots of each span that may be computed apart from those behind them, or 0.
+        num_firsts: slots of each chunk range that may be computed apart from those behind them, or
+            0.
         is_in_order: rows come in the order of slots, and need no index.
     """
-    num_spans, num_blocks, num_slots = rows_GXS.shape
+    num_ranges, num_blocks, num_slots = rows_GXS.shape
     code, by_row, num_rows = _code(), not kernels.are_there(device), sum(sizes)
     assert code is not None, "asked before"
     num_beside = 0 if beside is None else beside.length_X.size
@@ -277,8 +278,8 @@ def indices_to_slots(
     table = torch.empty(length, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
     arrays = [np.ascontiguousarray(each, np.int64) for each in (rows_GXS, *(beside or ()))]
     at_rows, *at_beside = map(place_of, arrays)
-    told = num_spans, num_blocks, num_slots, num_firsts, at_rows, is_in_order, num_beside
-    if code(*told, *(at_beside or (None, None)), by_row, table.data_ptr()):
+    reported = num_ranges, num_blocks, num_slots, num_firsts, at_rows, is_in_order, num_beside
+    if code(*reported, *(at_beside or (None, None)), by_row, table.data_ptr()):
         raise MemoryError(f"no room for {num_blocks} x {num_slots} blocks of rows")
     table = sent_to(table, device)
     if by_row:
@@ -296,7 +297,7 @@ def _code() -> Callable[..., int] | None:
     return quick("row_tables", *[NUMBER] * 4, PLACE, *[NUMBER] * 2, *[PLACE] * 2, NUMBER, PLACE)
 
 
-# How many rows a cell sends and gets in a pass, once the rows of all are known. Where copies
+# How many rows an EP rank sends and gets in a pass, once the rows of all are known. Where copies
 # divide a sender's rows it is one call of C (``row_splits.c``): a device may stand still
 # meanwhile.
 
@@ -304,11 +305,11 @@ def _code() -> Callable[..., int] | None:
 class RowSplits(NamedTuple):
     """Of one pass, as one rank sees it."""
 
-    # rows of each of its chunks that go to each cell; to this one alone where no row leaves its
-    # cell
+    # rows of each of its chunks that go to each EP rank; to this one alone where no row leaves its
+    # EP rank
     sent_FC: np.ndarray
     received_FC: np.ndarray  # and that come from each; likewise
-    # rows that each rank of its cell has from each cell, for each of its slots
+    # rows that each rank of its EP rank has from each EP rank, for each of its slots
     received_PCFS: np.ndarray
     # brings sent rows from the order of chunk, expert and holder into that of chunk, holder and
     # slot; None if they are
@@ -318,44 +319,44 @@ class RowSplits(NamedTuple):
 def split(
     share: Share,
     target: Placement,
-    cell: int,
+    ep_rank: int,
     rows_CPFE: np.ndarray,
     place: int,
     *,
     has_moves: bool,
 ) -> RowSplits:
-    """How the rows of one pass split. Each rank of a cell divides its own, as if they were chunks
-    of the cell's, and they go to the ranks of its place.
+    """How the rows of one pass split. Each rank of an EP rank divides its own, as if they were
+    chunks of the EP rank's, and they go to the ranks of its place.
 
     Args:
         share: how copies divide rows.
         target: where experts compute.
-        cell: this one.
+        EP rank: this one.
         rows_CPFE: rows of each rank and chunk for each expert, int64.
-        place: this rank's in its cell.
+        place: this rank's in its EP rank.
         has_moves: ``moved`` is asked for.
     """
     if has_moves and _is_packed(share, target) and _can_be_read(rows_CPFE):
-        return _by_code(share, cell, rows_CPFE, place)
-    num_cells, num_places, num_chunks, num_experts = rows_CPFE.shape
-    all_chunks = rows_CPFE.reshape(num_cells, -1, num_experts)
+        return _by_code(share, ep_rank, rows_CPFE, place)
+    num_ep_ranks, num_places, num_chunks, num_experts = rows_CPFE.shape
+    all_chunks = rows_CPFE.reshape(num_ep_ranks, -1, num_experts)
     own = slice(place * num_chunks, (place + 1) * num_chunks)
-    sent_FN = sent_by_pair(share, target, cell, all_chunks[cell])[own]
+    sent_FN = sent_by_pair(share, target, ep_rank, all_chunks[ep_rank])[own]
     order_N, moved = target.by_holder_N, None
     by_holder_FN = sent_FN if order_N is None else sent_FN.take(order_N, axis=1)
     if has_moves:
         starts_FN = starts_of(sent_FN)
         starts_FN = starts_FN if order_N is None else starts_FN.take(order_N, axis=1)
         moved = Moved.from_starts(starts_FN, by_holder_FN)
-    received = received_by_slot(share, target, cell, all_chunks)
-    received_PCFS = received.reshape(num_cells, num_places, num_chunks, -1).swapaxes(0, 1)
+    received = received_by_slot(share, target, ep_rank, all_chunks)
+    received_PCFS = received.reshape(num_ep_ranks, num_places, num_chunks, -1).swapaxes(0, 1)
     received_FC = np.add.reduce(received_PCFS[place], axis=2).T
     return RowSplits(_sums_by_holder(by_holder_FN, target), received_FC, received_PCFS, moved)
 
 
-def _is_packed(share: Share, target: Placement) -> TypeGuard[NearestCopy]:
-    is_ours = isinstance(share, NearestCopy) and share.target is target
-    return is_ours and type(share) is NearestCopy  # others may share otherwise
+def _is_packed(share: Share, target: Placement) -> TypeGuard[NearestReplica]:
+    is_ours = isinstance(share, NearestReplica) and share.target is target
+    return is_ours and type(share) is NearestReplica  # others may share otherwise
 
 
 def _can_be_read(rows_CPFE: np.ndarray) -> bool:
@@ -366,29 +367,32 @@ def _can_be_read(rows_CPFE: np.ndarray) -> bool:
     return is_one and expert_step == _BYTES and _row_splits_code() is not None
 
 
-def _by_code(share: NearestCopy, cell: int, rows_CPFE: np.ndarray, place: int) -> RowSplits:
-    code, plan = _row_splits_code(), share.packed(cell)
+def _by_code(share: NearestReplica, ep_rank: int, rows_CPFE: np.ndarray, place: int) -> RowSplits:
+    code, plan = _row_splits_code(), share.packed(ep_rank)
     assert code is not None, "asked before"
-    num_cells, _, num_pairs, num_slots = plan[:4].tolist()
+    num_ep_ranks, _, num_pairs, num_slots = plan[:4].tolist()
     _, num_places, num_chunks, _ = rows_CPFE.shape
     steps = rows_CPFE.strides[0] // _BYTES, rows_CPFE.strides[2] // _BYTES
-    sent, all_received = num_chunks * num_cells, num_places * num_chunks * num_cells * num_slots
+    sent, all_received = (
+        num_chunks * num_ep_ranks,
+        num_places * num_chunks * num_ep_ranks * num_slots,
+    )
     end = 2 * sent + all_received
     out = np.empty(end + 2 * num_chunks * num_pairs, dtype=np.int64)
-    told = num_places * num_chunks, cell, place * num_chunks, num_chunks
-    if code(place_of(plan), place_of(rows_CPFE), *steps, *told, place_of(out)):
+    reported = num_places * num_chunks, ep_rank, place * num_chunks, num_chunks
+    if code(place_of(plan), place_of(rows_CPFE), *steps, *reported, place_of(out)):
         raise MemoryError(f"no room for {num_pairs} pairs of experts and holders")
-    received = out[2 * sent : end].reshape(num_cells, num_places, num_chunks, num_slots)
+    received = out[2 * sent : end].reshape(num_ep_ranks, num_places, num_chunks, num_slots)
     return RowSplits(
-        out[:sent].reshape(num_chunks, num_cells),
-        out[sent : 2 * sent].reshape(num_chunks, num_cells),
+        out[:sent].reshape(num_chunks, num_ep_ranks),
+        out[sent : 2 * sent].reshape(num_chunks, num_ep_ranks),
         received.swapaxes(0, 1),
         Moved(*out[end:].reshape(2, -1)),
     )
 
 
 def _sums_by_holder(by_holder_FN: np.ndarray, target: Placement) -> np.ndarray:
-    """Rows of each chunk for each cell, int64 ``[F, C]``, from those by cell and slot."""
+    """Rows of each chunk for each EP rank, int64 ``[F, C]``, from those by EP rank and slot."""
     held_C1 = target.held_C1
     if target.is_everywhere:
         sums_FC: np.ndarray = np.add.reduceat(by_holder_FN, held_C1[:-1], axis=1)

@@ -33,17 +33,17 @@ class LevelShare:
         """For the rows that are predicted, int64 ``[C, E]``."""
         return cls(levels, levels.divided(rows_CE, None, sweeps=PLANNED_SWEEPS), sweeps)
 
-    def alone(self, home: Placement, rows_CE: np.ndarray) -> LevelShare:
+    def alone(self, owner: Placement, rows_CE: np.ndarray) -> LevelShare:
         """Of the same rows where nothing is copied."""
-        return LevelShare.planned(replace(self.levels, target=home), rows_CE, sweeps=self.sweeps)
+        return LevelShare.planned(replace(self.levels, target=owner), rows_CE, sweeps=self.sweeps)
 
     @property
     def planned_s(self) -> float:
         """Seconds of the layer by the plan, as ``planning/prices.py`` counts them."""
         return self.plan.price * self.levels.prices.unit_s
 
-    def prepare(self, cell: int) -> None:
-        self.levels.target.prepare(cell)
+    def prepare(self, ep_rank: int) -> None:
+        self.levels.target.prepare(ep_rank)
         self.levels.prepare()
 
     def of_rows(self, rows_CE: np.ndarray) -> DividedRows:
@@ -63,7 +63,7 @@ class DividedRows:
     """The ``Share`` of one pass."""
 
     levels: RowLevels  # what has divided
-    rows_CE: np.ndarray  # of all chunks and of each cell, int64
+    rows_CE: np.ndarray  # of all chunks and of each EP rank, int64
     rows_N: np.ndarray  # that each holder computes, int64
 
     @property
@@ -71,8 +71,8 @@ class DividedRows:
         """Where experts compute."""
         return self.levels.target
 
-    def prepare(self, cell: int) -> None:
-        self.target.prepare(cell)
+    def prepare(self, ep_rank: int) -> None:
+        self.target.prepare(ep_rank)
 
     def of_rows(self, rows_CE: np.ndarray) -> DividedRows:
         return self
@@ -103,8 +103,8 @@ class DividedRows:
 
     @property
     def _is_at_PC(self) -> np.ndarray:
-        """1 where a cell is the holder of a pair, float64."""
-        is_at_PC = self.target.holder_N[:, None] == np.arange(self.target.num_cells)
+        """1 where an EP rank is the holder of a pair, float64."""
+        is_at_PC = self.target.holder_N[:, None] == np.arange(self.target.num_ep_ranks)
         return is_at_PC.astype(np.float64)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
@@ -115,14 +115,15 @@ class DividedRows:
         return f"rows {self.rows_N.tolist()}\n{self.target.describe()}"
 
 
-# How the copies of an expert divide its rows: the whole difference between many papers. Pure.
+# How the replicas of an expert divide its rows: the whole difference between many papers. Pure.
 
 
 class Rule(Protocol):
     """What says who computes which rows, once the rows of a pass are known."""
 
-    def prepare(self, cell: int) -> None:
-        """Work out beforehand what does not depend on rows, for a cell that sends and receives."""
+    def prepare(self, ep_rank: int) -> None:
+        """Work out beforehand what does not depend on rows, for an EP rank that sends and
+        receives."""
         ...
 
     def of_rows(self, rows_CE: np.ndarray) -> Share:
@@ -142,7 +143,7 @@ class Share(Rule, Protocol):
         """Rows that one sender sends to each holder of each expert, int64 ``[F, E, C]``.
 
         Args:
-            sender: cell that sends.
+            sender: EP rank that sends.
             rows_FE: its rows of each chunk for each expert, int64.
         """
         ...
@@ -156,38 +157,39 @@ class Share(Rule, Protocol):
         ...
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        """Rows that each cell computes, int64 ``[C]``, of what each sender routes, ``[C, E]``."""
+        """Rows that each EP rank computes, int64 ``[C]``, of what each sender routes, ``[C,
+        E]``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class LocalElseHome:
-    """A sender with a copy keeps its rows; the others send to the expert's home (Pro-Prophet).
+class LocalElseOwner:
+    """A sender with a replica keeps its rows; the others send to the expert's owner (Pro-Prophet).
 
-    Where the target is the home, this is plain expert parallelism.
+    Where the target is the owner, this is plain expert parallelism.
     """
 
-    home: Placement
+    owner: Placement
     target: Placement
     _pairs: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _keeps: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _holder_CE(self) -> np.ndarray:
-        cells_C1 = np.arange(self.target.num_cells)[:, None]
-        return np.where(self.target.holds_EC.T, cells_C1, self.home.owner_E)
+        ep_ranks_C1 = np.arange(self.target.num_ep_ranks)[:, None]
+        return np.where(self.target.holds_EC.T, ep_ranks_C1, self.owner.owner_E)
 
     @cached_property
     def _first_E(self) -> np.ndarray:
         """Where each expert's holders begin in a flattened ``[E, C]``."""
-        return np.arange(self.target.num_experts) * self.target.num_cells
+        return np.arange(self.target.num_experts) * self.target.num_ep_ranks
 
-    def prepare(self, cell: int) -> None:
-        self.target.prepare(cell)
+    def prepare(self, ep_rank: int) -> None:
+        self.target.prepare(ep_rank)
         if not self.target.is_single:
-            _ = self.pair_E(cell), self._kept_C1S(cell)
+            _ = self.pair_E(ep_rank), self._kept_C1S(ep_rank)
 
-    def of_rows(self, rows_CE: np.ndarray) -> LocalElseHome:
+    def of_rows(self, rows_CE: np.ndarray) -> LocalElseOwner:
         return self
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
@@ -208,7 +210,7 @@ class LocalElseHome:
     def pair_E(self, sender: int) -> np.ndarray:
         """See ``pair_of``."""
         if sender not in self._pairs:
-            holder_E = np.where(self.target.holds_EC[:, sender], sender, self.home.owner_E)
+            holder_E = np.where(self.target.holds_EC[:, sender], sender, self.owner.owner_E)
             self._pairs[sender] = np.searchsorted(self.target.flat_N, self._first_E + holder_E)
         return self._pairs[sender]
 
@@ -222,7 +224,7 @@ class LocalElseHome:
         if holder not in self._keeps:
             expert_S = self.target.experts_of(holder)
             lacks_CS = ~self.target.holds_EC[expert_S].T
-            kept_CS = lacks_CS & (self.home.owner_E[expert_S] == holder)
+            kept_CS = lacks_CS & (self.owner.owner_E[expert_S] == holder)
             kept_CS[holder] = True
             self._keeps[holder] = kept_CS[:, None]
         return self._keeps[holder]
@@ -231,25 +233,27 @@ class LocalElseHome:
         return _by_holder(rows_CFE, self._holder_CE)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        owner_E, copied = self.home.owner_E, np.flatnonzero(self.target.num_holders_E > 1)
+        owner_E, copied = self.owner.owner_E, np.flatnonzero(self.target.num_holders_E > 1)
         kept_CX = rows_CE[:, copied] * self.target.holds_EC[copied].T
         left_E = rows_CE.sum(axis=0)
         left_E[copied] -= kept_CX.sum(axis=0)
-        computed_C: np.ndarray = kept_CX.sum(axis=1) + _sums(owner_E, left_E, self.target.num_cells)
+        computed_C: np.ndarray = kept_CX.sum(axis=1) + _sums(
+            owner_E, left_E, self.target.num_ep_ranks
+        )
         return computed_C
 
     def describe(self) -> str:
-        return f"local else home\n{self.home.describe()}\n{self.target.describe()}"
+        return f"local else owner\n{self.owner.describe()}\n{self.target.describe()}"
 
 
 def _by_holder(rows_CFN: np.ndarray, holder: np.ndarray) -> np.ndarray:
     """Sums of rows by chunk, sender and holder, int64 ``[F, C, C]``."""
-    num_cells, num_chunks, _ = rows_CFN.shape
-    sender_C11 = np.arange(num_cells)[:, None, None]
+    num_ep_ranks, num_chunks, _ = rows_CFN.shape
+    sender_C11 = np.arange(num_ep_ranks)[:, None, None]
     chunk_F1 = np.arange(num_chunks)[:, None]
-    holder_C1N = np.broadcast_to(holder, (num_cells, rows_CFN.shape[2]))[:, None]
-    key_CFN = (chunk_F1 * num_cells + sender_C11) * num_cells + holder_C1N
-    shape = (num_chunks, num_cells, num_cells)
+    holder_C1N = np.broadcast_to(holder, (num_ep_ranks, rows_CFN.shape[2]))[:, None]
+    key_CFN = (chunk_F1 * num_ep_ranks + sender_C11) * num_ep_ranks + holder_C1N
+    shape = (num_chunks, num_ep_ranks, num_ep_ranks)
     return _sums(key_CFN, rows_CFN, int(np.prod(shape))).reshape(shape)
 
 
@@ -262,16 +266,16 @@ NEVER = np.iinfo(np.int64).max
 """Divides any rows to none."""
 
 
-class _Turns(NamedTuple):
+class _RoundRobin(NamedTuple):
     """An even split in whole rows: all get the quotient, those whose turn is early one row more."""
 
-    among: np.ndarray  # copies that the rows are split over; ``NEVER`` for who gets none of them
+    among: np.ndarray  # replicas that the rows are split over; ``NEVER`` for who gets none of them
     # with so many rows more all would get what this one gets: ``among - 1``, less its place in the
     # order in which the remainder is dealt; 0 for who gets none
     more: np.ndarray
 
     @classmethod
-    def of(cls, among: np.ndarray, turn: np.ndarray) -> _Turns:
+    def of(cls, among: np.ndarray, turn: np.ndarray) -> _RoundRobin:
         """Args: turn: place in that order, from 0."""
         return cls(among, among - 1 - turn)
 
@@ -286,19 +290,19 @@ class _Leaving(NamedTuple):
     expert_M: np.ndarray  # expert of each pair
     flat_M: np.ndarray  # its place in a flattened ``[E, C]``
     pair_M: np.ndarray  # its place among the target's pairs
-    turns_M: _Turns  # the holder's part of the expert's rows
+    round_robin_M: _RoundRobin  # the holder's part of the expert's rows
 
 
 class _Coming(NamedTuple):
     """What one holder gets of the rows of its ``S`` experts in one layer."""
 
     expert_S: np.ndarray  # they, by slot
-    turns_C1S: _Turns  # its part of each sender's
+    round_robin_C1S: _RoundRobin  # its part of each sender's
 
 
 @dataclass(frozen=True, eq=False)
-class _NearestCopies:
-    """``NearestCopy`` of several layers that were planned together, worked out together.
+class _NearestReplicas:
+    """``NearestReplica`` of several layers that were planned together, worked out together.
 
     A *group* is some holders of one expert that divide rows: all of them, or those on one node. A
     *slot* is a place in a group. Shape letters: L layers, X copied experts, A others, N (copied
@@ -307,7 +311,7 @@ class _NearestCopies:
     """
 
     targets: tuple[Placement, ...]  # of the layers
-    node_C: np.ndarray  # node of each cell
+    node_C: np.ndarray  # node of each EP rank
     _leaving: dict[int, list[_Leaving]] = field(default_factory=dict, init=False)
     _coming: dict[int, list[_Coming]] = field(default_factory=dict, init=False)
 
@@ -315,7 +319,8 @@ class _NearestCopies:
         """Whether these are the shares of the layers, in their order."""
         pairs = enumerate(shares)
         return len(shares) == len(self.targets) and all(
-            isinstance(s, NearestCopy) and s._together is self and s._layer == n for n, s in pairs
+            isinstance(s, NearestReplica) and s._together is self and s._layer == n
+            for n, s in pairs
         )
 
     @cached_property
@@ -324,12 +329,12 @@ class _NearestCopies:
 
     @cached_property
     def _place_C(self) -> np.ndarray:
-        """Each cell's node by its number among the nodes, 0 to V - 1."""
+        """Each EP rank's node by its number among the nodes, 0 to V - 1."""
         return np.unique(self.node_C, return_inverse=True)[1]
 
     @cached_property
     def _near_XV(self) -> np.ndarray:
-        """Copies of each expert on each node, int64."""
+        """Replicas of each expert on each node, int64."""
         shape = len(self.holders.layer_X), int(self._place_C.max()) + 1
         return np.bincount(self._near_N, minlength=int(np.prod(shape))).reshape(shape)
 
@@ -337,7 +342,7 @@ class _NearestCopies:
     def _near_N(self) -> np.ndarray:
         """Place of each pair's node in a flattened ``[X, V]``."""
         num_nodes = int(self._place_C.max()) + 1
-        return self.holders.copied_N * num_nodes + self._place_C[self.holders.cell_N]
+        return self.holders.copied_N * num_nodes + self._place_C[self.holders.ep_rank_N]
 
     @cached_property
     def _group_XV(self) -> np.ndarray:
@@ -354,7 +359,7 @@ class _NearestCopies:
 
     @cached_property
     def _first_J(self) -> np.ndarray:
-        """The first slot of each group; slots of a group are in the order of cells."""
+        """The first slot of each group; slots of a group are in the order of EP ranks."""
         return np.cumsum(self._size_J) - self._size_J
 
     @cached_property
@@ -363,9 +368,9 @@ class _NearestCopies:
         return np.argsort(self._near_N, kind="stable")
 
     @cached_property
-    def _cell_of_slot(self) -> np.ndarray:
-        cell_N = self.holders.cell_N
-        return np.concatenate([cell_N, cell_N[self._near_first_N]])
+    def _ep_rank_of_slot(self) -> np.ndarray:
+        ep_rank_N = self.holders.ep_rank_N
+        return np.concatenate([ep_rank_N, ep_rank_N[self._near_first_N]])
 
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -380,27 +385,29 @@ class _NearestCopies:
     def leaving(self, sender: int) -> list[_Leaving]:
         """Of each layer."""
         if sender not in self._leaving:
-            holders, num_cells = self.holders, self.holders.num_cells
+            holders, num_ep_ranks = self.holders, self.holders.num_ep_ranks
             x_X = np.arange(len(holders.layer_X))
-            x_M, cell_M, turns_M = self.receivers(np.full_like(x_X, sender), x_X)
+            x_M, ep_rank_M, round_robin_M = self.receivers(np.full_like(x_X, sender), x_X)
             layer = np.concatenate([holders.layer_A, holders.layer_X[x_M]])
             order = np.argsort(layer, kind="stable")
             layer = layer[order]
             expert = np.concatenate([holders.expert_A, holders.expert_X[x_M]])[order]
-            flat = expert * num_cells + np.concatenate([holders.cell_A, cell_M])[order]
+            flat = expert * num_ep_ranks + np.concatenate([holders.ep_rank_A, ep_rank_M])[order]
             first_L1, place_L1, flat_N = self._flat
             pair = np.searchsorted(flat_N, flat + place_L1[layer]) - first_L1[layer]
             among, more = (
                 np.concatenate([np.full_like(holders.layer_A, alone), table])[order]
-                for alone, table in zip((1, 0), turns_M)
+                for alone, table in zip((1, 0), round_robin_M)
             )
             parts = holders.by_layer(layer, expert, flat, pair, among, more)
-            self._leaving[sender] = [_Leaving(e, f, p, _Turns(a, m)) for e, f, p, a, m in parts]
+            self._leaving[sender] = [
+                _Leaving(e, f, p, _RoundRobin(a, m)) for e, f, p, a, m in parts
+            ]
         return self._leaving[sender]
 
     def receivers(
         self, sender_I: np.ndarray, x_I: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, _Turns]:
+    ) -> tuple[np.ndarray, np.ndarray, _RoundRobin]:
         """Who gets some of which rows: the pair, the holder and its part, each ``[M]``."""
         keeps_I = self.holders.holds_XC[x_I, sender_I]
         group_I = self._group_XV[x_I, self._place_C[sender_I]]
@@ -408,17 +415,17 @@ class _NearestCopies:
         pair_M = np.repeat(np.arange(len(x_I)), length_I)
         place_M = np.arange(len(pair_M)) - np.repeat(np.cumsum(length_I) - length_I, length_I)
         sender_M = sender_I[pair_M]
-        cell_M = self._cell_of_slot[self._first_J[group_I][pair_M] + place_M]
-        cell_M = np.where(keeps_I[pair_M], sender_M, cell_M)
+        ep_rank_M = self._ep_rank_of_slot[self._first_J[group_I][pair_M] + place_M]
+        ep_rank_M = np.where(keeps_I[pair_M], sender_M, ep_rank_M)
         among_M = length_I[pair_M]
-        return pair_M, cell_M, _Turns.of(among_M, (place_M - sender_M) % among_M)
+        return pair_M, ep_rank_M, _RoundRobin.of(among_M, (place_M - sender_M) % among_M)
 
     def coming(self, holder: int) -> list[_Coming]:
         """Of each layer."""
         if holder not in self._coming:
             holders = self.holders
-            alone = np.flatnonzero(holders.cell_A == holder)
-            copied = np.flatnonzero(holders.cell_N == holder)
+            alone = np.flatnonzero(holders.ep_rank_A == holder)
+            copied = np.flatnonzero(holders.ep_rank_N == holder)
             layer = np.concatenate(
                 [holders.layer_A[alone], holders.layer_X[holders.copied_N[copied]]]
             )
@@ -429,19 +436,19 @@ class _NearestCopies:
             of_slots = np.repeat(np.arange(len(in_slots)), list(map(len, in_slots)))
             order = np.empty(len(layer), dtype=np.int64)  # of slots
             order[np.lexsort((np.concatenate(in_slots), of_slots))] = np.lexsort((expert, layer))
-            shape_CA = holders.num_cells, len(alone)
+            shape_CA = holders.num_ep_ranks, len(alone)
             among, more = (
                 np.concatenate([np.full(shape_CA, value), table], axis=1)[:, None, order]
-                for value, table in zip((1, 0), self._coming_of_copies(holder, copied))
+                for value, table in zip((1, 0), self._coming_of_replicas(holder, copied))
             )
             parts = holders.by_layer(layer[order], expert[order], among, more)
-            self._coming[holder] = [_Coming(e, _Turns(a, m)) for e, a, m in parts]
+            self._coming[holder] = [_Coming(e, _RoundRobin(a, m)) for e, a, m in parts]
         return self._coming[holder]
 
-    def _coming_of_copies(self, holder: int, pair_S: np.ndarray) -> _Turns:
+    def _coming_of_replicas(self, holder: int, pair_S: np.ndarray) -> _RoundRobin:
         """One holder's parts, ``[C, S]``; ``pair_S`` are its places among ``N``."""
         x_S, node = self.holders.copied_N[pair_S], self._place_C[holder]
-        sender_C1 = np.arange(self.holders.num_cells)[:, None]
+        sender_C1 = np.arange(self.holders.num_ep_ranks)[:, None]
         near_S = self._group_XV[x_S, node]
         slot_N = np.empty_like(self._near_first_N)
         slot_N[self._near_first_N] = np.arange(len(slot_N))
@@ -453,19 +460,21 @@ class _NearestCopies:
         among_CS = np.where(is_near_C1, self._size_J[near_S], self._size_J[x_S])
         among_CS = np.where(keeps_CS, 1, among_CS)
         place_CS = np.where(is_near_C1, place_near_S, pair_S - self._first_J[x_S])
-        turns = _Turns.of(among_CS, (place_CS - sender_C1) % among_CS)
-        return _Turns(*(np.where(gets_CS, own, none) for own, none in zip(turns, (NEVER, 0))))
+        round_robin = _RoundRobin.of(among_CS, (place_CS - sender_C1) % among_CS)
+        return _RoundRobin(
+            *(np.where(gets_CS, own, none) for own, none in zip(round_robin, (NEVER, 0)))
+        )
 
     def computed_LC(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Rows that each cell computes, int64, of the ``[C, E]`` of each layer.
+        """Rows that each EP rank computes, int64, of the ``[C, E]`` of each layer.
 
         Remainders are counted by where each begins and ends in its group, so that nothing is listed
         by receiver.
         """
-        holders, shape_LC = self.holders, (self.holders.num_layers, self.holders.num_cells)
+        holders, shape_LC = self.holders, (self.holders.num_layers, self.holders.num_ep_ranks)
         rows_CX, total_A = _columns(rows, holders)
         computed = _sums(
-            holders.layer_A * shape_LC[1] + holders.cell_A, total_A, int(np.prod(shape_LC))
+            holders.layer_A * shape_LC[1] + holders.ep_rank_A, total_A, int(np.prod(shape_LC))
         )
         first_X = holders.layer_X * shape_LC[1]
         sender_C1 = np.arange(shape_LC[1])[:, None]
@@ -484,12 +493,12 @@ class _NearestCopies:
         begun = np.concatenate([first_I + start_I, first_I[wraps]])
         ended = np.concatenate([first_I + np.minimum(start_I + rest_I, size_I), over_I[wraps]])
         ended[len(first_I) :] += first_I[wraps]
-        num_slots = len(self._cell_of_slot) + 1
+        num_slots = len(self._ep_rank_of_slot) + 1
         dealt = np.bincount(begun, minlength=num_slots) - np.bincount(ended, minlength=num_slots)
         slot_rows = np.repeat(whole_J, self._size_J) + dealt.cumsum()[:-1]
         layer_N = first_X[holders.copied_N]
         first = np.concatenate([layer_N, layer_N[self._near_first_N]])
-        computed += _sums(first + self._cell_of_slot, slot_rows, len(computed))
+        computed += _sums(first + self._ep_rank_of_slot, slot_rows, len(computed))
         return computed.reshape(shape_LC)
 
 
@@ -505,94 +514,95 @@ def _columns(rows: Sequence[np.ndarray], holders: Holders) -> tuple[np.ndarray, 
 
 
 @dataclass(frozen=True, eq=False)
-class NearestCopy:
-    """Rows go to the nearest copies, in even parts (HECATE section 4.5; spec rules 29 and 30).
+class NearestReplica:
+    """Rows go to the nearest replicas, in even parts (HECATE section 4.5; spec rules 29 and 30).
 
-    A sender with a copy keeps its rows; else the copies on its node get them; else all copies. Of
-    copies ``h_0 .. h_(k-1)`` in ascending order, sender ``s`` gives the rows that do not divide to
-    ``h_(s mod k)`` and those after it, cyclically.
+    A sender with a replica keeps its rows; else the replicas on its node get them; else all
+    replicas. Of copies ``h_0 .. h_(k-1)`` in ascending order, sender ``s`` gives the rows that do
+    not divide to ``h_(s mod k)`` and those after it, cyclically.
 
     Attributes:
         target: where experts compute.
-        node_C: node of each cell, int64.
+        node_C: node of each EP rank, int64.
     """
 
     target: Placement
     node_C: np.ndarray
-    _together: _NearestCopies | None = field(default=None, init=False, repr=False)
+    _together: _NearestReplicas | None = field(default=None, init=False, repr=False)
     _layer: int = field(default=0, init=False, repr=False)
     _packed: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.node_C.shape != (self.target.num_cells,):
+        if self.node_C.shape != (self.target.num_ep_ranks,):
             raise ValueError(
                 f"node_C has shape {self.node_C.shape}, but the placement has "
-                f"{self.target.num_cells} cells; name one node a cell"
+                f"{self.target.num_ep_ranks} EP ranks; name one node an EP rank"
             )
         self.node_C.setflags(write=False)
 
     @classmethod
-    def of_layers(cls, targets: Sequence[Placement], node_C: np.ndarray) -> list[NearestCopy]:
+    def of_layers(cls, targets: Sequence[Placement], node_C: np.ndarray) -> list[NearestReplica]:
         """One a layer; what they prepare is worked out for all of them at once."""
-        together = _NearestCopies(tuple(targets), node_C)
+        together = _NearestReplicas(tuple(targets), node_C)
         shares = [cls(target, node_C) for target in targets]
         for layer, share in enumerate(shares):
             vars(share).update(_together=together, _layer=layer)
         return shares
 
     @cached_property
-    def _alone(self) -> _NearestCopies:
-        return _NearestCopies((self.target,), self.node_C)
+    def _alone(self) -> _NearestReplicas:
+        return _NearestReplicas((self.target,), self.node_C)
 
     @property
-    def _tables(self) -> _NearestCopies:
+    def _tables(self) -> _NearestReplicas:
         return self._together or self._alone
 
-    def prepare(self, cell: int) -> None:
-        self.target.prepare(cell)
-        if self.pair_E(cell) is None:
-            self.packed(cell)
+    def prepare(self, ep_rank: int) -> None:
+        self.target.prepare(ep_rank)
+        if self.pair_E(ep_rank) is None:
+            self.packed(ep_rank)
         else:
-            self._tables.coming(cell)
+            self._tables.coming(ep_rank)
 
-    def packed(self, cell: int) -> np.ndarray:
-        """What a cell sends and gets, in one table as ``row_splits.c`` reads it, int64: how many
-        cells, parts, pairs and slots there are; of each part its expert, pair and turns; pairs by
-        holder, and how many the cells before each hold; experts by slot, and their turns."""
-        if cell not in self._packed:
+    def packed(self, ep_rank: int) -> np.ndarray:
+        """What an EP rank sends and gets, in one table as ``row_splits.c`` reads it, int64: how
+        many EP ranks, parts, pairs and slots there are; of each part its expert, pair and turns;
+        pairs by holder, and how many the EP ranks before each hold; experts by slot, and their
+        turns."""
+        if ep_rank not in self._packed:
             target = self.target
-            expert_M, _, pair_M, turns_M = self._tables.leaving(cell)[self._layer]
-            expert_S, turns_C1S = self._tables.coming(cell)[self._layer]
+            expert_M, _, pair_M, round_robin_M = self._tables.leaving(ep_rank)[self._layer]
+            expert_S, round_robin_C1S = self._tables.coming(ep_rank)[self._layer]
             order_N = target.by_holder_N
             tables = (
-                (target.num_cells, len(expert_M), target.flat_N.size, len(expert_S)),
-                *(expert_M, pair_M, *turns_M),
+                (target.num_ep_ranks, len(expert_M), target.flat_N.size, len(expert_S)),
+                *(expert_M, pair_M, *round_robin_M),
                 *(np.arange(target.flat_N.size) if order_N is None else order_N, target.held_C1),
-                *(expert_S, *(table.ravel() for table in turns_C1S)),
+                *(expert_S, *(table.ravel() for table in round_robin_C1S)),
             )
-            self._packed[cell] = np.concatenate(tables)
-        return self._packed[cell]
+            self._packed[ep_rank] = np.concatenate(tables)
+        return self._packed[ep_rank]
 
-    def of_rows(self, rows_CE: np.ndarray) -> NearestCopy:
+    def of_rows(self, rows_CE: np.ndarray) -> NearestReplica:
         return self
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        expert_M, flat_M, _, turns_M = self._tables.leaving(sender)[self._layer]
+        expert_M, flat_M, _, round_robin_M = self._tables.leaving(sender)[self._layer]
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
-        rows_FX[:, flat_M] = turns_M.quotas(rows_FE[:, expert_M])
+        rows_FX[:, flat_M] = round_robin_M.quotas(rows_FE[:, expert_M])
         return rows_FX.reshape(len(rows_FE), *self.target.holds_EC.shape)
 
     def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
+        expert_S, round_robin_C1S = self._tables.coming(holder)[self._layer]
         rows = np.zeros_like(rows_CFE)
-        rows[:, :, expert_S] = turns_C1S.quotas(rows_CFE[:, :, expert_S])
+        rows[:, :, expert_S] = round_robin_C1S.quotas(rows_CFE[:, :, expert_S])
         return rows
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """See ``sent_by_pair``."""
-        expert_M, _, pair_M, turns_M = self._tables.leaving(sender)[self._layer]
+        expert_M, _, pair_M, round_robin_M = self._tables.leaving(sender)[self._layer]
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        rows_FN[:, pair_M] = turns_M.quotas(rows_FE.take(expert_M, axis=1))
+        rows_FN[:, pair_M] = round_robin_M.quotas(rows_FE.take(expert_M, axis=1))
         return rows_FN
 
     def pair_E(self, sender: int) -> np.ndarray | None:
@@ -606,17 +616,17 @@ class NearestCopy:
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``received_by_slot``."""
-        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
-        return turns_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
+        expert_S, round_robin_C1S = self._tables.coming(holder)[self._layer]
+        return round_robin_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        sender_M, expert_M, holder_M, turns_M = self._all_receivers
-        quotas_MF = _Turns(*(table[:, None] for table in turns_M)).quotas(
+        sender_M, expert_M, holder_M, round_robin_M = self._all_receivers
+        quotas_MF = _RoundRobin(*(table[:, None] for table in round_robin_M)).quotas(
             rows_CFE[sender_M, :, expert_M]
         )
-        num_cells, num_chunks, _ = rows_CFE.shape
-        key_MF = (np.arange(num_chunks) * num_cells + sender_M[:, None]) * num_cells
-        shape = (num_chunks, num_cells, num_cells)
+        num_ep_ranks, num_chunks, _ = rows_CFE.shape
+        key_MF = (np.arange(num_chunks) * num_ep_ranks + sender_M[:, None]) * num_ep_ranks
+        shape = (num_chunks, num_ep_ranks, num_ep_ranks)
         return _sums(key_MF + holder_M[:, None], quotas_MF, int(np.prod(shape))).reshape(shape)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
@@ -624,23 +634,23 @@ class NearestCopy:
         return computed_C
 
     def describe(self) -> str:
-        return f"nearest copy\nnodes {self.node_C.tolist()}\n{self.target.describe()}"
+        return f"nearest replica\nnodes {self.node_C.tolist()}\n{self.target.describe()}"
 
     @cached_property
-    def _all_receivers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, _Turns]:
+    def _all_receivers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, _RoundRobin]:
         """Sender, expert, holder and part of all that travels, ``[M]`` each."""
-        holders, sender_C = self._alone.holders, np.arange(self.target.num_cells)
+        holders, sender_C = self._alone.holders, np.arange(self.target.num_ep_ranks)
         num_copied, num_alone = len(holders.expert_X), len(holders.expert_A)
         sender_I = np.repeat(sender_C, num_copied)
         x_I = np.tile(np.arange(num_copied), len(sender_C))
-        pair_M, cell_M, turns_M = self._alone.receivers(sender_I, x_I)
+        pair_M, ep_rank_M, round_robin_M = self._alone.receivers(sender_I, x_I)
         expert_M = holders.expert_X[x_I[pair_M]]
         none = np.zeros(len(sender_C) * num_alone, dtype=np.int64)
         return (
             np.concatenate([np.repeat(sender_C, num_alone), sender_I[pair_M]]),
             np.concatenate([np.tile(holders.expert_A, len(sender_C)), expert_M]),
-            np.concatenate([np.tile(holders.cell_A, len(sender_C)), cell_M]),
-            _Turns(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), turns_M))),
+            np.concatenate([np.tile(holders.ep_rank_A, len(sender_C)), ep_rank_M]),
+            _RoundRobin(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), round_robin_M))),
         )
 
 
@@ -667,11 +677,11 @@ class PlannedParts:
         for place, expert in enumerate(copied_X):
             holders = np.flatnonzero(target.holds_EC[expert])
             holder_XH[place] = np.pad(holders, (0, most - len(holders)), mode="edge")
-        if isinstance(rule, LocalElseHome | NearestCopy) or predicted_CE is None:
+        if isinstance(rule, LocalElseOwner | NearestReplica) or predicted_CE is None:
             predicted_CE = np.full(target.holds_EC.T.shape, EVENLY)
         predicted_CE = np.maximum(predicted_CE, 1)
         share = rule.of_rows(predicted_CE)
-        until_CXH = np.empty((target.num_cells, *holder_XH.shape))
+        until_CXH = np.empty((target.num_ep_ranks, *holder_XH.shape))
         is_new_XH = np.diff(holder_XH, axis=1, prepend=-1) > 0
         for sender, rows_E in enumerate(predicted_CE):
             (sent_EC,) = share.rows_from(sender, rows_E[None])
@@ -679,8 +689,8 @@ class PlannedParts:
             until_CXH[sender] = sent_XH.cumsum(axis=1) / rows_E[copied_X, None]
         return cls(target, copied_X, holder_XH, until_CXH)
 
-    def prepare(self, cell: int) -> None:
-        self.target.prepare(cell)
+    def prepare(self, ep_rank: int) -> None:
+        self.target.prepare(ep_rank)
 
     def of_rows(self, rows_CE: np.ndarray) -> PlannedParts:
         return self
@@ -698,9 +708,9 @@ class PlannedParts:
         target, alone_E = self.target, self.target.num_holders_E == 1
         alone_A, total_E = np.flatnonzero(alone_E), rows_CE.sum(axis=0)
         holder_A = target.holder_N[alone_E[target.expert_N]]
-        computed_C = _sums(holder_A, total_E[alone_A], target.num_cells)
+        computed_C = _sums(holder_A, total_E[alone_A], target.num_ep_ranks)
         parts_XH = self._parts(rows_CE[:, None], slice(None)).sum(axis=(0, 1))
-        return computed_C + _sums(self.holder_XH, parts_XH, target.num_cells)
+        return computed_C + _sums(self.holder_XH, parts_XH, target.num_ep_ranks)
 
     def _parts(self, rows_CFE: np.ndarray, senders: slice) -> np.ndarray:
         """Of experts with several holders, int64 ``[C, F, X, H]``."""
@@ -712,7 +722,7 @@ class PlannedParts:
         """Rows by sender, chunk, expert and holder, int64 ``[C, F, E, C]``."""
         divided = rows_CFE[..., None] * self.target.holds_EC  # of experts with one holder
         parts = self._parts(rows_CFE, senders)
-        own = np.zeros((*parts.shape[:3], self.target.num_cells), np.int64)
+        own = np.zeros((*parts.shape[:3], self.target.num_ep_ranks), np.int64)
         for number, holder_X in enumerate(self.holder_XH.T):  # repeated ones have no more rows
             own[..., np.arange(len(holder_X)), holder_X] += parts[..., number]
         divided[..., self.copied_X, :] = own
@@ -728,7 +738,7 @@ EVENLY = 2520
 
 def sent_by_pair(share: Share, target: Placement, sender: int, rows_FE: np.ndarray) -> np.ndarray:
     """Rows that one sender sends for each of the target's (expert, holder) pairs, int64 ``[F, N]``,
-    in the order of ``flat_N``: what ``rows_from`` says of them, without a table of all cells."""
+    in the order of ``flat_N``: what ``rows_from`` says of them, without a table of all EP ranks."""
     if target.is_single:  # nothing is shared
         return rows_FE
     if _has_pairs(share, target):
@@ -739,7 +749,7 @@ def sent_by_pair(share: Share, target: Placement, sender: int, rows_FE: np.ndarr
 def pair_of(rule: Rule, target: Placement, sender: int) -> np.ndarray | None:
     """To which of the target's pairs all rows of each expert go from one sender, int64 ``[E]``;
     None where the rule is another, or divides a sender's rows of some expert."""
-    if not isinstance(rule, LocalElseHome | NearestCopy) or type(rule) not in _OURS:
+    if not isinstance(rule, LocalElseOwner | NearestReplica) or type(rule) not in _OURS:
         return None
     return rule.pair_E(sender) if rule.target is target else None
 
@@ -759,29 +769,31 @@ def received_by_slot(
 
 def _has_pairs(
     share: Share, target: Placement
-) -> TypeGuard[LocalElseHome | NearestCopy | DividedRows]:
+) -> TypeGuard[LocalElseOwner | NearestReplica | DividedRows]:
     known = isinstance(share, _OURS) and share.target is target
     return known and type(share) in _OURS  # others may share otherwise
 
 
-_OURS = (LocalElseHome, NearestCopy, DividedRows)
+_OURS = (LocalElseOwner, NearestReplica, DividedRows)
 
 
 @lru_cache(maxsize=2)
-def _home_keys(homes: tuple[Placement, ...]) -> np.ndarray | None:
-    """Place of each expert's home in a flattened ``[L, C]``, once for homes that stay; None where
+def _owner_keys(owners: tuple[Placement, ...]) -> np.ndarray | None:
+    """Place of each expert's owner in a flattened ``[L, C]``, once for owners that stay; None where
     an expert has several."""
-    num_cells = homes[0].num_cells
-    if not all(home.is_single for home in homes):
+    num_ep_ranks = owners[0].num_ep_ranks
+    if not all(owner.is_single for owner in owners):
         return None
-    return np.concatenate([home.owner_E + n * num_cells for n, home in enumerate(homes)])
+    return np.concatenate([owner.owner_E + n * num_ep_ranks for n, owner in enumerate(owners)])
 
 
-def _computed_at_home(key: np.ndarray, rows: Sequence[np.ndarray], num_cells: int) -> np.ndarray:
-    """Rows that each cell computes of each layer's experts, int64 ``[L, C]``, by their
-    ``_home_keys``."""
+def _computed_at_owner(
+    key: np.ndarray, rows: Sequence[np.ndarray], num_ep_ranks: int
+) -> np.ndarray:
+    """Rows that each EP rank computes of each layer's experts, int64 ``[L, C]``, by their
+    ``_owner_keys``."""
     total = np.concatenate([np.add.reduce(rows_CE) for rows_CE in rows])
-    return _sums(key, total, len(rows) * num_cells).reshape(-1, num_cells)
+    return _sums(key, total, len(rows) * num_ep_ranks).reshape(-1, num_ep_ranks)
 
 
 def computed_by(shares: Sequence[Rule], rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -792,12 +804,14 @@ def computed_by(shares: Sequence[Rule], rows: Sequence[np.ndarray]) -> np.ndarra
         rows: likewise, int64 ``[C, E]``.
     """
     first = shares[0]
-    if isinstance(first, LocalElseHome):
-        homes = tuple(s.home for s in shares if isinstance(s, LocalElseHome) and s.home is s.target)
-        key = _home_keys(homes) if len(homes) == len(shares) else None
+    if isinstance(first, LocalElseOwner):
+        owners = tuple(
+            s.owner for s in shares if isinstance(s, LocalElseOwner) and s.owner is s.target
+        )
+        key = _owner_keys(owners) if len(owners) == len(shares) else None
         if key is not None:
-            return _computed_at_home(key, rows, homes[0].num_cells)
-    together = first._together if isinstance(first, NearestCopy) else None
+            return _computed_at_owner(key, rows, owners[0].num_ep_ranks)
+    together = first._together if isinstance(first, NearestReplica) else None
     if together is not None and together.is_of(shares):
         return together.computed_LC(rows)
     each = zip(shares, rows)

@@ -3,11 +3,12 @@
 
 An expert's weights go from a holder to one *leader* in each node that has no copy yet, and from the
 copy in a node to the node's other targets: whole, along doubling trees, or, where they are large
-(``Cargo``), in *segments* along chains, so that a cell passes one on while the next arrives. A tree
-in segments would gain nothing: its root sends every one to each of its children. Gradients go home
-the same way, backwards. Pure: every rank computes the same rounds, and acts on its part of them.
+(``TransferSize``), in *segments* along chains, so that an EP rank passes one on while the next
+arrives. A tree in segments would gain nothing: its root sends every one to each of its children.
+Gradients go to the owner the same way, backwards. Pure: every rank computes the same rounds, and
+acts on its part of them.
 
-Shape letters: E experts, C cells, V nodes, N transfers.
+Shape letters: E experts, C EP ranks, V nodes, N transfers.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ START_BYTES = 2 << 20
 """What 50 GB/s carry in 40 us: until a first byte arrives, and for the host to post a message."""
 WITHIN = 8  # times as fast as links between nodes are those within one taken to be, as NVLinks are
 MOST_SEGMENTS = 16  # each costs the host a round
-GAP = 2  # experts more than another cell of its node, of which one takes another way out
+GAP = 2  # experts more than another EP rank of its node, of which one takes another way out
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class TransferSize:
     """How large an expert is, from which follows how it travels. The same on all ranks."""
 
     expert_bytes: int = 0  # about what the weights of one take; 0 for experts that travel whole
@@ -59,7 +60,7 @@ class Cargo:
         return count if in_segments < whole else 1
 
 
-SMALL = Cargo()
+SMALL = TransferSize()
 
 
 class Segment(NamedTuple):
@@ -73,18 +74,18 @@ WHOLE = Segment(0, 1)
 
 
 class Move(NamedTuple):
-    """One expert, or a segment of it, that travels between this cell and another."""
+    """One expert, or a segment of it, that travels between this EP rank and another."""
 
     expert: int  # what travels
-    cell: int  # the other end
+    ep_rank: int  # the other end
     segment: Segment = WHOLE  # what of it
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one cell does at once; both lists in the order of experts, on either side of a pair.
+    """What an EP rank does at once; both lists in the order of experts, on either side of a pair.
 
-    A cell has what it sends from the start or from an earlier round.
+    An EP rank has what it sends from the start or from an earlier round.
     """
 
     sends: tuple[Move, ...]
@@ -94,17 +95,17 @@ class Round:
 class Run(NamedTuple):
     """Experts that travel as one, in their order."""
 
-    root: int  # the cell that sends them
+    root: int  # the EP rank that sends them
     experts: tuple[int, ...]  # they
 
 
 @dataclass(frozen=True)
 class Part:
-    """One cell's own part of the transfers."""
+    """An EP rank's own part of the transfers."""
 
-    cell: int  # this one
-    rounds: tuple[Round, ...]  # those in which this cell sends or receives
-    # every expert that moves and its only holder, if all of them go to all cells, so that a
+    ep_rank: int  # this one
+    rounds: tuple[Round, ...]  # those in which this EP rank sends or receives
+    # every expert that moves and its only holder, if all of them go to all EP ranks, so that a
     # broadcast an expert does the same; else empty. Of ``star_of`` these are the way, and rounds
     # only say what is sent and received.
     everywhere: tuple[Move, ...]
@@ -115,8 +116,8 @@ class Part:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Those that go everywhere, experts together that follow one another at one home: there and
-        wherever they come to they lie side by side, if slots are in the order of experts."""
+        """Those that go everywhere, experts together that follow one another at one owner: there
+        and wherever they come to they lie side by side, if slots are in the order of experts."""
         runs: list[Run] = []
         for expert, root, _ in self.everywhere:
             if runs and runs[-1].root == root and runs[-1].experts[-1] == expert - 1:
@@ -127,7 +128,7 @@ class Part:
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """Experts that this cell lacks and gets, each once."""
+        """Experts that this EP rank lacks and gets, each once."""
         return tuple({move.expert: None for round_ in self.rounds for move in round_.receives})
 
     @cached_property
@@ -138,7 +139,7 @@ class Part:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Experts that this cell sends, those among them that it gets before, each once."""
+        """Experts that this EP rank sends, those among them that it gets before, each once."""
         return tuple({move.expert: None for round_ in self.rounds for move in round_.sends})
 
 
@@ -148,32 +149,33 @@ class Transfers:
 
     held: Placement  # who holds what before
     wanted: Placement  # and after
-    node_C: np.ndarray  # node of each cell, 0 to V - 1, int64
+    node_C: np.ndarray  # node of each EP rank, 0 to V - 1, int64
     # round of each transfer, of its first segment, int64. The others follow in the rounds after it.
     round_N: np.ndarray
     expert_N: np.ndarray  # what travels, int64
-    sender_N: np.ndarray  # from which cell, int64
-    receiver_N: np.ndarray  # to which cell, int64
+    sender_N: np.ndarray  # from which EP rank, int64
+    receiver_N: np.ndarray  # to which EP rank, int64
     num_segments_N: np.ndarray  # in which it travels, int64
 
     @cached_property
     def num_moved(self) -> int:
-        """Distinct experts that cross cells, ``#C^`` of eq. (1): its bound on ``received_C``."""
+        """Distinct experts that cross EP ranks, ``#C^`` of eq. (1): its bound on ``received_C``."""
         return int(np.unique(self.expert_N).size)
 
     @cached_property
     def received_C(self) -> np.ndarray:
-        """Experts that each cell receives, int64 ``[C]``; gradients that it sends home."""
+        """Experts that each EP rank receives, int64 ``[C]``; gradients that it sends to the
+        owner."""
         return np.bincount(self.receiver_N, minlength=self.node_C.size)
 
     @cached_property
     def sent_C(self) -> np.ndarray:
-        """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
+        """Experts that each EP rank sends, int64 ``[C]``; gradients that it receives.
 
-        At most twice rounds times ``num_moved``: in a tree a cell sends an expert once a round in
-        its node, and once out of it. It pays for its few rounds with this logarithm, which eq. (1)
-        does not have; in chains a cell sends an expert twice at most, once out of its node. All
-        cells together send no more than they receive.
+        At most twice rounds times ``num_moved``: in a tree an EP rank sends an expert once a round
+        in its node, and once out of it. It pays for its few rounds with this logarithm, which eq.
+        (1) does not have; in chains an EP rank sends an expert twice at most, once out of its node.
+        All EP ranks together send no more than they receive.
         """
         return np.bincount(self.sender_N, minlength=self.node_C.size)
 
@@ -186,9 +188,9 @@ class Transfers:
             return ()
         return tuple(map(Move, moved.tolist(), held_MC.argmax(axis=1).tolist()))
 
-    def part_of(self, cell: int) -> Part:
-        """What one cell does."""
-        own = np.flatnonzero((self.sender_N == cell) | (self.receiver_N == cell))
+    def part_of(self, ep_rank: int) -> Part:
+        """What an EP rank does."""
+        own = np.flatnonzero((self.sender_N == ep_rank) | (self.receiver_N == ep_rank))
         columns = (
             self.round_N,
             self.expert_N,
@@ -196,22 +198,22 @@ class Transfers:
             self.receiver_N,
             self.num_segments_N,
         )
-        rounds = _OwnRounds(cell)
+        rounds = _OwnRounds(ep_rank)
         for transfer in zip(*(column[own].tolist() for column in columns)):
             rounds.add(*transfer)
-        return Part(cell, rounds.done(), self.everywhere)
+        return Part(ep_rank, rounds.done(), self.everywhere)
 
 
 class _OwnRounds:
-    """Rounds as one cell sees them."""
+    """Rounds as an EP rank sees them."""
 
-    def __init__(self, cell: int) -> None:
-        self._cell = cell
+    def __init__(self, ep_rank: int) -> None:
+        self._ep_rank = ep_rank
         self._rounds: dict[int, tuple[list[Move], list[Move]]] = {}
 
     def add(self, number: int, expert: int, sender: int, receiver: int, num_segments: int) -> None:
-        """A transfer of this cell's, whose first segment goes in the round of a number."""
-        is_sent = sender == self._cell
+        """A transfer of this EP rank's, whose first segment goes in the round of a number."""
+        is_sent = sender == self._ep_rank
         other = receiver if is_sent else sender
         for segment in range(num_segments):
             sends, receives = self._rounds.setdefault(number + segment, ([], []))
@@ -219,7 +221,7 @@ class _OwnRounds:
             (sends if is_sent else receives).append(move)
 
     def done(self) -> tuple[Round, ...]:
-        """Those in which the cell takes part."""
+        """Those in which the EP rank takes part."""
         numbered = sorted(self._rounds.items())
         return tuple(
             Round(tuple(sorted(sends)), tuple(sorted(receives)))
@@ -228,68 +230,80 @@ class _OwnRounds:
 
 
 def part_of(
-    held: Placement, wanted: Placement, node_C: np.ndarray, cell: int, cargo: Cargo = SMALL
+    held: Placement,
+    wanted: Placement,
+    node_C: np.ndarray,
+    ep_rank: int,
+    transfer_size: TransferSize = SMALL,
 ) -> Part:
-    """What one cell does of ``gather_rounds``. Where every expert has one holder before, the trees
-    that the cell has no part in are not worked out, but for how often each of their cells sends.
+    """What an EP rank does of ``gather_rounds``. Where every expert has one holder before, the
+    trees that the EP rank has no part in are not worked out, but for how often each of their EP
+    ranks sends.
 
     Arguments and errors as of ``gather_rounds``.
     """
     _check(held, wanted, node_C)
     targets = _new_holders(held, wanted)
     if (held.num_holders_E[list(targets)] > 1).any():
-        return gather_rounds(held, wanted, node_C, cargo).part_of(cell)
+        return gather_rounds(held, wanted, node_C, transfer_size).part_of(ep_rank)
     owners: list[int] = held.owner_E.tolist()
     node_of: list[int] = node_C.tolist()
-    trees = _Trees(node_of, cell, cargo, _leaving(targets, owners, node_of))
-    for expert, cells in targets.items():
-        trees.grow(expert, owners[expert], cells)
-    everywhere = all(len(cells) == held.num_cells - 1 for cells in targets.values())
+    trees = _Trees(node_of, ep_rank, transfer_size, _leaving(targets, owners, node_of))
+    for expert, ep_ranks in targets.items():
+        trees.grow(expert, owners[expert], ep_ranks)
+    everywhere = all(len(ep_ranks) == held.num_ep_ranks - 1 for ep_ranks in targets.values())
     return Part(
-        cell,
+        ep_rank,
         trees.rounds.done(),
         tuple(Move(expert, owners[expert]) for expert in targets) if everywhere else (),
     )
 
 
-def star_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -> Part | None:
-    """What one cell does where all that moves goes from one holder to all cells: all of it in one
-    round, for who moves it by broadcasts and needs no trees. None where not all goes everywhere.
+def star_of(held: Placement, wanted: Placement, node_C: np.ndarray, ep_rank: int) -> Part | None:
+    """What an EP rank does where all that moves goes from one holder to all EP ranks: all of it in
+    one round, for who moves it by broadcasts and needs no trees. None where not all goes
+    everywhere.
 
     Arguments and errors as of ``gather_rounds``.
     """
     _check(held, wanted, node_C)
     num_new_E = (wanted.holds_EC > held.holds_EC).sum(axis=1)
     moved = np.flatnonzero(num_new_E)
-    if (num_new_E[moved] != held.num_cells - 1).any():
+    if (num_new_E[moved] != held.num_ep_ranks - 1).any():
         return None
     everywhere = tuple(map(Move, moved.tolist(), held.owner_E[moved].tolist()))
     if not everywhere:
-        return Part(cell, (), ())
-    others = [other for other in range(held.num_cells) if other != cell]
+        return Part(ep_rank, (), ())
+    others = [other for other in range(held.num_ep_ranks) if other != ep_rank]
     sends = (
-        Move(each.expert, other) for each in everywhere if each.cell == cell for other in others
+        Move(each.expert, other)
+        for each in everywhere
+        if each.ep_rank == ep_rank
+        for other in others
     )
-    receives = (each for each in everywhere if each.cell != cell)
-    return Part(cell, (Round(tuple(sends), tuple(receives)),), everywhere)
+    receives = (each for each in everywhere if each.ep_rank != ep_rank)
+    return Part(ep_rank, (Round(tuple(sends), tuple(receives)),), everywhere)
 
 
 class _Trees:
-    """The trees and chains of ``gather_rounds``, as one cell sees them, of experts with one holder.
+    """The trees and chains of ``gather_rounds``, as an EP rank sees them, of experts with one
+    holder.
 
-    In a round every cell that has the expert sends it, while cells lack it: those that have sent
-    least first, in the last round not all. So a tree of ``n`` receivers takes ``log2(n + 1)`` full
-    rounds, and who sends how often in these follows from the order of the receivers.
+    In a round every EP rank that has the expert sends it, while EP ranks lack it: those that have
+    sent least first, in the last round not all. So a tree of ``n`` receivers takes ``log2(n + 1)``
+    full rounds, and who sends how often in these follows from the order of the receivers.
     """
 
-    def __init__(self, node_of: list[int], cell: int, cargo: Cargo, num_leaving: list[int]) -> None:
-        self._node_of, self._cell, self._size = node_of, cell, len(node_of)
-        self._has_one_node, self._cargo = len(set(node_of)) == 1, cargo
-        # Sends so far and cell as one number, by which cells are ordered.
+    def __init__(
+        self, node_of: list[int], ep_rank: int, transfer_size: TransferSize, num_leaving: list[int]
+    ) -> None:
+        self._node_of, self._ep_rank, self._size = node_of, ep_rank, len(node_of)
+        self._has_one_node, self._transfer_size = len(set(node_of)) == 1, transfer_size
+        # Sends so far and EP rank as one number, by which EP ranks are ordered.
         self._key = list(range(len(node_of)))
         self._num_led, self._num_leaving = [0] * len(node_of), num_leaving
         self._first_out = _first_out(num_leaving, node_of)
-        self.rounds = _OwnRounds(cell)
+        self.rounds = _OwnRounds(ep_rank)
 
     def grow(self, expert: int, root: int, targets: list[int]) -> None:
         """The tree of one more expert, from its holder to the leaders of other nodes, and there on.
@@ -300,30 +314,30 @@ class _Trees:
         targets = sorted(targets, key=self._key.__getitem__)
         nodes = [[root, *targets]]
         if not self._has_one_node:
-            cells_of: dict[int, list[int]] = defaultdict(list, {self._node_of[root]: [root]})
-            for cell in targets:
-                cells_of[self._node_of[cell]].append(cell)
-            nodes = list(cells_of.values())
-            for cells in nodes[1:]:
-                _lead(cells, self._num_led)
-        num_segments = self._cargo.num_segments(len(nodes) - 1, max(map(len, nodes)) - 1)
+            ep_ranks_of: dict[int, list[int]] = defaultdict(list, {self._node_of[root]: [root]})
+            for ep_rank in targets:
+                ep_ranks_of[self._node_of[ep_rank]].append(ep_rank)
+            nodes = list(ep_ranks_of.values())
+            for ep_ranks in nodes[1:]:
+                _lead(ep_ranks, self._num_led)
+        num_segments = self._transfer_size.num_segments(len(nodes) - 1, max(map(len, nodes)) - 1)
         if num_segments == 1:
             self._tree(expert, nodes)
             return
-        self._chain(expert, 0, [cells[0] for cells in nodes], num_segments)
-        for number, cells in enumerate(nodes):
-            self._chain(expert, number, cells, num_segments)
+        self._chain(expert, 0, [ep_ranks[0] for ep_ranks in nodes], num_segments)
+        for number, ep_ranks in enumerate(nodes):
+            self._chain(expert, number, ep_ranks, num_segments)
 
-    def _chain(self, expert: int, number: int, cells: list[int], num_segments: int) -> None:
-        """Count what each cell of a chain sends, with the moves of the cell."""
-        for hop, (sender, receiver) in enumerate(pairwise(cells), start=number):
+    def _chain(self, expert: int, number: int, ep_ranks: list[int], num_segments: int) -> None:
+        """Count what each EP rank of a chain sends, with the moves of the EP rank."""
+        for hop, (sender, receiver) in enumerate(pairwise(ep_ranks), start=number):
             self._key[sender] += self._size
-            if self._cell in (sender, receiver):
+            if self._ep_rank in (sender, receiver):
                 self.rounds.add(hop, expert, sender, receiver, num_segments)
 
     def _tree(self, expert: int, nodes: list[list[int]]) -> None:
-        """The same of a tree. Args: nodes: cells of each; in front the one that has it first."""
-        root, leaders = nodes[0][0], [cells[0] for cells in nodes[1:]]
+        """The same of a tree. Args: nodes: EP ranks of each; in front the one that has it first."""
+        root, leaders = nodes[0][0], [ep_ranks[0] for ep_ranks in nodes[1:]]
         gate = _gate(nodes[0], self._num_leaving) if leaders else root
         first = self._first_out if leaders else 0
         if gate != root:
@@ -332,13 +346,13 @@ class _Trees:
         free = None  # the first round in which the head of this node has it and is free
         if not leaders:
             free = first
-        elif self._cell == gate or self._cell in leaders:
+        elif self._ep_rank == gate or self._ep_rank in leaders:
             free = self._moves(expert, first, gate, leaders)
         else:
             full, last = self._count(gate, leaders)
-        for cells in nodes:
-            head, *rest = cells
-            if rest and self._cell in cells:
+        for ep_ranks in nodes:
+            head, *rest = ep_ranks
+            if rest and self._ep_rank in ep_ranks:
                 if head == root:
                     free = first
                 elif free is None:  # only its first round is of interest
@@ -349,7 +363,7 @@ class _Trees:
                 self._count(head, rest)
 
     def _count(self, root: int, targets: list[int]) -> tuple[int, list[int]]:
-        """Count what each cell sends; full rounds, and who sends in one that is not full."""
+        """Count what each EP rank sends; full rounds, and who sends in one that is not full."""
         key, size = self._key, self._size
         if len(targets) == 1:
             key[root] += size
@@ -363,18 +377,18 @@ class _Trees:
         if not num_left:
             return full, []
         last = sorted((root, *targets[:num_served]), key=key.__getitem__)[:num_left]
-        for cell in last:
-            key[cell] += size
+        for ep_rank in last:
+            key[ep_rank] += size
         return full, last
 
     def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> int:
-        """The same, move by move, with those of the cell."""
-        key, size, own = self._key, self._size, self._cell
-        cells = [root, *targets]  # each sends from the round on that comes after it received
+        """The same, move by move, with those of the EP rank."""
+        key, size, own = self._key, self._size, self._ep_rank
+        ep_ranks = [root, *targets]  # each sends from the round on that comes after it received
         num_ready, free = 1, number
-        while num_ready < len(cells):
-            receivers = cells[num_ready : 2 * num_ready]
-            senders = sorted(cells[:num_ready], key=key.__getitem__)[: len(receivers)]
+        while num_ready < len(ep_ranks):
+            receivers = ep_ranks[num_ready : 2 * num_ready]
+            senders = sorted(ep_ranks[:num_ready], key=key.__getitem__)[: len(receivers)]
             for sender in senders:
                 key[sender] += size
             if own in senders:
@@ -389,42 +403,42 @@ class _Trees:
 
 
 def gather_rounds(
-    held: Placement, wanted: Placement, node_C: np.ndarray, cargo: Cargo = SMALL
+    held: Placement, wanted: Placement, node_C: np.ndarray, transfer_size: TransferSize = SMALL
 ) -> Transfers:
-    """Plan how the experts of one placement reach the cells of a wider one.
+    """Plan how the experts of one placement reach the EP ranks of a wider one.
 
-    An expert crosses into a node once at most, and a cell sends it in a round to one in its node
-    and to one in another, by other links. Any holder serves, one in the receiver's node first;
+    An expert crosses into a node once at most, and an EP rank sends it in a round to one in its
+    node and to one in another, by other links. Any holder serves, one in the receiver's node first;
     among equals the one that has sent least so far. Into a node the target leads that has
     led least; else targets that have sent least are served first, since those pass most on. Ties go
-    to the lowest cell.
+    to the lowest EP rank.
 
     Cost: ``O(E C + N log N)``.
 
     Args:
-        held: who holds what: the homes, or several copies if copies exist already.
+        held: who holds what: the owners, or several copies if replicas exist already.
         wanted: who shall hold what, besides.
-        node_C: node of each cell, 0 to V - 1, int64 ``[C]``.
-        cargo: how large an expert is.
+        node_C: node of each EP rank, 0 to V - 1, int64 ``[C]``.
+        size: how large an expert is.
 
     Raises:
-        ValueError: the placements are of different sizes, or ``wanted`` takes a copy away.
+        ValueError: the placements are of different sizes, or ``wanted`` takes a replica away.
     """
     _check(held, wanted, node_C)
-    target_cells = _new_holders(held, wanted)
-    moved = list(target_cells)
-    holder_cells: dict[int, list[int]] = {expert: [] for expert in moved}
+    target_ep_ranks = _new_holders(held, wanted)
+    moved = list(target_ep_ranks)
+    holder_ep_ranks: dict[int, list[int]] = {expert: [] for expert in moved}
     rows, holders = np.nonzero(held.holds_EC[moved])
-    for row, cell in zip(rows.tolist(), holders.tolist()):
-        holder_cells[moved[row]].append(cell)
+    for row, ep_rank in zip(rows.tolist(), holders.tolist()):
+        holder_ep_ranks[moved[row]].append(ep_rank)
     node_of: list[int] = node_C.tolist()
     owners = held.holds_EC.argmax(axis=1).tolist()
-    forest = _Forest(node_of, cargo, _leaving(target_cells, owners, node_of))
+    forest = _Forest(node_of, transfer_size, _leaving(target_ep_ranks, owners, node_of))
     transfers = sorted(
         (number, expert, receiver, sender, num_segments)
         for expert in moved
         for number, sender, receiver, num_segments in forest.grow(
-            holder_cells[expert], target_cells[expert]
+            holder_ep_ranks[expert], target_ep_ranks[expert]
         )
     )
     table_N5 = np.array(transfers, dtype=np.int64).reshape(-1, 5)
@@ -434,52 +448,53 @@ def gather_rounds(
 
 def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
     """Raises ValueError as ``gather_rounds`` says."""
-    if held.holds_EC.shape != wanted.holds_EC.shape or len(node_C) != held.num_cells:
+    if held.holds_EC.shape != wanted.holds_EC.shape or len(node_C) != held.num_ep_ranks:
         raise ValueError(
-            f"placements [experts, cells] {held.holds_EC.shape} and {wanted.holds_EC.shape} with "
-            f"nodes of {len(node_C)} cells; all must be of one grid"
+            f"placements [experts, EP ranks] {held.holds_EC.shape} and {wanted.holds_EC.shape} "
+            f"with nodes of {len(node_C)} EP ranks; all must be of one grid"
         )
     if (held.holds_EC > wanted.holds_EC).any():
         lost = np.argwhere(held.holds_EC & ~wanted.holds_EC)
         raise ValueError(
-            f"(expert, cell) {lost.tolist()} is held and not wanted; a gather only adds copies"
+            f"(expert, EP rank) {lost.tolist()} is held and not wanted; a gather only adds copies"
         )
 
 
 def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
-    """Cells that come to hold an expert, ascending, of each that moves, ascending."""
+    """EP ranks that come to hold an expert, ascending, of each that moves, ascending."""
     flat = np.flatnonzero(wanted.holds_EC > held.holds_EC)
-    expert, cells = flat // held.num_cells, (flat % held.num_cells).tolist()
+    expert, ep_ranks = flat // held.num_ep_ranks, (flat % held.num_ep_ranks).tolist()
     starts = np.flatnonzero(np.diff(expert, prepend=-1))
-    pairs = pairwise([*starts.tolist(), len(cells)])
-    return {e: cells[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
+    pairs = pairwise([*starts.tolist(), len(ep_ranks)])
+    return {e: ep_ranks[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
 
 
 def _leaving(
     targets: Mapping[int, Sequence[int]], owners: Sequence[int], node_of: Sequence[int]
 ) -> list[int]:
-    """Experts of each cell that other nodes want. Args: targets: new cells of each that moves."""
+    """Experts of each EP rank that other nodes want. Args: targets: new EP ranks of each that
+    moves."""
     num_leaving = [0] * len(node_of)
-    for expert, cells in targets.items():
-        home = owners[expert]
-        num_leaving[home] += any(node_of[cell] != node_of[home] for cell in cells)
+    for expert, ep_ranks in targets.items():
+        owner = owners[expert]
+        num_leaving[owner] += any(node_of[ep_rank] != node_of[owner] for ep_rank in ep_ranks)
     return num_leaving
 
 
 def _first_out(num_leaving: Sequence[int], node_of: Sequence[int]) -> int:
     """The first round in which experts leave their nodes: the second one where some may have to
-    come to another cell before (``_gate``), for a card that is busy in two rounds has both wait for
-    the busiest in each."""
+    come to another EP rank before (``_gate``), for a card that is busy in two rounds has both wait
+    for the busiest in each."""
     of_node: dict[int, list[int]] = defaultdict(list)
     for node, number in zip(node_of, num_leaving):
         of_node[node].append(number)
     return int(any(max(numbers) - min(numbers) >= GAP for numbers in of_node.values()))
 
 
-def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
+def _gate(ep_ranks: Sequence[int], num_leaving: list[int]) -> int:
     """Who takes an expert out of its node: its holder; or, if that has two more to take out than
     another who gets it, and takes it over, this one, so that the node's cards give alike."""
-    holder, gate = cells[0], min(cells, key=num_leaving.__getitem__)
+    holder, gate = ep_ranks[0], min(ep_ranks, key=num_leaving.__getitem__)
     if num_leaving[holder] - num_leaving[gate] < GAP:
         return holder
     num_leaving[holder] -= 1
@@ -487,20 +502,22 @@ def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
     return gate
 
 
-def _lead(cells: list[int], num_led: list[int]) -> None:
+def _lead(ep_ranks: list[int], num_led: list[int]) -> None:
     """Bring to the front who takes the next expert into its node: it has led least, so that the
-    node's cards take in alike. Args: cells: of the node, those that have sent least first."""
-    leader = min(cells, key=num_led.__getitem__)
+    node's cards take in alike. Args: EP ranks: of the node, those that have sent least first."""
+    leader = min(ep_ranks, key=num_led.__getitem__)
     num_led[leader] += 1
-    cells.remove(leader)
-    cells.insert(0, leader)
+    ep_ranks.remove(leader)
+    ep_ranks.insert(0, leader)
 
 
 class _Forest:
     """The way of one expert after another, which share the work of sending evenly."""
 
-    def __init__(self, node_of: Sequence[int], cargo: Cargo, num_leaving: list[int]) -> None:
-        self._node_of, self._cargo = node_of, cargo
+    def __init__(
+        self, node_of: Sequence[int], transfer_size: TransferSize, num_leaving: list[int]
+    ) -> None:
+        self._node_of, self._transfer_size = node_of, transfer_size
         self._num_sent, self._num_led = [0] * len(node_of), [0] * len(node_of)
         self._num_leaving = num_leaving
         self._first_out = _first_out(num_leaving, node_of)
@@ -510,20 +527,20 @@ class _Forest:
     ) -> Iterator[tuple[int, int, int, int]]:
         """(round, sender, receiver, segments) of one expert, senders before their receivers."""
         ready = self._free_in(0, holders)
-        served = {self._node_of[cell] for _, _, cell in ready}
+        served = {self._node_of[ep_rank] for _, _, ep_rank in ready}
         waiting: dict[int, list[int]] = {}
-        for cell in self._least_sent_first(targets):
-            waiting.setdefault(self._node_of[cell], []).append(cell)
+        for ep_rank in self._least_sent_first(targets):
+            waiting.setdefault(self._node_of[ep_rank], []).append(ep_rank)
         leaders = []
-        for node, cells in waiting.items():
+        for node, ep_ranks in waiting.items():
             if node not in served:
-                _lead(cells, self._num_led)
-                leaders.append(cells.pop(0))
+                _lead(ep_ranks, self._num_led)
+                leaders.append(ep_ranks.pop(0))
         most = max(map(len, waiting.values()), default=0)
-        num_segments = self._cargo.num_segments(len(leaders), most)
+        num_segments = self._transfer_size.num_segments(len(leaders), most)
         spread = self._spread if num_segments == 1 else self._chain
         if leaders and num_segments == 1:
-            holders = [cell for _, _, cell in ready]
+            holders = [ep_rank for _, _, ep_rank in ready]
             outward = holders
             if len(holders) == 1:
                 mates = waiting.get(self._node_of[holders[0]], [])
@@ -541,14 +558,14 @@ class _Forest:
         else:
             for move in spread(ready, leaders):
                 yield *move, num_segments
-        for node, cells in waiting.items():
+        for node, ep_ranks in waiting.items():
             here = [entry for entry in ready if self._node_of[entry[2]] == node]
-            for move in spread(here, cells):
+            for move in spread(here, ep_ranks):
                 yield *move, num_segments
 
-    def _free_in(self, number: int, cells: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Of cells that have an expert, as ``_spread`` takes them: all can send in a round."""
-        return [(number, self._num_sent[cell], cell) for cell in cells]
+    def _free_in(self, number: int, ep_ranks: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Of EP ranks that have an expert, as ``_spread`` takes them: all can send in a round."""
+        return [(number, self._num_sent[ep_rank], ep_rank) for ep_rank in ep_ranks]
 
     def _spread(
         self, ready: list[tuple[int, int, int]], targets: Iterable[int]
@@ -573,5 +590,5 @@ class _Forest:
             number, sender = number + 1, receiver
             ready.append((number, self._num_sent[receiver], receiver))
 
-    def _least_sent_first(self, cells: Iterable[int]) -> list[int]:
-        return sorted(cells, key=lambda cell: (self._num_sent[cell], cell))
+    def _least_sent_first(self, ep_ranks: Iterable[int]) -> list[int]:
+        return sorted(ep_ranks, key=lambda ep_rank: (self._num_sent[ep_rank], ep_rank))

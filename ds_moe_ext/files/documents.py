@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON as people write it into files, and the files of ``configs/`` by their names.
 
-What cannot be read is told in few words; callers put the name of the file and the remedy around
+What cannot be read is reported in few words; callers put the name of the file and the remedy around
 them: ``{name}, which ... ({error}); ...``.
 """
 

@@ -98,13 +98,13 @@ def sums_of(folder: Path, names: Sequence[str], *, checksums: bool = True) -> di
     return {name: ((folder / name).stat().st_size, None) for name in names}
 
 
-def read_sum(told: Sequence[Any]) -> FileSum:
+def read_sum(reported: Sequence[Any]) -> FileSum:
     """What a file says of another.
 
     Raises:
         TypeError, ValueError: it says nothing of the kind.
     """
-    num_bytes, crc = told
+    num_bytes, crc = reported
     return int(num_bytes), None if crc is None else int(crc)
 
 
@@ -113,32 +113,32 @@ def sum_of_document(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def check(folder: Path, sums: Mapping[str, FileSum], told_by: str) -> None:
-    """Whether files of a folder are what they were, as the file ``told_by`` says.
+def check(folder: Path, sums: Mapping[str, FileSum], reported_by: str) -> None:
+    """Whether files of a folder are what they were, as the file ``reported_by`` says.
 
     Raises:
         ValueError: they are not.
     """
     wrong = [
         f"{folder / name} {reason}"
-        for name, told in sums.items()
-        if (reason := _wrong(folder / name, told))
+        for name, reported in sums.items()
+        if (reason := _wrong(folder / name, reported))
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more files)" if wrong[1:] else ""
         raise ValueError(
-            f"{wrong[0]}{more}, other than {folder / told_by} says: it is missing or damaged, or "
-            "of another save; copy the whole folder again, or choose another checkpoint"
+            f"{wrong[0]}{more}, other than {folder / reported_by} says: it is missing or damaged, "
+            "or of another save; copy the whole folder again, or choose another checkpoint"
         )
 
 
-def _wrong(path: Path, told: FileSum) -> str:
-    num_bytes, crc = told
+def _wrong(path: Path, reported: FileSum) -> str:
+    num_bytes, crc = reported
     try:
         found = path.stat().st_size
         if found != num_bytes:
             return f"has {found} bytes, not {num_bytes}"
-        is_same = crc is None or tuple(sum_of(path)) == tuple(told)
+        is_same = crc is None or tuple(sum_of(path)) == tuple(reported)
         return "" if is_same else "has other contents"
     except OSError as error:
         return f"cannot be read ({error.strerror})"

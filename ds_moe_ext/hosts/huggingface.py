@@ -40,7 +40,7 @@ from ds_moe_ext.hosts.attachment.host_layer import (
     Adopted,
     Found,
     InOne,
-    InTurns,
+    Interleaved,
     OneEach,
     RoutedOf,
     Stored,
@@ -157,7 +157,7 @@ def _describe_llama4(module: nn.Module) -> ExpertsDescription:
 
 
 def _check_call(name: str, module: nn.Module) -> None:
-    """Names tell what the arguments are: ids and scores are both ``[T, K]``."""
+    """Names report what the arguments are: ids and scores are both ``[T, K]``."""
     taken = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(taken) >= 3 and IDS.search(taken[1]) and SCORES.search(taken[2]):
         return
@@ -320,14 +320,14 @@ def found_longcat_flash(
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         adopted = whole.adopt(held, shard, routed_of)
         hosted: Any = adopted.hosted
-        hosted.register_forward_pre_hook(partial(_keep_at_home, number))
+        hosted.register_forward_pre_hook(partial(_keep_at_owner, number))
         hosted.register_forward_hook(_add_own)
         return adopted
 
     return replace(whole, adopt=adopt, may_drop=True)
 
 
-def _keep_at_home(number: int, experts: nn.Module, given: tuple[Tensor, ...]) -> Any:
+def _keep_at_owner(number: int, experts: nn.Module, given: tuple[Tensor, ...]) -> Any:
     """Choices of the identity are marked as dropped."""
     hidden_TD, ids_TK, score_TK = given
     return hidden_TD, ids_TK.masked_fill(ids_TK >= number, -1), score_TK
@@ -341,7 +341,7 @@ def _add_own(experts: nn.Module, given: tuple[Tensor, ...], made_TD: Tensor) -> 
 
 
 # Switch Transformers: a module each, and one choice a token, which may be dropped. The block
-# tells a token's expert by a row of zeros and a one; of zeros alone where the expert is over its
+# shows a token's expert by a row of zeros and a one; of zeros alone where the expert is over its
 # capacity.
 
 
@@ -384,12 +384,12 @@ def found_switch(model: nn.Module, name: str, module: nn.Module) -> Found:
 
 
 def _check_alike(name: str, module: nn.Module) -> None:
-    told = [
+    lines = [
         {key: (tuple(p.shape), p.dtype, p.requires_grad) for key, p in each.named_parameters()}
         for each in module.children()
     ]
     wanted = {f"{each}.weight" for each in SWITCH_NAMES}
-    if any(each.keys() != wanted or each != told[0] for each in told):
+    if any(each.keys() != wanted or each != lines[0] for each in lines):
         raise ValueError(
             f"{name} has experts of Switch Transformers that are not alike: each needs wi.weight "
             "and wo.weight and no more, of one shape and type, all trained or all frozen (adapters "
@@ -537,7 +537,7 @@ class _Adapter:
         within = f"{INNER}." * self.place
         return (
             InOne(f"{within}lora_A.{self.name}.weight", num_experts, is_flat=True),
-            InTurns(f"{within}lora_B.{self.name}.weight", num_experts),
+            Interleaved(f"{within}lora_B.{self.name}.weight", num_experts),
         )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models on the meta device: dense weights and buffers are made on every rank, and of the experts
-those that a rank is home to.
+those that a rank owns.
 
 A rank never holds all experts: it has its slots, and one weight of one expert while it is drawn.
-What an expert starts with depends on its layer and number alone, not on ranks, strategy or home.
+What an expert starts with depends on its layer and number alone, not on ranks, strategy or owner.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class MetaModel:
         for each in found:
             self._check_experts(each, model.get_submodule(each.name))
         _check_overwritten(model, zip(now, counts), self._writes, have_run)
-        return _told(model, found, dense)
+        return _reported(model, found, dense)
 
     def _check(self, made: Sequence[Named]) -> None:
         """Raises ValueError where something is not initialised."""
@@ -222,7 +222,7 @@ def _loose(model: nn.Module) -> list[str]:
 def _check_overwritten(
     model: nn.Module, before: Iterable[tuple[Named, int]], writes: Writes, have_run: bool
 ) -> None:
-    """Tell of what was written to more often, while it had no elements, than initialisers do:
+    """Report of what was written to more often, while it had no elements, than initialisers do:
     values of somebody else's, which are lost. Where initialisers of transformers ran before, on
     weights without elements, nobody can say what others wrote."""
     known = {key_of(named.tensor) for each in outermost(model) for named in tensors_of(each)}
@@ -267,7 +267,7 @@ def _like(own: Tensor, old: nn.Parameter) -> nn.Parameter:
 
 
 def _seed_of(seed: int, layer: str, expert: int) -> int:
-    """For the weights of one expert: the same on whichever ranks it has a home."""
+    """For the weights of one expert: the same on whichever ranks it has an owner."""
     digest = hashlib.sha256(f"{seed} {layer} {expert}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
@@ -280,7 +280,7 @@ def _random_from(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _told(model: nn.Module, found: Sequence[Found], dense: Sequence[Named]) -> str:
+def _reported(model: nn.Module, found: Sequence[Found], dense: Sequence[Named]) -> str:
     """See ``MetaModel.make_real``."""
     by = {type(each).__name__ for each in outermost(model)} or {"its modules' reset_parameters"}
     num_weights = sum(isinstance(named.tensor, nn.Parameter) for named in dense)

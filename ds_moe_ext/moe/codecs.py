@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows travel as between cells: fewer bytes, at the price of an error.
+"""What rows travel as between EP ranks: fewer bytes, at the price of an error.
 
 A codec stands at both ends of an all-to-all, of any algorithm: rows are encoded where they leave
 and decoded where they arrive. Shape letters: N rows sent, R rows received, D model width, B numbers
@@ -57,19 +57,19 @@ class Codec(ABC):
     The adjoint is straight-through: gradients of rows are taken for gradients of what was decoded,
     as if nothing had been encoded. They travel encoded themselves, unless ``gradients`` is false;
     ``encode_grad`` and ``decode_grad`` may do it otherwise than ``encode`` and ``decode``. All are
-    called in the lane of the all-to-all, on tensors that autograd does not see, and must neither
+    called in the stream of the all-to-all, on tensors that autograd does not see, and must neither
     communicate nor wait for the device.
     """
 
     dispatch: bool = True  # encode rows on their way to the experts
     combine: bool = True  # and on their way back
     gradients: bool = True  # and their gradients
-    # within cells, too: what their ranks gather and, summand by summand, what they add up
-    cell: bool = False
-    copies: bool = False  # of experts, too: their weights, row by row
-    # and the gradients of these, at each hop on their way home, where sums are made: each rounds
-    # once more
-    copy_gradients: bool = False
+    # within ETP groups, too: what their ranks gather and, summand by summand, what they add up
+    etp: bool = False
+    replicas: bool = False  # of experts, too: their weights, row by row
+    # and the gradients of these, at each hop on their way to the owner, where sums are made: each
+    # rounds once more
+    replica_gradients: bool = False
 
     @abstractmethod
     def encode(self, rows_ND: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Int8(Codec):
     def decode(self, arrived_RB: Tensor, like_ND: Tensor) -> Tensor:
         exact = torch.promote_types(like_ND.dtype, torch.float32)
         steps_RD, scale_RB = arrived_RB.split((like_ND.shape[1], SCALE_BYTES), dim=1)
-        # A copy: as a view, scales need not begin where a float32 may.
+        # A replica: as a view, scales need not begin where a float32 may.
         scale_R1 = scale_RB.clone(memory_format=torch.contiguous_format).view(torch.float32)
         return (steps_RD.to(exact) * scale_R1).to(like_ND.dtype)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine: rows to the cells of their experts and back, each the other's adjoint.
+"""Dispatch and combine: rows to the EP ranks of their experts and back, each the other's adjoint.
 
 A ``Wire`` is one direction: its communicator, and the way that rows take on it, straight or by a
-carrier. Where each token's row is sent once to a cell, other stages take the place of the common
-ones. Last stands DeepEP as a carrier. Shape letters: T tokens, N rows sent, R rows received, U
-visits sent, P ranks that exchange rows, W numbers of a row.
+carrier. Where each token's row is sent once to an EP rank, other stages take the place of the
+common ones. Last stands DeepEP as a carrier. Shape letters: T tokens, N rows sent, R rows received,
+U pairs sent, P ranks that exchange rows, W numbers of a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_moe_ext.core.all_to_all import (
     Planner,
     Reach,
     Relays,
-    Trip,
+    RowTransfer,
     by_leaders,
     by_places,
 )
@@ -38,7 +38,7 @@ from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.planning.exchange_costs import Way
 from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike, Stage
-from ds_moe_ext.schedule.task import Lane, Span
+from ds_moe_ext.schedule.task import ChunkRange, Stream
 
 Travel = Callable[[Tensor], Tensor]  # rows as they leave, to rows as they arrive
 
@@ -46,15 +46,15 @@ PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by
 """Of ``BY_NODES``."""
 
 
-def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) -> Carrier | None:
-    """This rank's part in a way between the cells; None where that is the direct one."""
+def carrier_of(layout: ParallelLayout, stream: Stream, way: Way, direct: Channel) -> Carrier | None:
+    """This rank's part in a way between the EP ranks; None where that is the direct one."""
     if way is Way.DEEP_EP:
         return DeepEp.of(direct.group)
     if way not in PLANNERS or layout.why_flat:
         return None
     channels = {
-        Reach.WITHIN: Channel(layout.group(WITHIN_NODES, lane)),
-        Reach.BETWEEN: replace(direct, group=layout.group(BETWEEN_NODES, lane)),
+        Reach.WITHIN: Channel(layout.group(WITHIN_NODES, stream)),
+        Reach.BETWEEN: replace(direct, group=layout.group(BETWEEN_NODES, stream)),
     }
     return Relays(PLANNERS[way], layout.nodes, layout.index("ep"), channels)
 
@@ -63,27 +63,27 @@ def carrier_of(layout: ParallelLayout, lane: Lane, way: Way, direct: Channel) ->
 class Wire:
     """The communicator and the algorithm of one direction."""
 
-    # the cells, in a communicator that only this lane uses; None where there is one cell
+    # the EP ranks, in a communicator that only this stream uses; None where there is an EP rank
     group: dist.ProcessGroup | None
     all_to_all: AllToAll = all_to_all_rows  # how rows are exchanged
     # what they travel as; None: as they are. Where nothing travels nothing is encoded.
     coding: Coding | None = None
-    # how they go another way than straight from each cell to each; None: so
+    # how they go another way than straight from each EP rank to each; None: so
     carrier: Carrier | None = None
     # within and between the nodes, where a token's row goes once to a node
     node_channels: Mapping[Reach, Channel] | None = None
 
     @classmethod
     def between(
-        cls, layout: ParallelLayout, lane: Lane, device: torch.device, way: Way = Way.DIRECT
+        cls, layout: ParallelLayout, stream: Stream, device: torch.device, way: Way = Way.DIRECT
     ) -> Wire:
-        """The wire of a lane between the cells."""
-        if layout.grid.num_cells == 1:
+        """The wire of a stream between the EP ranks."""
+        if layout.grid.num_ep_ranks == 1:
             return cls(None)
         by_pairs = layout.num_hosts > 1 and device.type == "cpu"
         all_to_all = all_to_all_by_pairs if by_pairs else all_to_all_rows
-        direct = Channel(layout.group("ep", lane), all_to_all)
-        return cls(direct.group, all_to_all, carrier=carrier_of(layout, lane, way, direct))
+        direct = Channel(layout.group("ep", stream), all_to_all)
+        return cls(direct.group, all_to_all, carrier=carrier_of(layout, stream, way, direct))
 
     def by_nodes(self) -> Wire:
         """The same wire, on which a row travels once to a node."""
@@ -94,20 +94,20 @@ class Wire:
         """The same wire, on which rows travel encoded."""
         return replace(self, coding=coding)
 
-    def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
+    def out(self, rows_ND: Tensor, chunk_range: ChunkRange, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
         arrived_RD = rows_ND
-        if not (splits := layer_route.splits(span)).stays:
+        if not (splits := layer_route.splits(chunk_range)).stays:
             travel = self._straight(splits.sent_C, splits.received_C)
             if travel is None:
-                travel = self._trip(span, layer_route).out
+                travel = self._transfer(chunk_range, layer_route).out
             arrived_RD = self._coded(travel, rows_ND)
-        return layer_route.on(span).to_slots(arrived_RD)
+        return layer_route.on(chunk_range).to_slots(arrived_RD)
 
-    def home(
+    def take_back(
         self,
         rows_RD: Tensor,
-        span: Span,
+        chunk_range: ChunkRange,
         layer_route: LayerRoute,
         weight_R: Tensor | None = None,
     ) -> Tensor:
@@ -116,28 +116,28 @@ class Wire:
         Args:
             weight_R: of rows that are added up before they travel.
         """
-        splits = layer_route.splits(span)
-        rows_RD = layer_route.on(span).to_arrival(rows_RD, weight_R)
+        splits = layer_route.splits(chunk_range)
+        rows_RD = layer_route.on(chunk_range).to_arrival(rows_RD, weight_R)
         if splits.stays:
             return rows_RD
         travel = self._straight(splits.received_C, splits.sent_C)
         if travel is None:
-            travel = self._trip(span, layer_route).home
+            travel = self._transfer(chunk_range, layer_route).take_back
         return self._coded(travel, rows_RD)
 
     def _straight(self, sent_C: Sequence[int], received_C: Sequence[int]) -> Travel | None:
-        """From each cell to each; None where rows go another way."""
+        """From each EP rank to each; None where rows go another way."""
         group = self.group
         if self.carrier is not None or self.node_channels is not None:
             return None
-        assert group is not None, "one cell exchanges nothing"
+        assert group is not None, "an EP rank exchanges nothing"
         return lambda rows: self.all_to_all(rows, sent_C, received_C, group)
 
-    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:
+    def _transfer(self, chunk_range: ChunkRange, layer_route: LayerRoute) -> RowTransfer:
         if self.node_channels is not None:
-            return layer_route.node_trip(span, self.node_channels)
+            return layer_route.node_transfer(chunk_range, self.node_channels)
         assert self.carrier is not None
-        return layer_route.trip(span, self.carrier)
+        return layer_route.transfer(chunk_range, self.carrier)
 
     def _coded(self, travel: Travel, rows: Tensor) -> Tensor:
         return travel(rows) if self.coding is None else self.coding.around(travel, rows)
@@ -148,19 +148,19 @@ class Dispatch(SavesAlike):
     """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
 
     wire: Wire  # there
-    back_wire: Wire  # of the lane in which gradients return
+    back_wire: Wire  # of the stream in which gradients return
     sent: Callable[[], None] = lambda: None  # called when all rows of a pass are sent
 
-    def forward(self, span: Span, x_TD: Tensor, layer_route: LayerRoute) -> Done:
-        sent_ND = layer_route.sent_rows(span, x_TD.detach())
-        arrived_RD = self.wire.out(sent_ND, span, layer_route)
-        if span.stop == layer_route.cut.num_chunks:
+    def forward(self, chunk_range: ChunkRange, x_TD: Tensor, layer_route: LayerRoute) -> Done:
+        sent_ND = layer_route.sent_rows(chunk_range, x_TD.detach())
+        arrived_RD = self.wire.out(sent_ND, chunk_range, layer_route)
+        if chunk_range.stop == layer_route.cut.num_chunks:
             self.sent()
         return (arrived_RD,), (layer_route,)
 
-    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
-        returned_ND = self.back_wire.home(grad_RD, span, saved[0])
-        return (saved[0].on(span).sum_by_token(returned_ND),)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+        returned_ND = self.back_wire.take_back(grad_RD, chunk_range, saved[0])
+        return (saved[0].on(chunk_range).sum_by_token(returned_ND),)
 
 
 @dataclass(frozen=True)
@@ -170,39 +170,41 @@ class Combine(SavesAlike):
     wire: Wire
     back_wire: Wire
 
-    def forward(self, span: Span, computed_RD: Tensor, layer_route: LayerRoute) -> Done:
-        returned_ND = self.wire.home(computed_RD.detach(), span, layer_route)
+    def forward(
+        self, chunk_range: ChunkRange, computed_RD: Tensor, layer_route: LayerRoute
+    ) -> Done:
+        returned_ND = self.wire.take_back(computed_RD.detach(), chunk_range, layer_route)
         return (returned_ND,), (layer_route,)
 
-    def backward(self, span: Span, saved: Saved, grad_ND: Tensor) -> tuple[Any, ...]:
-        return (self.back_wire.out(grad_ND, span, saved[0]),)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_ND: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.out(grad_ND, chunk_range, saved[0]),)
 
 
-# Each token's row is sent once to a cell: stages that take the place of the common ones.
+# Each token's row is sent once to an EP rank: stages that take the place of the common ones.
 
 
 @dataclass(frozen=True)
 class OrderOnce(SavesAlike):
     """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
-    cell's experts, ``[R]`` in slot order."""
+    EP rank's experts, ``[R]`` in slot order."""
 
-    order: Stage  # the common stage, told to count visits
-    wire: Wire  # straight from each cell to each, with rows as they are
+    order: Stage  # the common stage, reported to count pairs
+    wire: Wire  # straight from each EP rank to each, with rows as they are
 
-    def forward(self, span: Span, expert_TK: Tensor, score_TK: Tensor) -> Done:
-        (counted,), _ = self.order.forward(span, expert_TK)
-        parts = counted.visits.number_TK(), score_TK.detach()
-        told_XB = torch.cat([_bytes(part) for part in parts], dim=1)
-        told_NB = told_XB.index_select(0, counted.on(span).choice_N)
-        told_RB = self.wire.out(told_NB, span, counted)
+    def forward(self, chunk_range: ChunkRange, expert_TK: Tensor, score_TK: Tensor) -> Done:
+        (counted,), _ = self.order.forward(chunk_range, expert_TK)
+        parts = counted.deduplicated.number_TK(), score_TK.detach()
+        reported_XB = torch.cat([_bytes(part) for part in parts], dim=1)
+        reported_NB = reported_XB.index_select(0, counted.on(chunk_range).choice_N)
+        reported_RB = self.wire.out(reported_NB, chunk_range, counted)
         sizes = [part.itemsize for part in parts]
-        visit_R, score_R = map(_of_bytes, told_RB.split(sizes, dim=1), parts)
-        return (counted.told(visit_R), score_R), (counted,)
+        pair_R, score_R = map(_of_bytes, reported_RB.split(sizes, dim=1), parts)
+        return (counted.reported(pair_R), score_R), (counted,)
 
-    def backward(self, span: Span, saved: Saved, grad_R: Tensor) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_R: Tensor) -> tuple[Any, ...]:
         (counted,) = saved
-        grad_N1 = self.wire.home(grad_R[:, None], span, counted)
-        return (counted.on(span).spread(grad_N1).squeeze(2),)
+        grad_N1 = self.wire.take_back(grad_R[:, None], chunk_range, counted)
+        return (counted.on(chunk_range).spread(grad_N1).squeeze(2),)
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 def _of_bytes(bytes_RB: Tensor, like: Tensor) -> Tensor:
     """What ``_bytes`` was made of, ``[R]``."""
-    # A copy: a view of a part need not begin where a wider type may.
+    # A replica: a view of a part need not begin where a wider type may.
     own_RB = bytes_RB.clone(memory_format=torch.contiguous_format)
     return own_RB.view(like.dtype).squeeze(1)
 
@@ -220,48 +222,52 @@ def _of_bytes(bytes_RB: Tensor, like: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class CombineOnce:
     """Reads expert outputs ``[R, D]`` in slot order, the scores of the layer's rows, and the route;
-    writes the weighed sum of each visit, ``[U, D]`` in send order."""
+    writes the weighed sum of each pair, ``[U, D]`` in send order."""
 
     wire: Wire
     back_wire: Wire
 
     def forward(
-        self, span: Span, computed_RD: Tensor, score_R: Tensor, layer_route: LayerRoute
+        self, chunk_range: ChunkRange, computed_RD: Tensor, score_R: Tensor, layer_route: LayerRoute
     ) -> Done:
         computed_RD, score_R = computed_RD.detach(), score_R.detach()
-        own_R = layer_route.of_span(span, score_R)
-        returned_UD = self.wire.home(computed_RD, span, layer_route, own_R)
+        own_R = layer_route.of_chunk_range(chunk_range, score_R)
+        returned_UD = self.wire.take_back(computed_RD, chunk_range, layer_route, own_R)
         return (returned_UD,), (computed_RD, score_R, layer_route)
 
-    def backward(self, span: Span, saved: Saved, grad_UD: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, chunk_range: ChunkRange, saved: Saved, grad_UD: Tensor
+    ) -> tuple[Tensor, Tensor]:
         computed_RD, score_R, layer_route = saved
-        grad_RD = self.back_wire.out(grad_UD, span, layer_route)
+        grad_RD = self.back_wire.out(grad_UD, chunk_range, layer_route)
         grad_score_R = torch.sum(computed_RD * grad_RD, dim=1, dtype=score_R.dtype)
         # In place: the product is rounded once, and never there in the scores' precision.
-        grad_RD *= layer_route.of_span(span, score_R)[:, None]
-        return grad_RD, layer_route.among_all(span, grad_score_R)
+        grad_RD *= layer_route.of_chunk_range(chunk_range, score_R)[:, None]
+        return grad_RD, layer_route.among_all(chunk_range, grad_score_R)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
         _, score_R, layer_route = pieces[0][1]
         computed = [(other, saved[0]) for other, saved in pieces]
-        return layer_route.own_rows_of(span, computed), score_R, layer_route
+        return layer_route.own_rows_of(chunk_range, computed), score_R, layer_route
 
 
 @dataclass(frozen=True)
 class RestoreOnce(SavesAlike):
-    """Add the visits' sums, which came weighed, to their tokens: ``[U, D]`` to ``[T, D]``."""
+    """Add the pairs' sums, which came weighed, to their tokens: ``[U, D]`` to ``[T, D]``."""
 
-    def forward(self, span: Span, returned_UD: Tensor, layer_route: LayerRoute) -> Done:
-        return (layer_route.on(span).sum_by_token(returned_UD.detach()),), (layer_route,)
+    def forward(
+        self, chunk_range: ChunkRange, returned_UD: Tensor, layer_route: LayerRoute
+    ) -> Done:
+        return (layer_route.on(chunk_range).sum_by_token(returned_UD.detach()),), (layer_route,)
 
-    def backward(self, span: Span, saved: Saved, grad_TD: Tensor) -> tuple[Any, ...]:
-        return (saved[0].on(span).of_tokens(grad_TD),)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_TD: Tensor) -> tuple[Any, ...]:
+        return (saved[0].on(chunk_range).of_tokens(grad_TD),)
 
 
-# Rows between cells by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier. Written
-# against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of deepseek-ai/DeepEP
-# at dd758ca) and never run with it. Each row is to DeepEP a token of one choice, and each rank has
-# one expert.
+# Rows between EP ranks by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier.
+# Written against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of
+# deepseek-ai/DeepEP at dd758ca) and never run with it. Each row is to DeepEP a token of one choice,
+# and each rank has one expert.
 
 PACKAGE = "deep_ep"
 NODE_SIZE = 8  # LEGACY_NUM_MAX_NVL_PEERS: where there are more ranks, each eight share a node
@@ -274,7 +280,7 @@ MakeBuffer = Callable[[torch.device, int], Any]
 
 def why_not(layout: ParallelLayout, device: torch.device) -> str:
     """Why DeepEP cannot carry the rows of a layout; empty if it can."""
-    node_P = layout.node_of_cells
+    node_P = layout.node_of_ep_ranks
     eights_P = np.arange(node_P.size) // NODE_SIZE
     if device.type != "cuda":
         return f"rows are on {device.type}, and DeepEP carries rows of CUDA devices"
@@ -284,9 +290,11 @@ def why_not(layout: ParallelLayout, device: torch.device) -> str:
         return f"this version of {PACKAGE} has no Buffer; install 2.1 or an earlier one"
     if node_P.size not in NUM_RANKS:
         known = ", ".join(map(str, NUM_RANKS))
-        return f"{node_P.size} cells exchange rows, and DeepEP has settings for {known}"
+        return f"{node_P.size} EP ranks exchange rows, and DeepEP has settings for {known}"
     if not np.array_equal(np.unique(node_P, return_inverse=True)[1], eights_P):
-        return f"DeepEP wants up to {NODE_SIZE} cells on one node, or {NODE_SIZE} on each, in turn"
+        return (
+            f"DeepEP wants up to {NODE_SIZE} EP ranks on one node, or {NODE_SIZE} on each, in turn"
+        )
     return ""
 
 
@@ -309,16 +317,19 @@ class DeepEp:
     def of(cls, group: dist.ProcessGroup) -> DeepEp:
         return cls(partial(buffer_of, group), group.rank())
 
-    def trip(self, counts_PP: np.ndarray, device: torch.device) -> DeepTrip:
+    def transfer(self, counts_PP: np.ndarray, device: torch.device) -> DeepEpTransfer:
         sent_P = counts_PP[self.rank]
         receiver_N = np.repeat(np.arange(sent_P.size), sent_P)
         num_received = int(counts_PP[:, self.rank].sum())
-        return DeepTrip(self.make_buffer, on_device(receiver_N, device), sent_P.size, num_received)
+        return DeepEpTransfer(
+            self.make_buffer, on_device(receiver_N, device), sent_P.size, num_received
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class DeepTrip:
-    """A ``Trip`` by DeepEP: there is its dispatch, back its combine, which copies single rows."""
+class DeepEpTransfer:
+    """A ``RowTransfer`` by DeepEP: there is its dispatch, back its combine, which copies single
+    rows."""
 
     make_buffer: MakeBuffer  # what moves rows
     receiver_N: Tensor  # rank that each row goes to, int64
@@ -342,7 +353,7 @@ class DeepTrip:
         rows_R: Tensor = arrived_R
         return rows_R
 
-    def home(self, rows_R: Tensor) -> Tensor:
+    def take_back(self, rows_R: Tensor) -> Tensor:
         rows_N: Tensor
         rows_N, *_ = self._buffer_for(rows_R).combine(rows_R.contiguous(), self._handle[0])
         return rows_N

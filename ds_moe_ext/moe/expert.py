@@ -25,7 +25,7 @@ from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.program import added
 from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike, Stage, Uncut
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.schedule.task import ChunkRange
 
 ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
 """``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``; weights are those of the
@@ -80,57 +80,63 @@ class _Kept(NamedTuple):
     layer_route: LayerRoute  # of the pass
     order: SlotOrder | None  # of the slots while they computed, if not their own
     # that were computed one by one, each with the number of things saved for it
-    pieces: tuple[tuple[Span, int], ...]
+    pieces: tuple[tuple[ChunkRange, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
     """Reads rows ``[R, D]`` in slot order, the route and the weights; writes rows ``[R, D]``.
 
-    Where backward is cut otherwise than forward, rows are computed in pieces that the spans of both
-    are made of: a graph of autograd can only be gone back through as a whole.
+    Where backward is cut otherwise than forward, rows are computed in pieces that the chunk ranges
+    of both are made of: a graph of autograd can only be gone back through as a whole.
     """
 
     function: ExpertFunction  # what an expert computes
-    pieces: tuple[Span, ...] = ()  # these spans; none where both directions are cut alike
+    pieces: tuple[
+        ChunkRange, ...
+    ] = ()  # these chunk ranges; none where both directions are cut alike
 
     def forward(
-        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
+        self,
+        chunk_range: ChunkRange,
+        rows_RD: Tensor,
+        layer_route: LayerRoute,
+        weights: tuple[Tensor, ...],
     ) -> Done:
-        own = [piece for piece in self.pieces if piece.overlaps(span)] or [span]
-        parts = _parts(layer_route, rows_RD, span, own)
+        own = [piece for piece in self.pieces if piece.overlaps(chunk_range)] or [chunk_range]
+        parts = _parts(layer_route, rows_RD, chunk_range, own)
         arrangement = arrangement_for(self.function, weights)
         runs = [
             self._run(layer_route.computed(piece), part, weights, arrangement)
             for piece, part in zip(own, parts)
         ]
-        computed = _whole(layer_route, span, own, [written for (written,), _ in runs])
+        computed = _whole(layer_route, chunk_range, own, [written for (written,), _ in runs])
         lengths = tuple((piece, len(saved)) for piece, (_, saved) in zip(own, runs))
         kept = _Kept(layer_route, arrangement.order, lengths)
         return (computed,), (kept, *chain.from_iterable(saved for _, saved in runs))
 
-    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
         (layer_route, order, pieces), *rest = saved
         things = iter(rest)
         own = [piece for piece, _ in pieces]
         found = [
             _gradients(layer_route.computed(piece), part, tuple(islice(things, length)), order)
-            for (piece, length), part in zip(pieces, _parts(layer_route, grad_RD, span, own))
+            for (piece, length), part in zip(pieces, _parts(layer_route, grad_RD, chunk_range, own))
         ]
         if not all(found):
             return ()
         rows, weights = zip(*found)
-        whole = None if rows[0] is None else _whole(layer_route, span, own, rows)
+        whole = None if rows[0] is None else _whole(layer_route, chunk_range, own, rows)
         return whole, tuple(map(added, zip(*weights)))
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        own: list[tuple[Span, int]] = []
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
+        own: list[tuple[ChunkRange, int]] = []
         things: list[Any] = []
         for _, ((_, _, kept), *rest) in pieces:
             saved = iter(rest)
             for piece, length in kept:
                 part = tuple(islice(saved, length))
-                if piece.overlaps(span):
+                if piece.overlaps(chunk_range):
                     own.append((piece, length))
                     things += part
         first = pieces[0][1][0]
@@ -195,20 +201,25 @@ def _gradients(
 
 
 def _parts(
-    layer_route: LayerRoute, rows_RD: Tensor, span: Span, pieces: Sequence[Span]
+    layer_route: LayerRoute, rows_RD: Tensor, chunk_range: ChunkRange, pieces: Sequence[ChunkRange]
 ) -> list[Tensor]:
-    """The rows of each piece of a span, in slot order each."""
+    """The rows of each piece of a chunk range, in slot order each."""
     if len(pieces) == 1:
         return [rows_RD]
-    parts = (layer_route.rows_of(piece, [(span, rows_RD.detach())]) for piece in pieces)
+    parts = (layer_route.rows_of(piece, [(chunk_range, rows_RD.detach())]) for piece in pieces)
     return [part.requires_grad_(rows_RD.requires_grad) for part in parts]
 
 
 def _whole(
-    layer_route: LayerRoute, span: Span, pieces: Sequence[Span], parts: Sequence[Tensor]
+    layer_route: LayerRoute,
+    chunk_range: ChunkRange,
+    pieces: Sequence[ChunkRange],
+    parts: Sequence[Tensor],
 ) -> Tensor:
-    """The rows of a span in slot order, from those of its pieces."""
-    return parts[0] if len(parts) == 1 else layer_route.rows_of(span, list(zip(pieces, parts)))
+    """The rows of a chunk range in slot order, from those of its pieces."""
+    return (
+        parts[0] if len(parts) == 1 else layer_route.rows_of(chunk_range, list(zip(pieces, parts)))
+    )
 
 
 # Stages from functions.
@@ -305,10 +316,10 @@ class Local(Uncut):
     function: Function  # called with what the task reads
     graded: tuple[bool, ...] = (True,)  # for each write, whether it has a gradient
 
-    def forward(self, span: Span, *reads: Any) -> Done:
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
         return run_apart(self.function, reads)
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         return gradients(saved, grads, self.graded)
 
 
@@ -316,13 +327,13 @@ class Local(Uncut):
 class Aside(SavesAlike):
     """A stage that only has an effect: what the task reads says when, not what."""
 
-    act: Callable[[Span], None]  # called with the task's span
+    act: Callable[[ChunkRange], None]  # called with the task's chunk range
 
-    def forward(self, span: Span, *reads: Any) -> Done:
-        self.act(span)
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
+        self.act(chunk_range)
         return (None,), ()
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         return ()
 
 
@@ -332,14 +343,14 @@ class Present:
 
     stage: Stage  # the present one
 
-    def forward(self, span: Span, *reads: Any) -> Done:
-        return self.stage.forward(span, *reads)
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
+        return self.stage.forward(chunk_range, *reads)
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
-        return self.stage.backward(span, saved, *grads)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        return self.stage.backward(chunk_range, saved, *grads)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        return self.stage.recut(span, pieces)
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
+        return self.stage.recut(chunk_range, pieces)
 
 
 def _leaf(read: Any) -> Any:

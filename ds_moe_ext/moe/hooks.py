@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks: what is done to the rows of a layer at the six places of FSMoE, who is told of them there,
-and what they travel as.
+"""Hooks: what is done to the rows of a layer at the six places of FSMoE, who is notified of them
+there, and what they travel as.
 
 Where, in the way of one chunk; the two in brackets stand once around all chunks::
 
     [before_moe_start]  gate, order
-    before_dispatch     all-to-all, gather of the cell      after_dispatch
+    before_dispatch     all-to-all, gather of the EP rank      after_dispatch
     expert
-    before_combine      scatter of the cell, all-to-all     after_combine
+    before_combine      scatter of the EP rank, all-to-all     after_combine
     restore             [before_moe_end]
 
 In backward the same happens to gradients, which take the same way from behind: they are dispatched
 to the experts and combined at the tokens, and the four hooks between are called in this order
-(FSMoE's code; spec 1.2). Shape letters: T tokens, N rows sent, R rows received, G rows of a cell, D
-model width.
+(FSMoE's code; spec 1.2). Shape letters: T tokens, N rows sent, R rows received, G rows of an EP
+rank, D model width.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
-from ds_moe_ext.moe.copy_memory import Codecs, copy_bytes
+from ds_moe_ext.moe.replica_memory import Codecs, replica_bytes
 from ds_moe_ext.moe.transforms import (
     AFTER_COMBINE,
     AFTER_DISPATCH,
@@ -46,7 +46,7 @@ from ds_moe_ext.moe.transforms import (
 from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay
 from ds_moe_ext.planning.prices import RowBytes
 from ds_moe_ext.schedule.stages import Done, Saved, Stage
-from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, ETP_GATHER, ETP_SCATTER, ChunkRange, Op
 from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 
@@ -61,11 +61,13 @@ class Batch:
 
     # to be read, not written; no gradient goes through it. At the start and the end it is the
     # layer's input and output, ``[T, D]``; before dispatch a chunk's tokens, ``[T, D]``; between
-    # dispatch and combine rows by expert, ``[R, D]``, or those of the whole cell, ``[G, D]``; after
-    # combine rows in send order, ``[N, D]``. Gradients likewise, but ``[N, D]`` before dispatch,
-    # and ``[T, D]`` after combine.
+    # dispatch and combine rows by expert, ``[R, D]``, or those of the whole EP rank, ``[G, D]``;
+    # after combine rows in send order, ``[N, D]``. Gradients likewise, but ``[N, D]`` before
+    # dispatch, and ``[T, D]`` after combine.
     data: Tensor
-    span: Span | None = None  # finest chunks that it is of; None at the start and the end
+    chunk_range: ChunkRange | None = (
+        None  # finest chunks that it is of; None at the start and the end
+    )
     is_backward: bool = False  # whether they are gradients
 
 
@@ -87,7 +89,7 @@ class Hooks:
         """Of each chunk, before its rows leave for the experts."""
 
     def after_dispatch_hook(self, moe: Moe, batch: Batch) -> None:
-        """When they are there, on all ranks of the cell."""
+        """When they are there, on all ranks of the ETP group."""
 
     def before_combine_hook(self, moe: Moe, batch: Batch) -> None:
         """When the experts have computed."""
@@ -114,7 +116,7 @@ class Hook(Enum):
     BEFORE_MOE_END = "before_moe_end_hook"
 
 
-_ONE_AT_A_TIME = threading.Lock()  # lanes are threads, on a CPU
+_ONE_AT_A_TIME = threading.Lock()  # streams are threads, on a CPU
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ class Hooked:
                     f"{name!r} to false in all but one of them"
                 )
         experts = {
-            "copies": [codec for codec in self.codecs if codec.copies],
-            "copy_gradients": [codec for codec in self.codecs if codec.copy_gradients],
+            "replicas": [codec for codec in self.codecs if codec.replicas],
+            "replica_gradients": [codec for codec in self.codecs if codec.replica_gradients],
         }
         for key, found in experts.items():
             if len(found) > 1:
@@ -170,23 +172,23 @@ class Hooked:
 
     @property
     def of_gather(self) -> Codec | None:
-        """What rows travel as in a cell that gathers them."""
-        return next((codec for codec in self.codecs if codec.dispatch and codec.cell), None)
+        """What rows travel as in an ETP group that gathers them."""
+        return next((codec for codec in self.codecs if codec.dispatch and codec.etp), None)
 
     @property
     def of_scatter(self) -> Codec | None:
         """And what its ranks computed of them."""
-        return next((codec for codec in self.codecs if codec.combine and codec.cell), None)
+        return next((codec for codec in self.codecs if codec.combine and codec.etp), None)
 
     @property
-    def of_copies(self) -> Codec | None:
-        """And copies of experts."""
-        return next((codec for codec in self.codecs if codec.copies), None)
+    def of_replicas(self) -> Codec | None:
+        """And replicas of experts."""
+        return next((codec for codec in self.codecs if codec.replicas), None)
 
     @property
-    def of_copy_gradients(self) -> Codec | None:
-        """And their gradients on their way home."""
-        return next((codec for codec in self.codecs if codec.copy_gradients), None)
+    def of_replica_gradients(self) -> Codec | None:
+        """And their gradients on their way to the owner."""
+        return next((codec for codec in self.codecs if codec.replica_gradients), None)
 
     @property
     def rule(self) -> str:
@@ -199,7 +201,7 @@ class Hooked:
             "the run with an error, and to communicate would make ranks wait for each other"
         )
 
-    def tell(self, hook: Hook, moe: Moe, batch: Batch) -> None:
+    def notify(self, hook: Hook, moe: Moe, batch: Batch) -> None:
         """Call the observers.
 
         Raises:
@@ -232,33 +234,33 @@ class HookedStage:
     """A stage with hooks before and behind it; of its adjoint too."""
 
     stage: Stage  # what is done
-    hooks: Hooked  # who is told
+    hooks: Hooked  # who is notified
     moe: Moe  # the layer
-    before: Hook | None = None  # told of the first read of ``forward``
+    before: Hook | None = None  # reported the first read of ``forward``
     after: Hook | None = None  # of what that writes
     before_adjoint: Hook | None = None  # of the gradient that ``backward`` gets
     after_adjoint: Hook | None = None  # of what that gives
 
-    def forward(self, span: Span, *reads: Any) -> Done:
-        self._tell(self.before, reads[0], span)
-        written, saved = self.stage.forward(span, *reads)
-        self._tell(self.after, written[0], span)
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
+        self._notify(self.before, reads[0], chunk_range)
+        written, saved = self.stage.forward(chunk_range, *reads)
+        self._notify(self.after, written[0], chunk_range)
         return written, saved
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
-        self._tell(self.before_adjoint, grads[0], span, is_backward=True)
-        given = self.stage.backward(span, saved, *grads)
-        self._tell(self.after_adjoint, given[0], span, is_backward=True)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        self._notify(self.before_adjoint, grads[0], chunk_range, is_backward=True)
+        given = self.stage.backward(chunk_range, saved, *grads)
+        self._notify(self.after_adjoint, given[0], chunk_range, is_backward=True)
         return given
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        return self.stage.recut(span, pieces)
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
+        return self.stage.recut(chunk_range, pieces)
 
-    def _tell(
-        self, hook: Hook | None, data: Tensor, span: Span, *, is_backward: bool = False
+    def _notify(
+        self, hook: Hook | None, data: Tensor, chunk_range: ChunkRange, *, is_backward: bool = False
     ) -> None:
         if hook is not None:
-            self.hooks.tell(hook, self.moe, Batch(data.detach(), span, is_backward))
+            self.hooks.notify(hook, self.moe, Batch(data.detach(), chunk_range, is_backward))
 
 
 _BEFORE, _ARRIVED = Hook.BEFORE_DISPATCH, Hook.AFTER_DISPATCH
@@ -270,24 +272,25 @@ _OF_WHOLE = {
 }
 _OF_SPLIT = {
     DISPATCH: (_BEFORE, None, None, _AFTER),
-    CELL_GATHER: (None, _ARRIVED, _COMPUTED, None),
-    CELL_SCATTER: (_COMPUTED, None, None, _ARRIVED),
+    ETP_GATHER: (None, _ARRIVED, _COMPUTED, None),
+    ETP_SCATTER: (_COMPUTED, None, None, _ARRIVED),
     COMBINE: (None, _AFTER, _BEFORE, None),
 }
 """By op: the hooks before and behind its stage, and before and behind that one's adjoint."""
 
 
 def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, Stage]:
-    """The stages that move rows, with hooks around them; none where nobody wants to be told.
+    """The stages that move rows, with hooks around them; none where nobody wants to be reported.
 
     Args:
-        stages: of a layer. With those of a cell, rows have arrived once the cell has gathered them.
-        hooks: who is told.
+        stages: of a layer. With those of an EP rank, rows have arrived once the EP rank has
+            gathered them.
+        hooks: who is notified.
         moe: the layer.
     """
     if not hooks.observers:
         return {}
-    around = _OF_SPLIT if CELL_GATHER in stages else _OF_WHOLE
+    around = _OF_SPLIT if ETP_GATHER in stages else _OF_WHOLE
     return {op: HookedStage(stages[op], hooks, moe, *where) for op, where in around.items()}
 
 
@@ -366,7 +369,7 @@ def _class_at(path: str, where: str) -> type[Kind]:
     return cls
 
 
-# What a row weighs on its way, by the hooks that change it: planners and prices are told.
+# What a row weighs on its way, by the hooks that change it: planners and prices are reported.
 
 
 def row_bytes(hooks: Hooked, row_1D: Tensor) -> RowBytes:
@@ -382,7 +385,7 @@ def row_bytes(hooks: Hooked, row_1D: Tensor) -> RowBytes:
     back_1B = _on_its_way(hooks, row_1D, BEFORE_COMBINE, AFTER_COMBINE)
     of_dispatch, of_combine = hooks.of_dispatch, hooks.of_combine
     between = _mean(of_dispatch, there_1B) + _mean(of_combine, back_1B)
-    # What ranks of a cell computed is transformed once it is added up.
+    # What ranks of an ETP group computed is transformed once it is added up.
     within = _mean(hooks.of_gather, there_1B) + _mean(hooks.of_scatter, row_1D)
     return RowBytes(between / 2, within / 2)
 
@@ -409,7 +412,7 @@ def _mean(codec: Codec | None, row_1B: Tensor) -> float:
     return (own + (codec.encode_grad(row_1B) if codec.gradients else row_1B).nbytes) / 2
 
 
-# What rows and copies of a described model weigh on their way, by the hooks of its run.
+# What rows and replicas of a described model weigh on their way, by the hooks of its run.
 
 
 DTYPES = {
@@ -421,7 +424,7 @@ DTYPES = {
 
 
 def on_its_way(
-    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
+    hooks: Hooked, shape: ModelShape, number_type: str, etp_size: int
 ) -> OnItsWay | None:
     """As a run would plan by.
 
@@ -432,7 +435,7 @@ def on_its_way(
         hooks: of the run.
         shape: of the model.
         number_type: that it computes in.
-        cell_size: ranks that split each expert.
+        etp_size: ranks that split each expert.
 
     Returns:
         None where all travels as it is in memory.
@@ -442,9 +445,9 @@ def on_its_way(
     """
     if not hooks.codecs and not hooks.transforms:
         return None
-    dtype, own_width = DTYPES[number_type], max(shape.expert_width // cell_size, 1)
+    dtype, own_width = DTYPES[number_type], max(shape.expert_width // etp_size, 1)
     sizes = ((shape.products - 1) * own_width, shape.width), (shape.width, own_width)
     like = tuple(torch.empty((), dtype=dtype).expand(size) for size in sizes)  # without memory
-    codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
+    codecs = Codecs(hooks.of_replicas, hooks.of_replica_gradients)
     row_1D = torch.zeros(1, shape.width, dtype=dtype)
-    return OnItsWay(row_bytes(hooks, row_1D), copy_bytes(like, codecs))
+    return OnItsWay(row_bytes(hooks, row_1D), replica_bytes(like, codecs))

@@ -20,10 +20,10 @@ from torch import Tensor
 from ds_moe_ext.core.share import computed_by
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planning.strategy import Destination
-from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.executor import Mark, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.orders import EXPERT_IDS, SCORES, X, Y
 from ds_moe_ext.schedule.program import in_backward
-from ds_moe_ext.schedule.task import ATTENTION, Span, Task, Value
+from ds_moe_ext.schedule.task import ATTENTION, ChunkRange, Task, Value
 
 
 class Pass(NamedTuple):
@@ -38,12 +38,12 @@ class Rows:
     """What a layer routed."""
 
     routed_CE: np.ndarray  # rows by sender and expert, int64
-    computed_C: np.ndarray  # rows that each cell computed, int64
+    computed_C: np.ndarray  # rows that each EP rank computed, int64
     passes: tuple[Pass, ...]  # they, micro-batch by micro-batch
 
     @property
     def all_stayed(self) -> bool:
-        """Whether cells exchanged nothing, as each had every expert in all passes."""
+        """Whether EP ranks exchanged nothing, as each had every expert in all passes."""
         return bool(self.passes) and all(one.destination.all_stay for one in self.passes)
 
     @cached_property
@@ -54,8 +54,8 @@ class Rows:
 
 @dataclass
 class RowsSeen:
-    """Rows that a layer routed since the last ``take``. Shape letters: C cells, E experts, X those
-    of several layers.
+    """Rows that a layer routed since the last ``take``. Shape letters: C EP ranks, E experts, X
+    those of several layers.
 
     A layer routes once a micro-batch. Not counted are rows of an evaluation, and what activation
     checkpointing routes again in backward. Where every rank knows its own rows alone, ``gather``
@@ -63,7 +63,7 @@ class RowsSeen:
     """
 
     num_experts: int
-    num_cells: int
+    num_ep_ranks: int
     top_k: int = 0  # of the latest micro-batch
     is_training: bool = True  # the latest pass
     is_graded: bool = True  # likewise
@@ -75,12 +75,14 @@ class RowsSeen:
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _destination: Destination | None = None  # of those
     _score: Tensor | None = None  # 0-dim, sum of all scores since ``take_score``
-    _held: list[Callable[[], None]] | None = None  # what is told, where it is not to be heard yet
+    _held: list[Callable[[], None]] | None = (
+        None  # what is reported, where it is not to be heard yet
+    )
 
     @contextmanager
     def held(self) -> Iterator[list[Callable[[], None]]]:
-        """What is told inside the block of rows and where they are is not heard, but kept; whoever
-        calls that tells it. Where a pass is recorded, it is told in each."""
+        """What is reported inside the block of rows and where they are is not heard, but kept;
+        whoever calls that reports it. Where a pass is recorded, it is reported in each."""
         held: list[Callable[[], None]] = []
         self._held = held
         try:
@@ -143,7 +145,7 @@ class RowsSeen:
         tables = [one.rows_CE for one in self._on_host]
         if len(tables) == 1:
             return tables[0]
-        zero_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
+        zero_CE = np.zeros((self.num_ep_ranks, self.num_experts), dtype=np.int64)
         total_CE: np.ndarray = sum(tables, zero_CE)
         return total_CE
 
@@ -168,7 +170,7 @@ def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
 
 def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
     """The same rows, of which the host must know all; they are not forgotten."""
-    computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
+    computed_LC = np.zeros((len(layers), layers[0].num_ep_ranks), dtype=np.int64)
     for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, destinations = zip(*(layers[at]._on_host[number] for at in seen))
@@ -196,7 +198,7 @@ def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
 
 @dataclass
 class TasksSeen:
-    """When each task of the passes since the last ``take`` began and ended in its lane; not those
+    """When each task of the passes since the last ``take`` began and ended in its stream; not those
     of an evaluation, whose rows are not counted either."""
 
     is_wanted: bool = False  # somebody takes them
@@ -210,8 +212,8 @@ class TasksSeen:
         rows = self.rows
         return self.is_wanted and (rows is None or rows.is_training or in_backward())
 
-    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
-        self._seen.append(TimedTask(task, start, end, lanes))
+    def saw(self, task: Task, start: Mark, end: Mark, streams: ScheduleStreams) -> None:
+        self._seen.append(TimedTask(task, start, end, streams))
 
     def issued(self, task: Task, seconds: float) -> None:
         return None
@@ -237,30 +239,32 @@ class Meter(TasksSeen):
         return issued
 
 
-def tell(observers: Iterable[TasksSeen], task: Task, start: Mark, lanes: Lanes) -> None:
-    """Tell those who want to know of a task that ends now, in the lane that calls."""
-    end = lanes.mark()
+def notify(
+    observers: Iterable[TasksSeen], task: Task, start: Mark, streams: ScheduleStreams
+) -> None:
+    """Report those who want to know of a task that ends now, in the stream that calls."""
+    end = streams.mark()
     for observer in observers:
         if observer.is_on:
-            observer.saw(task, start, end, lanes)
+            observer.saw(task, start, end, streams)
 
 
 @dataclass(frozen=True)
 class TimedTask:
-    """A task and the moments at which its lane began and ended it."""
+    """A task and the moments at which its stream began and ended it."""
 
     task: Task
     start: Mark
     end: Mark
-    lanes: Lanes
+    streams: ScheduleStreams
 
     def seconds_from(self, origin: TimedTask) -> tuple[float, float]:
         """Start and end, counted from the start of another task."""
-        since = self.lanes.seconds_between
+        since = self.streams.seconds_between
         return since(origin.start, self.start), since(origin.start, self.end)
 
 
-# What the host computes between two MoE layers, timed: there copies and gradients are hidden.
+# What the host computes between two MoE layers, timed: there replicas and gradients are hidden.
 
 
 class Windows:
@@ -268,7 +272,7 @@ class Windows:
 
     Args:
         layer: its number.
-        observers: told of them.
+        observers: reported them.
     """
 
     def __init__(self, layer: int, observers: Sequence[TasksSeen]) -> None:
@@ -282,15 +286,15 @@ class Windows:
         Args:
             block_input: what it computes from: its gradient ends the block's backward.
         """
-        # Whether the pass is of training the layer alone is told, later.
+        # Whether the pass is of training the layer alone is reported, later.
         if block_input is None or not any(observer.is_wanted for observer in self._observers):
             return
-        lanes = lanes_for(block_input.device, overlaps=True)
-        self._ahead = lanes.mark()
+        streams = streams_for(block_input.device, overlaps=True)
+        self._ahead = streams.mark()
 
         def ends_behind(grad: Tensor) -> None:
             if self._behind is not None:
-                self._saw(self._behind, lanes, adjoint_of=(0,))
+                self._saw(self._behind, streams, adjoint_of=(0,))
                 self._behind = None
 
         if block_input.requires_grad and torch.is_grad_enabled():
@@ -300,22 +304,22 @@ class Windows:
         """Call it with the layer's input."""
         if self._ahead is None:
             return
-        lanes = lanes_for(x.device, overlaps=True)
-        self._saw(self._ahead, lanes)
+        streams = streams_for(x.device, overlaps=True)
+        self._saw(self._ahead, streams)
         self._ahead = None
         self._behind = None  # of an earlier pass, whose block ended with the layer
 
         def begins_behind(grad: Tensor) -> None:
-            self._behind = lanes.mark()
+            self._behind = streams.mark()
 
         if x.requires_grad and torch.is_grad_enabled():
             x.register_hook(begins_behind)
 
-    def _saw(self, start: Mark, lanes: Lanes, adjoint_of: tuple[int, ...] = ()) -> None:
-        whole = Span(0, 1)
+    def _saw(self, start: Mark, streams: ScheduleStreams, adjoint_of: tuple[int, ...] = ()) -> None:
+        whole = ChunkRange(0, 1)
         reads: tuple[Value, ...] = (Value(Y, self._layer - 1, whole),)
         writes = tuple(Value(kind, self._layer, whole) for kind in (X, EXPERT_IDS, SCORES))
         if adjoint_of:
             reads, writes = writes, reads
         task = Task(ATTENTION, self._layer, whole, reads, writes, adjoint_of)
-        tell(self._observers, task, start, lanes)
+        notify(self._observers, task, start, streams)

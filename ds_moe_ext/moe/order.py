@@ -2,8 +2,8 @@
 """Order: which row goes where. One exchange of counts, from which every rank makes the same routes.
 
 With a static capacity every rank sends as many rows to each expert, padded with zeros, and nothing
-is exchanged; see ``Padding``. Shape letters: T tokens, K choices a token, F finest chunks, C cells,
-P places of a cell, E experts, N rows sent, D model width.
+is exchanged; see ``Padding``. Shape letters: T tokens, K choices a token, F finest chunks, C EP
+ranks, P places of an EP rank, E experts, N rows sent, D model width.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ds_moe_ext.core.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import RowSplits, numbers, on_device, split
 from ds_moe_ext.core.share import Share, pair_of
+from ds_moe_ext.moe.deduplicated import ByNodes, Deduplicated, Goals
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
-from ds_moe_ext.moe.route import Ahead, LayerRoute, Route, Splits, one_cell_route, tokens_of
+from ds_moe_ext.moe.joined_passes import BatchSignature, HostLag
+from ds_moe_ext.moe.route import Ahead, LayerRoute, Route, Splits, one_rank_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
-from ds_moe_ext.moe.turns import HostLag, Likeness
-from ds_moe_ext.moe.visits import ByNodes, Goals, Visits
 from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.schedule.graphs import remembered
 from ds_moe_ext.schedule.stages import Done, SavesAlike
-from ds_moe_ext.schedule.task import Cut, Span
+from ds_moe_ext.schedule.task import ChunkRange, Cut
 from ds_moe_ext.schedule.watch import WATCH
 
 
@@ -53,16 +53,19 @@ def kind_of(layer: int, *, is_training: bool, is_graded: bool) -> int:
     return layer * len(PassKind) + kind
 
 
-def check_kinds(told_C: np.ndarray) -> None:
+def check_kinds(reported_C: np.ndarray) -> None:
     """Raises RuntimeError, on all ranks alike, where they are in passes that cannot be one."""
-    if len(set(told_C.tolist())) == 1:
+    if len(set(reported_C.tolist())) == 1:
         return
-    layers, kinds = set((told_C // len(PassKind)).tolist()), set((told_C % len(PassKind)).tolist())
+    layers, kinds = (
+        set((reported_C // len(PassKind)).tolist()),
+        set((reported_C % len(PassKind)).tolist()),
+    )
     if len(layers) > 1 or {PassKind.TRAINING, PassKind.EVALUATION} <= kinds:
-        told = (divmod(int(told), len(PassKind)) for told in told_C)
+        reported = (divmod(int(reported), len(PassKind)) for reported in reported_C)
         each = [
-            f"place {place}: layer {layer}, {PassKind(kind).name.lower()}"
-            for place, (layer, kind) in enumerate(told)
+            f"place {etp_rank}: layer {layer}, {PassKind(kind).name.lower()}"
+            for etp_rank, (layer, kind) in enumerate(reported)
         ]
         raise RuntimeError(
             "the ranks that share experts have come to an MoE layer in passes that do not belong "
@@ -82,7 +85,7 @@ def keys_of(expert_TK: Tensor, cut: Cut, width: int, *, may_drop: bool) -> Tenso
     return key_N
 
 
-@lru_cache(maxsize=4)  # batches are often alike, and copies from the host cost it
+@lru_cache(maxsize=4)  # batches are often alike, and replicas from the host cost it
 def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tensor:
     """The first key of each choice's chunk, int64 ``[T * K]``."""
     lengths = np.diff(np.asarray(cut.bounds)) * top_k
@@ -90,19 +93,19 @@ def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tenso
 
 
 def counted(
-    key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...], *, may_drop: bool
+    key_N: Tensor, cut: Cut, num_experts: int, reported: tuple[int, ...], *, may_drop: bool
 ) -> Tensor:
-    """Rows of each chunk for each expert, and behind them what else is told, int64 ``[F, W]``.
+    """Rows of each chunk for each expert, and behind them what else is reported, int64 ``[F, W]``.
 
     Args:
         key_N: by ``keys_of``, ``W`` keys a chunk.
         cut: of the tokens.
         num_experts: experts ``E``.
-        told: ``W - E`` numbers, the same for every chunk.
+        reported: ``W - E`` numbers, the same for every chunk.
         may_drop: whether some keys may be ``F * W``.
     """
-    width = num_experts + len(told)
-    rows = _told_alone(cut.num_chunks, num_experts, told, key_N.device, may_drop=may_drop)
+    width = num_experts + len(reported)
+    rows = _reported_alone(cut.num_chunks, num_experts, reported, key_N.device, may_drop=may_drop)
     rows = rows.scatter_add(0, key_N, _ones(key_N.numel(), key_N.device))
     return (rows[:-1] if may_drop else rows).view(cut.num_chunks, width)
 
@@ -125,25 +128,25 @@ def _ones(length: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _told_alone(
+def _reported_alone(
     num_chunks: int,
     num_experts: int,
-    told: tuple[int, ...],
+    reported: tuple[int, ...],
     device: torch.device,
     *,
     may_drop: bool,
 ) -> Tensor:
     """Counts of no row, int64 ``[F * W]``; and where rows may be dropped one more, of those."""
-    rows_F = [0] * num_experts + [*told]
+    rows_F = [0] * num_experts + [*reported]
     return on_device(np.asarray(rows_F * num_chunks + [0] * may_drop), device)
 
 
-class Seat(NamedTuple):
+class RankCoordinates(NamedTuple):
     """Where a rank sits among those that hold a layer's experts."""
 
-    cell: int  # its cell
-    place: int = 0  # its place there
-    cell_size: int = 1  # places ``P`` of a cell
+    ep_rank: int  # its EP rank
+    etp_rank: int = 0  # its place there
+    etp_size: int = 1  # places ``P`` of an EP rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,14 +157,14 @@ class Order(SavesAlike):
     sender and expert, which is also what planners want to know.
     """
 
-    destination: Destination  # where experts compute, and how their copies divide rows
-    seat: Seat  # this rank's
-    group: dist.ProcessGroup | None  # the ranks of all cells; None where there is one rank
+    destination: Destination  # where experts compute, and how their replicas divide rows
+    coordinates: RankCoordinates  # this rank's
+    group: dist.ProcessGroup | None  # the ranks of all EP ranks; None where there is one rank
     capacity_factor: float | None  # rows an expert takes from one rank, over the mean; None for all
     gate_may_drop: bool  # whether ids may be -1
-    # told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does not
-    # wait for them, where this rank's rows end, expert by expert; and choices a token, and where
-    # rows go
+    # reported the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does
+    # not wait for them, where this rank's rows end, expert by expert; and choices a token, and
+    # where rows go
     on_rows: Callable[[np.ndarray | SlotRows, int, Destination], None]
     # another destination once the rows are known
     revise: Callable[[np.ndarray], Destination] | None = None
@@ -171,8 +174,8 @@ class Order(SavesAlike):
     has_sides: bool = False
     # where every rank sends as many rows to each expert; nothing is exchanged then
     padding: Padding | None = None
-    # each token's row goes once to a cell: how many do, goes with the counts, too
-    counts_visits: bool = False
+    # each token's row goes once to an EP rank: how many do, goes with the counts, too
+    counts_pairs: bool = False
     by_nodes: ByNodes | None = None  # and once to a node
     lag: HostLag = field(default_factory=HostLag)  # of the host behind a device
     # rows are brought into send order while counts are on their way, where that order is known by
@@ -182,24 +185,26 @@ class Order(SavesAlike):
         default_factory=dict, init=False, repr=False
     )
 
-    def forward(self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None) -> Done:
+    def forward(
+        self, chunk_range: ChunkRange, expert_TK: Tensor, x_TD: Tensor | None = None
+    ) -> Done:
         """Hidden states are None where there are two sides and this one has none."""
         if self.padding is not None:
             route, kept = self.padding.route(expert_TK)
             self.on_rows(kept, route.top_k, self.destination)
             return (route,), ()
-        cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
+        cut = Cut.equal(expert_TK.shape[0], chunk_range.stop - chunk_range.start)
         num_experts = self.destination.target.num_experts
         if self.capacity_factor is not None:
             capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
             expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
         if self.group is None and cut.num_chunks == 1 and not self._may_drop:
-            route = one_cell_route(expert_TK, self.destination.target)
-            self.on_rows(route.on(span).slots, route.top_k, self.destination)
+            route = one_rank_route(expert_TK, self.destination.target)
+            self.on_rows(route.on(chunk_range).slots, route.top_k, self.destination)
             return (route,), ()
         return (self._exchanged(expert_TK, cut, x_TD),), ()
 
-    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Any, *grads: Any) -> tuple[Any, ...]:
         return ()
 
     @property
@@ -208,16 +213,16 @@ class Order(SavesAlike):
 
     def _exchanged(self, expert_TK: Tensor, cut: Cut, x_TD: Tensor | None) -> LayerRoute:
         num_experts, top_k = self.destination.target.num_experts, expert_TK.shape[1]
-        told = () if self.group is None else self._told(x_TD, top_k)
-        key_N = keys_of(expert_TK, cut, num_experts + len(told), may_drop=self._may_drop)
-        rows_FW = counted(key_N, cut, num_experts, told, may_drop=self._may_drop)
+        reported = () if self.group is None else self._reported(x_TD, top_k)
+        key_N = keys_of(expert_TK, cut, num_experts + len(reported), may_drop=self._may_drop)
+        rows_FW = counted(key_N, cut, num_experts, reported, may_drop=self._may_drop)
         goals = None
-        if self.counts_visits:
+        if self.counts_pairs:
             goals = Goals.of(expert_TK, self.destination.target, self.by_nodes)
             rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
-        width = num_experts + len(told)
+        width = num_experts + len(reported)
         key_bound = cut.num_chunks * width
         if self._place_E is not None:
             place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
@@ -230,45 +235,53 @@ class Order(SavesAlike):
         # The one wait for the device: splits must be known.
         known = counts.ready().numpy()
         rows_CPFE = known[..., :num_experts].reshape(
-            -1, self.seat.cell_size, cut.num_chunks, num_experts
+            -1, self.coordinates.etp_size, cut.num_chunks, num_experts
         )
         if self.group is not None:
             check_kinds(known[:, 0, num_experts])
         if goals is not None:
-            num_CFX = known[self.seat.place :: self.seat.cell_size, :, num_experts + len(told) :]
-            visits = Visits(goals, cut, num_CFX, self.seat.cell, self.by_nodes)
-            return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), visits=visits)
+            num_CFX = known[
+                self.coordinates.etp_rank :: self.coordinates.etp_size,
+                :,
+                num_experts + len(reported) :,
+            ]
+            deduplicated = Deduplicated(
+                goals, cut, num_CFX, self.coordinates.ep_rank, self.by_nodes
+            )
+            return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), deduplicated=deduplicated)
         if not self.has_sides:
             return self.routed(by_key_N, rows_CPFE, cut, top_k, ahead)
-        like = Likeness(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
+        like = BatchSignature(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
         route = self.routed(by_key_N, rows_CPFE, cut, like.top_k, ahead)
         none_0D, _, _ = like.nothing(expert_TK.device)
         return replace(route, none_0D=none_0D)
 
     def _ahead(self, by_key_N: Tensor, cut: Cut, top_k: int, x_TD: Tensor | None) -> Ahead | None:
         """What needs no counts, where rows are sent in the order of their keys."""
-        may_differ = self._may_drop or self.counts_visits or self.revise is not None
+        may_differ = self._may_drop or self.counts_pairs or self.revise is not None
         if may_differ or not self._sorts_by_place:
             return None
         token_N = tokens_of(by_key_N, top_k)
         if not self.packs or x_TD is None:
             return Ahead(token_N, {})
-        return Ahead(token_N, {Span(0, cut.num_chunks): x_TD.detach().index_select(0, token_N)})
+        return Ahead(
+            token_N, {ChunkRange(0, cut.num_chunks): x_TD.detach().index_select(0, token_N)}
+        )
 
-    def _told(self, x_TD: Tensor | None, top_k: int) -> tuple[int, ...]:
+    def _reported(self, x_TD: Tensor | None, top_k: int) -> tuple[int, ...]:
         if not self.has_sides:
             return (self.kind(),)
-        return self.kind(), *(Likeness() if x_TD is None else Likeness.of(x_TD, top_k))
+        return self.kind(), *(BatchSignature() if x_TD is None else BatchSignature.of(x_TD, top_k))
 
     @cached_property
     def _place_E(self) -> np.ndarray | None:
         """Where the rows of each expert lie among all that this rank sends, by holder and slot;
         None where that is their own order, or is known only when rows have been counted."""
-        here, cell = self._near(self.destination)
+        here, ep_rank = self._near(self.destination)
         order_N = here.by_holder_N
         if order_N is None or self.revise is not None:
             return None
-        pair_E = None if here.is_single else pair_of(self.destination.share, here, cell)
+        pair_E = None if here.is_single else pair_of(self.destination.share, here, ep_rank)
         if not here.is_single and pair_E is None:
             return None
         place_N = np.empty_like(order_N)
@@ -282,10 +295,10 @@ class Order(SavesAlike):
         return here.by_holder_N is None or self._place_E is not None
 
     def _near(self, destination: Destination) -> tuple[Placement, int]:
-        """Who holds what, of the cells that exchange rows, and this one's number there: where no
-        row leaves its cell, it is as if there were no other."""
-        target, cell = destination.target, self.seat.cell
-        return (target.alone(cell), 0) if destination.all_stay else (target, cell)
+        """Who holds what, of the EP ranks that exchange rows, and this one's number there: where no
+        row leaves its EP rank, it is as if there were no other."""
+        target, ep_rank = destination.target, self.coordinates.ep_rank
+        return (target.alone(ep_rank), 0) if destination.all_stay else (target, ep_rank)
 
     def _places_of_keys(
         self, place_E: np.ndarray, cut: Cut, width: int, device: torch.device
@@ -322,7 +335,7 @@ class Order(SavesAlike):
             top_k: choices ``K`` a token.
             ahead: what was worked out before.
         """
-        place = self.seat.place
+        etp_rank = self.coordinates.etp_rank
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         destination = self.destination if self.revise is None else self.revise(rows_CE)
@@ -330,10 +343,10 @@ class Order(SavesAlike):
         if share is not destination.share:
             destination = Destination(target, share)
         self.on_rows(rows_CE, top_k, destination)
-        here, cell = self._near(destination)
+        here, ep_rank = self._near(destination)
         has_moves = here.by_holder_N is not None and self._place_E is None
-        near_CPFE = rows_CPFE if here is target else rows_CPFE[self.seat.cell][None]
-        rows = split(share, here, cell, near_CPFE, place, has_moves=has_moves)
+        near_CPFE = rows_CPFE if here is target else rows_CPFE[self.coordinates.ep_rank][None]
+        rows = split(share, here, ep_rank, near_CPFE, etp_rank, has_moves=has_moves)
         if self._may_drop:
             by_key_N = by_key_N[: int(rows.sent_FC.sum())]
         return LayerRoute(
@@ -342,24 +355,24 @@ class Order(SavesAlike):
             top_k=top_k,
             by_key_N=by_key_N,
             rows=rows,
-            place=place,
-            count_between=partial(_rows_between, share, rows_CPFE, place),
+            etp_rank=etp_rank,
+            count_between=partial(_rows_between, share, rows_CPFE, etp_rank),
             ahead=ahead,
-            num_firsts=here.num_firsts_of(cell),
+            num_firsts=here.num_firsts_of(ep_rank),
         )
 
 
-def _rows_between(share: Share, rows_CPFE: np.ndarray, place: int) -> np.ndarray:
-    """Rows of each chunk from each cell to each, int64 ``[F, C, C]``, of the ranks of a place. Each
-    rank of a cell divides its own rows, as if they were chunks of the cell's."""
-    num_cells, _, num_chunks, num_experts = rows_CPFE.shape
-    own = slice(place * num_chunks, (place + 1) * num_chunks)
-    return share.rows_between(rows_CPFE.reshape(num_cells, -1, num_experts))[own]
+def _rows_between(share: Share, rows_CPFE: np.ndarray, etp_rank: int) -> np.ndarray:
+    """Rows of each chunk from each EP rank to each, int64 ``[F, C, C]``, of the ranks of a place.
+    Each rank of an EP rank divides its own rows, as if they were chunks of the EP rank's."""
+    num_ep_ranks, _, num_chunks, num_experts = rows_CPFE.shape
+    own = slice(etp_rank * num_chunks, (etp_rank + 1) * num_chunks)
+    return share.rows_between(rows_CPFE.reshape(num_ep_ranks, -1, num_experts))[own]
 
 
 # Static capacity: every rank sends as many rows to each expert in every pass, padded with zeros.
 
-WHOLE = Span(0, 1)
+WHOLE = ChunkRange(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +381,7 @@ class Padding:
 
     capacity: int  # rows that each rank sends to each expert
     target: Placement  # where experts compute; one holder each
-    seat: Seat  # this rank's
+    coordinates: RankCoordinates  # this rank's
     by_masks: bool = False  # rows are put in place by products with a mask, and not by an index
     _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
     _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
@@ -415,8 +428,10 @@ class Padding:
             top_k=top_k,
             by_key_N=choice_N,
             rows=rows,
-            place=self.seat.place,
-            count_between=lambda: np.repeat(rows.sent_FC[:, None], self.target.num_cells, axis=1),
+            etp_rank=self.coordinates.etp_rank,
+            count_between=lambda: np.repeat(
+                rows.sent_FC[:, None], self.target.num_ep_ranks, axis=1
+            ),
             _routes={WHOLE: route},
         )
         return layer_route, SlotRows.ending(end_E, num_rows)
@@ -425,19 +440,19 @@ class Padding:
     def _rows(self) -> RowSplits:
         sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
         received_1C = np.full_like(sent_1C, self.capacity * self._num_slots)
-        shape_PC1S = self.seat.cell_size, self.target.num_cells, 1, self._num_slots
+        shape_PC1S = self.coordinates.etp_size, self.target.num_ep_ranks, 1, self._num_slots
         return RowSplits(sent_1C, received_1C, np.full(shape_PC1S, self.capacity))
 
     @property
     def _num_slots(self) -> int:
-        return len(self.target.experts_of(self.seat.cell))
+        return len(self.target.experts_of(self.coordinates.ep_rank))
 
     def _first_row_E(self, device: torch.device) -> Tensor:
         """Where each expert's rows begin in send order, int64 ``[E]``; made once."""
         if device not in self._first_row:
-            by_cell = map(self.target.experts_of, range(self.target.num_cells))
+            by_ep_rank = map(self.target.experts_of, range(self.target.num_ep_ranks))
             first_E = np.empty(self.target.num_experts, dtype=np.int64)
-            first_E[np.concatenate([*by_cell])] = np.arange(len(first_E)) * self.capacity
+            first_E[np.concatenate([*by_ep_rank])] = np.arange(len(first_E)) * self.capacity
             with torch.inference_mode(False):
                 self._first_row[device] = on_device(first_E, device)
         return self._first_row[device]
@@ -445,7 +460,7 @@ class Padding:
     def _sorting(self, device: torch.device) -> SlotSorting:
         """Rows that arrived, to their slots and back: the same in every pass, made once."""
         if device not in self._sortings:
-            received_CS = self._rows.received_PCFS[self.seat.place, :, 0]
+            received_CS = self._rows.received_PCFS[self.coordinates.etp_rank, :, 0]
             with torch.inference_mode(False):
                 sorting = self._sortings[device] = SlotSorting.of(received_CS, device)
                 _ = sorting.slots.end_S  # made now, not in the mode of the first pass

@@ -13,13 +13,13 @@ from collections.abc import Set as AbstractSet
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.moe.transforms import AFTER_COMBINE, BEFORE_COMBINE
 from ds_moe_ext.planning.exchange_costs import Way
-from ds_moe_ext.planning.strategy import Site, Strategy
+from ds_moe_ext.planning.strategy import LayerContext, Strategy
 from ds_moe_ext.schedule.orders import QUEUED, ROW_SCORES
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import (
-    CELL_GATHER,
     COMBINE,
     DISPATCH,
+    ETP_GATHER,
     EXPERT,
     HAVE_AGAIN,
     JOIN,
@@ -32,14 +32,14 @@ from ds_moe_ext.schedule.task import (
 
 MOVES_ROWS = frozenset((DISPATCH, COMBINE))
 _OF_ROUTES = frozenset((ORDER, DISPATCH, COMBINE, RESTORE))
-_OF_CELLS = frozenset((CELL_GATHER, QUEUED[CELL_GATHER]))
+_OF_EP_RANKS = frozenset((ETP_GATHER, QUEUED[ETP_GATHER]))
 _BETWEEN_SIDES = frozenset((ORDER, DISPATCH, EXPERT, COMBINE))
 
 
 def check_layer(
     own: Mapping[Op, Stage],
     strategy: Strategy,
-    site: Site,
+    layer_context: LayerContext,
     hooks: Hooked,
     *,
     capacity_factor: float | None,
@@ -50,67 +50,74 @@ def check_layer(
         _check_static_capacity(strategy, capacity_factor)
     if strategy.cuda_graphs:
         may_drop = gate_may_drop or capacity_factor is not None
-        _check_graphs(own, strategy, site, hooks, may_drop=may_drop)
-    _check_stages(own, strategy, site, hooks)
-    check_plan(own, strategy, site, hooks)
+        _check_graphs(own, strategy, layer_context, hooks, may_drop=may_drop)
+    _check_stages(own, strategy, layer_context, hooks)
+    check_plan(own, strategy, layer_context, hooks)
 
 
-def check_plan(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked) -> None:
+def check_plan(
+    own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext, hooks: Hooked
+) -> None:
     """Args: own: the strategy's own stages, where they have not been looked at yet."""
-    if site.plan.sends_once:
-        _check_send_once(own, strategy, site)
+    if layer_context.plan.sends_once:
+        _check_send_once(own, strategy, layer_context)
     if hooks.transforms:
-        check_transforms(own, strategy, site, hooks)
+        check_transforms(own, strategy, layer_context, hooks)
     if strategy.roles is not None:
-        _check_roles(own, strategy, site)
+        _check_roles(own, strategy, layer_context)
 
 
 def check_schedules(
-    strategy: Strategy, site: Site, forward: Schedule, backward: Schedule, *, may_copy: bool
+    strategy: Strategy,
+    layer_context: LayerContext,
+    forward: Schedule,
+    backward: Schedule,
+    *,
+    may_copy: bool,
 ) -> None:
     """Whether what a strategy says itself leaves out what its plan asks for.
 
     Args:
-        may_copy: the layer knows what copies of its experts are like.
+        may_copy: the layer knows what replicas of its experts are like.
     """
-    plan, ops = site.plan, forward.once(_ops)
+    plan, ops = layer_context.plan, forward.once(_ops)
     who = type(strategy).__qualname__
     is_plain = plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
     if strategy.static_capacity is not None and not is_plain:
         raise ValueError(
             f"{who} has a static capacity ({strategy.keys.static_capacity} is "
-            f"{strategy.static_capacity}), but plans copies of experts or cuts tokens, "
+            f"{strategy.static_capacity}), but plans replicas of experts or cuts tokens, "
             "so that nobody knows beforehand which rows go where; leave that out"
         )
     if strategy.cuda_graphs and not is_plain:
         raise ValueError(
-            f"{strategy.keys.cuda_graphs} is true, but {who} plans copies of experts or "
+            f"{strategy.keys.cuda_graphs} is true, but {who} plans replicas of experts or "
             "cuts tokens, so that passes differ; leave that out"
         )
-    if plan.has_copies and not may_copy:
-        raise ValueError(_without_copies(who))
+    if plan.has_replicas and not may_copy:
+        raise ValueError(_without_replicas(who))
     if may_copy and plan.is_joined and JOIN not in ops:
         raise ValueError(
-            f"{who} plans copies of experts, or ranks without any, but its schedules do not "
+            f"{who} plans replicas of experts, or ranks without any, but its schedules do not "
             "join these; let beside() say copied, or leave beside and schedules to the base "
             "class"
         )
-    if may_copy and site.frees_copies and HAVE_AGAIN not in backward.once(_ops):
+    if may_copy and layer_context.frees_replicas and HAVE_AGAIN not in backward.once(_ops):
         raise ValueError(
-            f"{who} plans to free copies of experts after forward, but its schedules do not "
+            f"{who} plans to free replicas of experts after forward, but its schedules do not "
             "have them again in backward; let beside() say freed, or leave beside and "
             "schedules to the base class"
         )
-    if site.sends_once and not forward.once(_weighs_rows):
+    if layer_context.sends_once and not forward.once(_weighs_rows):
         raise ValueError(
-            f"{who} sends each token's row once to a cell ({strategy.keys.sends_once} is "
+            f"{who} sends each token's row once to an EP rank ({strategy.keys.sends_once} is "
             "true), but its schedules take no scores there; leave schedules to the base class, "
             "or say once in orders.routed_tasks"
         )
-    if site.layout.grid.cell_size > 1 and not _OF_CELLS & ops:
+    if layer_context.layout.grid.etp_size > 1 and not _OF_EP_RANKS & ops:
         raise ValueError(
-            f"the ranks of a cell split every expert, but the schedules of {who} exchange no "
-            "rows within cells; set expert_sharding_size to 1, or leave schedules to the base "
+            f"the ranks of an ETP group split every expert, but the schedules of {who} exchange no "
+            "rows within ETP groups; set expert_sharding_size to 1, or leave schedules to the base "
             "class"
         )
 
@@ -120,13 +127,13 @@ def _ops(schedule: Schedule) -> frozenset[Op]:
 
 
 def _weighs_rows(schedule: Schedule) -> bool:
-    """Whether scores weigh rows before these come home."""
+    """Whether scores weigh rows before these come to the owner."""
     return any(value.kind == ROW_SCORES for value in schedule.written)
 
 
-def _without_copies(name: str) -> str:
+def _without_replicas(name: str) -> str:
     return (
-        f"{name} plans copies of experts, but its uses() leaves out the communicator that "
+        f"{name} plans replicas of experts, but its uses() leaves out the communicator that "
         "they travel by; add ('ep', PARAM), or leave uses to the base class"
     )
 
@@ -135,7 +142,9 @@ def _names(ops: AbstractSet[Op]) -> str:
     return ", ".join(sorted(op.name for op in ops))
 
 
-def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked) -> None:
+def _check_stages(
+    own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext, hooks: Hooked
+) -> None:
     """Raises ValueError where a strategy's own stages cannot be right."""
     for op, stage in own.items():
         name = f"{type(stage).__qualname__}, the strategy's own stage of {op.name!r},"
@@ -144,15 +153,15 @@ def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks
                 f"{name} lacks forward, backward or recut; give it all three "
                 "(ds_moe_ext.schedule.stages.Stage)"
             )
-        if op == EXPERT and site.layout.grid.cell_size > 1:
+        if op == EXPERT and layer_context.layout.grid.etp_size > 1:
             raise ValueError(
                 f"{name} needs whole experts, but expert_sharding_size is "
-                f"{site.layout.grid.cell_size}; set it to 1"
+                f"{layer_context.layout.grid.etp_size}; set it to 1"
             )
-        if op in MOVES_ROWS and site.plan.way is not Way.DIRECT:
+        if op in MOVES_ROWS and layer_context.plan.way is not Way.DIRECT:
             raise ValueError(
-                f"{name} moves rows itself, but {strategy.keys.ways} is {site.plan.way.value!r}; "
-                "leave that out"
+                f"{name} moves rows itself, but {strategy.keys.ways} is "
+                f"{layer_context.plan.way.value!r}; leave that out"
             )
         if op in MOVES_ROWS and hooks.codecs:
             raise ValueError(
@@ -177,15 +186,20 @@ def _check_static_capacity(strategy: Strategy, capacity_factor: float | None) ->
 
 
 def _check_graphs(
-    own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked, *, may_drop: bool
+    own: Mapping[Op, Stage],
+    strategy: Strategy,
+    layer_context: LayerContext,
+    hooks: Hooked,
+    *,
+    may_drop: bool,
 ) -> None:
     """Raises ValueError where a pass is not like the one before, or ranks meet in it."""
     key = strategy.keys.cuda_graphs
-    if site.layout.grid.size > 1:
+    if layer_context.layout.grid.size > 1:
         raise ValueError(
-            f"{key} is true, but {site.layout.grid.size} ranks exchange rows, which graphs of ours "
-            "do not record; set ds_moe_ext.expert_parallel_size to 1, where every rank can have "
-            f"all experts, or leave {key} out"
+            f"{key} is true, but {layer_context.layout.grid.size} ranks exchange rows, which "
+            "graphs of ours do not record; set ds_moe_ext.expert_parallel_size to 1, where every "
+            f"rank can have all experts, or leave {key} out"
         )
     if strategy.static_capacity is None and may_drop:
         raise ValueError(
@@ -204,9 +218,11 @@ def _check_graphs(
         )
 
 
-def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
+def _check_send_once(
+    own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext
+) -> None:
     """Raises ValueError for what says otherwise which rows travel, or when they are weighed."""
-    plan, names = site.plan, _names(own.keys() & _OF_ROUTES)
+    plan, names = layer_context.plan, _names(own.keys() & _OF_ROUTES)
     asked = (
         (
             strategy.static_capacity is not None,
@@ -216,8 +232,8 @@ def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) ->
         ),
         (
             not plan.target.is_single or plan.revise is not None,
-            "experts have copies, which share the rows of an expert one by one",
-            "leave it out, or the copies",
+            "experts have replicas, which share the rows of an expert one by one",
+            "leave it out, or the replicas",
         ),
         (
             strategy.has_roles,
@@ -234,12 +250,12 @@ def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) ->
         if is_asked:
             raise ValueError(
                 f"{strategy.keys.sends_once} is true, so that {type(strategy).__qualname__} sends "
-                f"each token's row once to a cell, but {why}; {remedy}"
+                f"each token's row once to an EP rank, but {why}; {remedy}"
             )
 
 
 def check_transforms(
-    own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked
+    own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext, hooks: Hooked
 ) -> None:
     """Raises ValueError where transforms cannot stand."""
     name, names = type(strategy).__qualname__, ", ".join(map(str, hooks.transforms))
@@ -256,7 +272,7 @@ def check_transforms(
         )
     back = (BEFORE_COMBINE, AFTER_COMBINE)
     of_sums = ", ".join(str(each) for each in hooks.transforms if each.at in back)
-    if site.plan.sends_once and of_sums:
+    if layer_context.plan.sends_once and of_sums:
         raise ValueError(
             f"hooks: {of_sums}: {strategy.keys.sends_once} is true, so that rows are added up "
             "before they come back, and these would change sums; leave it out, or transform rows "
@@ -264,30 +280,30 @@ def check_transforms(
         )
 
 
-def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
+def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext) -> None:
     """Raises ValueError for what stripes between ranks with roles cannot do."""
-    name, plan = type(strategy).__qualname__, site.plan
+    name, plan = type(strategy).__qualname__, layer_context.plan
     asked = (
         (
             plan.carried is not None,
-            "has the block before carry its copies (carried)",
+            "has the block before carry its replicas (carried)",
             "the blocks of several stripes run at once; leave carried out: a gather goes beside "
             "what precedes its layer in any case",
         ),
         (
-            plan.rematerialize and plan.has_copies,
-            "frees its copies between forward and backward (rematerialize)",
+            plan.rematerialize and plan.has_replicas,
+            "frees its replicas between forward and backward (rematerialize)",
             "no task of a striped step gathers them a second time; leave rematerialize out",
         ),
     )
     for is_asked, what, why in asked:
         if is_asked:
             raise ValueError(
-                f"{name} gives the ranks roles, and its plan for layer {site.layer} {what}, but "
-                f"{why}"
+                f"{name} gives the ranks roles, and its plan for layer {layer_context.layer} "
+                f"{what}, but {why}"
             )
-    if plan.has_copies and ("ep", PARAM) not in strategy.uses():
-        raise ValueError(_without_copies(name))
+    if plan.has_replicas and ("ep", PARAM) not in strategy.uses():
+        raise ValueError(_without_replicas(name))
     others = _names(own.keys() - _BETWEEN_SIDES)
     if others:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a cell split every expert: expert-sharding parallelism (FSMoE, spec 1.6).
+"""How the ranks of an ETP group split every expert: expert-sharding parallelism (FSMoE, spec 1.6).
 
 Rank ``p`` of ``P`` has the ``p``-th part of the expert's hidden width: rows of the matrices that
 lead to it, columns of those that lead from it. What each computes of a row is a partial sum. Pure.
@@ -24,9 +24,9 @@ from ds_moe_ext.core.comm import (
     sum_in_place,
 )
 from ds_moe_ext.moe.codecs import Coding
-from ds_moe_ext.moe.route import CellRoute, LayerRoute
+from ds_moe_ext.moe.route import EtpRoute, LayerRoute
 from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.schedule.task import ChunkRange
 
 
 class Along(NamedTuple):
@@ -49,13 +49,13 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every expert that one rank of a cell has."""
+    """The part of every expert that one rank of an EP rank has."""
 
     # how each weight is split, in the order of the weights' names; of whole experts they say
     # nothing
     alongs: tuple[Along, ...] = ()
-    index: int = 0  # this rank's place in the cell
-    num_shards: int = 1  # ranks of the cell
+    index: int = 0  # this rank's place in the EP rank
+    num_shards: int = 1  # ranks of the ETP group
 
     @property
     def is_whole(self) -> bool:
@@ -117,23 +117,25 @@ WHOLE = Shard()
 """Of experts that nobody splits."""
 
 
-# The cell: its ranks gather each other's rows, and scatter the sums of what they computed of
+# The EP rank: its ranks gather each other's rows, and scatter the sums of what they computed of
 # them.
 
 
 @dataclass(frozen=True)
-class CellWire:
-    group: dist.ProcessGroup  # the ranks of the cell, in a communicator that only one lane uses
+class EtpWire:
+    group: (
+        dist.ProcessGroup
+    )  # the ranks of the ETP group, in a communicator that only one stream uses
     all_to_all: AllToAll = all_to_all_rows  # how partial sums are exchanged
     # what rows travel as; None: as they are. All ranks decode the same, their own too.
     coding: Coding | None = None
 
-    def through(self, coding: Coding | None) -> CellWire:
+    def through(self, coding: Coding | None) -> EtpWire:
         """The same wire, on which rows travel encoded."""
         return replace(self, coding=coding)
 
-    def gather(self, rows_RD: Tensor, route: CellRoute) -> Tensor:
-        """Rows ``[R, D]`` to those of the cell, ``[G, D]``; both in slot order."""
+    def gather(self, rows_RD: Tensor, route: EtpRoute) -> Tensor:
+        """Rows ``[R, D]`` to those of the EP rank, ``[G, D]``; both in slot order."""
 
         def travel(rows_RB: Tensor) -> Tensor:
             return all_gather_rows(rows_RB, route.rows_P, self.group)
@@ -142,7 +144,7 @@ class CellWire:
         gathered_GD = travel(rows_RD) if coding is None else coding.around(travel, rows_RD)
         return route.sorting.to_slots(gathered_GD)
 
-    def scatter(self, partial_GD: Tensor, route: CellRoute) -> Tensor:
+    def scatter(self, partial_GD: Tensor, route: EtpRoute) -> Tensor:
         """Partial sums ``[G, D]`` to the sums of the rows that are here, ``[R, D]``. Summands
         are encoded one by one, and added up decoded."""
         coding, plainly = self.coding, self.all_to_all
@@ -158,43 +160,48 @@ class CellWire:
 
 
 @dataclass(frozen=True)
-class CellGather(SavesAlike):
-    """Reads rows ``[R, D]`` and the route; writes those of all ranks of the cell, ``[G, D]``."""
+class EtpGather(SavesAlike):
+    """Reads rows ``[R, D]`` and the route; writes those of all ranks of the ETP group, ``[G,
+    D]``."""
 
-    wire: CellWire
-    back_wire: CellWire  # of gradients
+    wire: EtpWire
+    back_wire: EtpWire  # of gradients
 
-    def forward(self, span: Span, rows_RD: Tensor, layer_route: LayerRoute) -> Done:
-        return (self.wire.gather(rows_RD.detach(), layer_route.in_cell(span)),), (layer_route,)
+    def forward(self, chunk_range: ChunkRange, rows_RD: Tensor, layer_route: LayerRoute) -> Done:
+        return (self.wire.gather(rows_RD.detach(), layer_route.in_etp_group(chunk_range)),), (
+            layer_route,
+        )
 
-    def backward(self, span: Span, saved: Saved, grad_GD: Tensor) -> tuple[Any, ...]:
-        return (self.back_wire.scatter(grad_GD, saved[0].in_cell(span)),)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_GD: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.scatter(grad_GD, saved[0].in_etp_group(chunk_range)),)
 
 
 @dataclass(frozen=True)
-class CellScatter(SavesAlike):
+class EtpScatter(SavesAlike):
     """Reads partial sums ``[G, D]`` and the route; writes the sums of this rank's rows,
     ``[R, D]``."""
 
-    wire: CellWire
-    back_wire: CellWire
+    wire: EtpWire
+    back_wire: EtpWire
 
-    def forward(self, span: Span, partial_GD: Tensor, layer_route: LayerRoute) -> Done:
-        return (self.wire.scatter(partial_GD.detach(), layer_route.in_cell(span)),), (layer_route,)
+    def forward(self, chunk_range: ChunkRange, partial_GD: Tensor, layer_route: LayerRoute) -> Done:
+        return (self.wire.scatter(partial_GD.detach(), layer_route.in_etp_group(chunk_range)),), (
+            layer_route,
+        )
 
-    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
-        return (self.back_wire.gather(grad_RD, saved[0].in_cell(span)),)
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+        return (self.back_wire.gather(grad_RD, saved[0].in_etp_group(chunk_range)),)
 
 
 def whole_weights(part_S: Tensor, shard: Shard, number: int, group: dist.ProcessGroup) -> Tensor:
-    """A weight of some experts, ``[S, ...]``, from the part of it that each of a cell's ranks has.
-    Collective.
+    """A weight of some experts, ``[S, ...]``, from the part of it that each of an EP rank's ranks
+    has. Collective.
 
     Args:
         part_S: of this rank, ``[S, ...]``.
         shard: what it has of an expert.
         number: of the weight among those of an expert.
-        group: the ranks of the cell.
+        group: the ranks of the ETP group.
     """
     num_experts, *shape = part_S.shape
     whole = shard.whole_shape(number, shape)
@@ -258,24 +265,24 @@ def with_low_ranks(
     by_name: Sequence[Tensor],
     low_ranks: Sequence[LowRank],
     shard: Shard,
-    cell: dist.ProcessGroup | None,
+    ep_rank: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """The weights that experts compute with, without the factors, which stand behind them.
-    Collective over the cell where its ranks split experts.
+    Collective over the EP rank where its ranks split experts.
 
     Args:
         by_name: all weights of this rank's experts, of all slots each, ``[S, ...]``.
         low_ranks: what is added to some of them.
         shard: the part that is here.
-        cell: its ranks; None where experts are whole.
+        EP rank: its ranks; None where experts are whole.
     """
     factors = {number for each in low_ranks for number in (each.down, each.up)}
     weights = [weight for number, weight in enumerate(by_name) if number not in factors]
     for each in low_ranks:
         own = {number: by_name[number] for number in (each.down, each.up)}
-        if cell is not None and each.strength():
+        if ep_rank is not None and each.strength():
             number = each.along_width(shard.alongs[each.weight])
-            own[number] = _OfCell.apply(own[number], shard, number, cell)
+            own[number] = _OfEpRank.apply(own[number], shard, number, ep_rank)
         weights[each.weight] = each.added_to(weights[each.weight], own[each.down], own[each.up])
     return weights
 
@@ -318,19 +325,19 @@ def _sides(ctx: Any) -> tuple[Tensor, Tensor]:
     return (down_S.mT, up_S.mT) if ctx.how.is_transposed else (up_S, down_S)
 
 
-class _OfCell(torch.autograd.Function):
-    """A factor of some experts, from the part of it that each of the cell's ranks has. Each rank
+class _OfEpRank(torch.autograd.Function):
+    """A factor of some experts, from the part of it that each of the EP rank's ranks has. Each rank
     has a part of the gradient of all of it."""
 
     @staticmethod
     def forward(
-        ctx: Any, part_S: Tensor, shard: Shard, number: int, cell: dist.ProcessGroup
+        ctx: Any, part_S: Tensor, shard: Shard, number: int, ep_rank: dist.ProcessGroup
     ) -> Tensor:
-        ctx.shard, ctx.number, ctx.cell = shard, number, cell
-        return whole_weights(part_S, shard, number, cell)
+        ctx.shard, ctx.number, ctx.ep_rank = shard, number, ep_rank
+        return whole_weights(part_S, shard, number, ep_rank)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Any, ...]:
-        total_S = sum_in_place(grad_S.clone(memory_format=torch.contiguous_format), ctx.cell)
+        total_S = sum_in_place(grad_S.clone(memory_format=torch.contiguous_format), ctx.ep_rank)
         return ctx.shard.of(ctx.number, total_S, first_dim=1), None, None, None

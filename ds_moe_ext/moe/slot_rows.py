@@ -2,8 +2,8 @@
 """Rows of slots: how many each has, and how rows that came in blocks get to their slots and back.
 
 With kernels, indices are made on the device, from a table with a few numbers a block: that is all
-that the host has to send, however many rows there are. Shape letters: G spans, X blocks as they
-came, S expert slots, R rows, D model width.
+that the host has to send, however many rows there are. Shape letters: G chunk ranges, X blocks as
+they came, S expert slots, R rows, D model width.
 """
 
 from __future__ import annotations
@@ -83,19 +83,20 @@ class SlotRows:
 
 @dataclass(frozen=True, eq=False)
 class SlotSortings:
-    """Bring the rows of several spans from the order in which they came to that of slots, and back;
-    what they need on the device is made for all at once.
+    """Bring the rows of several chunk ranges from the order in which they came to that of slots,
+    and back; what they need on the device is made for all at once.
 
     What knows where rows end asks this one, which must not know it in turn: memory of the device
     would wait for Python to find the circle.
     """
 
-    # rows of each span and block for each slot, on the host; as they came, the rows of a span lie
-    # block by block and in a block slot by slot
+    # rows of each chunk range and block for each slot, on the host; as they came, the rows of a
+    # chunk range lie block by block and in a block slot by slot
     rows_GXS: np.ndarray
     device: torch.device  # of the rows
     beside: Moved | None = None  # another order, whose index is wanted too
-    # slots of each span that may be computed apart from those behind them; 0 where nobody does
+    # slots of each chunk range that may be computed apart from those behind them; 0 where nobody
+    # does
     num_firsts: int = 0
     made: list[Tensor] = field(default_factory=list)  # what is on the device so far
 
@@ -123,18 +124,18 @@ class SlotSortings:
 
     @cached_property
     def _made(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Of each span the index that takes its rows to their slots, and the one that takes them
-        back; then of the order beside. And where the rows of each slot end, of each span; then of
-        each those of slots behind the first ones, without these. Int32."""
-        num_spans, _, num_slots = self.rows_GXS.shape
+        """Of each chunk range the index that takes its rows to their slots, and the one that takes
+        them back; then of the order beside. And where the rows of each slot end, of each chunk
+        range; then of each those of slots behind the first ones, without these. Int32."""
+        num_ranges, _, num_slots = self.rows_GXS.shape
         sizes: list[int] = []
         if not self.is_in_order:
             sizes += [size for size in map(sum, self._host_GS) for _ in ("there", "back")]
         if self.beside is not None:
             sizes.append(int(self.beside.length_X.sum()))
-        num_ends = [num_slots] * num_spans
+        num_ends = [num_slots] * num_ranges
         if self.num_firsts:
-            num_ends += [num_slots - self.num_firsts] * num_spans
+            num_ends += [num_slots - self.num_firsts] * num_ranges
         if rows.are_there():
             indices, ends = rows.indices_to_slots(
                 self.rows_GXS,
@@ -177,7 +178,7 @@ class SlotSortings:
         return indices_of(all_moved, sizes, self.device, all_ends)
 
     def indices(self, number: int) -> Sequence[Tensor]:
-        """Take the rows of a span to their slots, and back, int32 ``[R]``."""
+        """Take the rows of a chunk range to their slots, and back, int32 ``[R]``."""
         return self._made[0][2 * number : 2 * number + 2]
 
     @property
@@ -185,7 +186,8 @@ class SlotSortings:
         return self._made[0][-1]
 
     def end_S(self, number: int, start: int, stop: int | None) -> Tensor:
-        """Where the rows of some slots of a span end, from where their first one lies, int32."""
+        """Where the rows of some slots of a chunk range end, from where their first one lies,
+        int32."""
         ends, num_slots = self._made[1], self.rows_GXS.shape[2]
         if start and start == self.num_firsts:
             end_S = ends[len(self.rows_GXS) + number]
@@ -199,10 +201,11 @@ class SlotSortings:
 
 @dataclass(frozen=True, eq=False)
 class SlotSorting:
-    """Brings the rows of one span from the order in which they came to that of slots, and back."""
+    """Brings the rows of one chunk range from the order in which they came to that of slots, and
+    back."""
 
-    together: SlotSortings  # of several spans
-    number: int  # of the span among them
+    together: SlotSortings  # of several chunk ranges
+    number: int  # of the chunk range among them
     slots: SlotRows  # rows of each slot, of all blocks
 
     @classmethod

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.stages import Done, Saved, Stage
-from ds_moe_ext.schedule.task import CELL_GATHER, COMBINE, DISPATCH, Op, Span
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, ETP_GATHER, ChunkRange, Op
 
 START, END = "before_moe_start", "before_moe_end"
 BEFORE_DISPATCH, AFTER_DISPATCH = "before_dispatch", "after_dispatch"
@@ -33,8 +33,8 @@ class Transform(ABC):
     Each row is changed by itself, whatever rows are beside it: which these are depends on ranks and
     degrees. At the start and the end it is given the tokens of the layer, and may change how many
     there are, as long as the end gives as many as the start took. It has no weights of its own, and
-    neither communicates nor waits for the device. It is called in the lane of the exchange that it
-    stands at, without a graph: ``adjoint`` makes one, of the rows that were kept.
+    neither communicates nor waits for the device. It is called in the stream of the exchange that
+    it stands at, without a graph: ``adjoint`` makes one, of the rows that were kept.
     """
 
     at: str  # its place, one of ``PLACES``
@@ -155,23 +155,23 @@ def placed(transforms: Sequence[Transform], place: str) -> Transforms:
 # Stages that move rows, with transforms where rows enter and leave them.
 
 
-Pieces = Sequence[tuple[Span, Tensor]]
-Recut = Callable[[LayerRoute, Span, Pieces], Tensor]
-"""Rows of a span, from those of the overlapping spans that they were kept in."""
+Pieces = Sequence[tuple[ChunkRange, Tensor]]
+Recut = Callable[[LayerRoute, ChunkRange, Pieces], Tensor]
+"""Rows of a chunk range, from those of the overlapping chunk ranges that they were kept in."""
 
 
-def _tokens(layer_route: LayerRoute, span: Span, pieces: Pieces) -> Tensor:
+def _tokens(layer_route: LayerRoute, chunk_range: ChunkRange, pieces: Pieces) -> Tensor:
     """``[T, D]``."""
     cut = layer_route.cut
-    start = cut.first(span) - cut.first(pieces[0][0])
-    return torch.cat([rows for _, rows in pieces]).narrow(0, start, cut.length(span))
+    start = cut.first(chunk_range) - cut.first(pieces[0][0])
+    return torch.cat([rows for _, rows in pieces]).narrow(0, start, cut.length(chunk_range))
 
 
-def _sent(layer_route: LayerRoute, span: Span, pieces: Pieces) -> Tensor:
+def _sent(layer_route: LayerRoute, chunk_range: ChunkRange, pieces: Pieces) -> Tensor:
     """``[N, D]`` in send order."""
     by_choice = [(own, layer_route.on(own).spread(rows)) for own, rows in pieces]
-    whole_TKD = _tokens(layer_route, span, by_choice)
-    return whole_TKD.flatten(0, 1).index_select(0, layer_route.on(span).choice_N)
+    whole_TKD = _tokens(layer_route, chunk_range, by_choice)
+    return whole_TKD.flatten(0, 1).index_select(0, layer_route.on(chunk_range).choice_N)
 
 
 @dataclass(frozen=True)
@@ -185,35 +185,35 @@ class TransformedStage:
     before: Transforms  # transforms of the rows that it reads
     after: Transforms  # of those that it writes
 
-    def forward(self, span: Span, *reads: Any) -> Done:
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
         given, *others = reads
         moved = applied(self.before, given) if self.before else given
-        (came, *rest), saved = self.stage.forward(span, moved, *others)
+        (came, *rest), saved = self.stage.forward(chunk_range, moved, *others)
         written = applied(self.after, came) if self.after else came
         kept_read = given.detach() if self.before else None
         kept_written = came.detach() if self.after else None
         return (written, *rest), (reads[-1], kept_read, kept_written, *saved)
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         _, read, written, *own = saved
         grad, *others = grads
         if self.after and grad is not None:
             grad = adjoint(self.after, written, grad)
-        found, *rest = self.stage.backward(span, tuple(own), grad, *others)
+        found, *rest = self.stage.backward(chunk_range, tuple(own), grad, *others)
         if self.before and found is not None:
             found = adjoint(self.before, read, found)
         return found, *rest
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
         layer_route: LayerRoute = pieces[0][1][0]
 
         def kept(number: int, recut: Recut) -> Tensor | None:
             if pieces[0][1][number] is None:
                 return None
-            return recut(layer_route, span, [(own, saved[number]) for own, saved in pieces])
+            return recut(layer_route, chunk_range, [(own, saved[number]) for own, saved in pieces])
 
         read, written = kept(1, self.recut_read), kept(2, self.recut_written)
-        inner = self.stage.recut(span, [(own, saved[3:]) for own, saved in pieces])
+        inner = self.stage.recut(chunk_range, [(own, saved[3:]) for own, saved in pieces])
         return (layer_route, read, written, *inner)
 
 
@@ -222,8 +222,8 @@ def transformed(
 ) -> Mapping[Op, TransformedStage]:
     """The stages at which there are transforms, with these.
 
-    Where a cell gathers its rows, they are transformed once it has, and travel in it as they came.
-    What its ranks computed are summands: they are added up before they are transformed.
+    Where an EP rank gathers its rows, they are transformed once it has, and travel in it as they
+    came. What its ranks computed are summands: they are added up before they are transformed.
     """
     if not transforms:
         return {}
@@ -231,15 +231,15 @@ def transformed(
     def at(place: str) -> Transforms:
         return placed(transforms, place)
 
-    has_cells = CELL_GATHER in stages
+    has_ep_ranks = ETP_GATHER in stages
     arrived = at(AFTER_DISPATCH)
-    own, of_cell = LayerRoute.own_rows_of, LayerRoute.rows_of
+    own, of_ep_rank = LayerRoute.own_rows_of, LayerRoute.rows_of
     around: dict[Op, tuple[Recut, Recut, Transforms, Transforms]] = {
-        DISPATCH: (_tokens, own, at(BEFORE_DISPATCH), () if has_cells else arrived),
+        DISPATCH: (_tokens, own, at(BEFORE_DISPATCH), () if has_ep_ranks else arrived),
         COMBINE: (own, _sent, at(BEFORE_COMBINE), at(AFTER_COMBINE)),
     }
-    if has_cells:
-        around[CELL_GATHER] = own, of_cell, (), arrived
+    if has_ep_ranks:
+        around[ETP_GATHER] = own, of_ep_rank, (), arrived
     return {
         op: TransformedStage(stages[op], read, written, before, after)
         for op, (read, written, before, after) in around.items()

@@ -45,7 +45,7 @@ def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     Noise grows with what is timed, so errors count by their share of the time. The first samples
     are taken for a floor if that halves the squared error or more. A line that starts below zero is
     laid through zero, and its slope fitted anew. Times that do not grow with the sizes give the
-    line from zero to the largest; its ``r_squared`` tells.
+    line from zero to the largest; its ``r_squared`` shows.
     """
     units_N, seconds_N = _samples(units_N, seconds_N)
 
@@ -160,7 +160,7 @@ class Sweep:
 
 
 def silent(name: str) -> None:
-    """Tell nobody which sweep begins."""
+    """Report nobody which sweep begins."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Bench:
     # seconds that a sweep's repetitions may take; a few are made in any case
     budget_s: float = 60.0
     group: dist.ProcessGroup | None = None  # the ranks that measure together; None for all
-    begins: Callable[[str], object] = silent  # told the name of each sweep
+    begins: Callable[[str], object] = silent  # reported the name of each sweep
 
     def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> LinearFit:
         """The line through a sweep's times, the same on every rank. Collective."""

@@ -32,7 +32,7 @@ from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """Assumptions, to be told with every price that rests on them: peaks of matrix products and
+    """Assumptions, to be reported with every price that rests on them: peaks of matrix products and
     links are never reached. Measured lines of a file stand as they are."""
 
     products: float = 0.6  # part of a device's peak that matrix products reach
@@ -101,8 +101,8 @@ class Priced:
     way: Way  # which
     steps: tuple[StepPrice, ...]  # each step that was priced
     plans: tuple[Plan, ...]  # of the last of these
-    memory: MemoryUse  # of the fullest rank, copies with it
-    told: str  # by the strategy, of what it makes of the costs; empty if nothing
+    memory: MemoryUse  # of the fullest rank, replicas with it
+    reported: str  # by the strategy, of what it makes of the costs; empty if nothing
     tokens: int  # of a step, of all ranks
     fullest: int = 0  # pipeline stage of the fullest rank
 
@@ -121,9 +121,9 @@ class Priced:
         return fmean(vars(each)[name] for each in self.steps)
 
     @property
-    def copies(self) -> float:
-        """Copies of a layer on the cell that holds most, mean of the layers."""
-        return fmean(map(most_copies, self.plans))
+    def replicas(self) -> float:
+        """Replicas of a layer on the EP rank that holds most, mean of the layers."""
+        return fmean(map(most_replicas, self.plans))
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def price_way(
     strategy, grid, training = way.strategy, way.grid, run.training
     parallel, micro_batches = training.parallel, training.micro_batches
     if grid.world_size > grid.size:
-        strategy = strategy.with_homes_that_stay()
-        if strategy.rhythm().shard_every:
+        strategy = strategy.with_owners_that_stay()
+        if strategy.intervals().shard_every:
             raise ValueError(
-                f"{strategy.keys.homes} moves experts to new homes, which needs one home an "
+                f"{strategy.keys.owners} moves experts to new owners, which needs one owner an "
                 f"expert, but here each has {grid.world_size // grid.size}; set it to null or 0, "
                 "or leave this grid out"
             )
@@ -173,7 +173,7 @@ def price_way(
             order_of(stage, parallel, micro_batches),
         )
         priced.append([chunk.price(strategy, used) for chunk in chunks])
-        memory.append(replace(used, copies=sum(chunk.copies for chunk in priced[-1])))
+        memory.append(replace(used, replicas=sum(chunk.replicas for chunk in priced[-1])))
     steps = []
     for step in range(num_priced):
         of_stages = [[chunk.steps[step] for chunk in chunks] for chunks in priced]
@@ -182,13 +182,13 @@ def price_way(
         else:
             steps.append(pipeline_step(of_stages, parallel, micro_batches, run.send_s))
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    told = [chunk.told for chunks in priced[steps[-1].stage :] + priced for chunk in chunks]
+    lines = [chunk.reported for chunks in priced[steps[-1].stage :] + priced for chunk in chunks]
     return Priced(
         way,
         tuple(steps),
         tuple(plan for chunks in zip(*priced) for chunk in chunks for plan in chunk.plans),
         memory[fullest],
-        next(filter(None, told), ""),
+        next(filter(None, lines), ""),
         training.tokens_of_step,
         fullest,
     )
@@ -196,12 +196,12 @@ def price_way(
 
 class _PricedChunk(NamedTuple):
     """What a stage runs in one piece: each step that was priced, the plans of the last, bytes of
-    their copies, and what the strategy tells."""
+    their replicas, and what the strategy shows."""
 
     steps: Sequence[Passes]
     plans: Sequence[Plan] = ()
-    copies: float = 0.0
-    told: str = ""
+    replicas: float = 0.0
+    reported: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,47 +209,47 @@ class _Chunk:
     """What a stage runs in one piece, before it is priced."""
 
     run: DescribedRun  # it alone
-    # rows of cells in the steps that plans go by, int64 ``[C, E]`` of each layer
+    # rows of EP ranks in the steps that plans go by, int64 ``[C, E]`` of each layer
     before: Sequence[Sequence[np.ndarray]]
     after: Sequence[Sequence[np.ndarray]]  # those of the steps that are priced
-    homes: Sequence[Placement]  # of each layer
+    owners: Sequence[Placement]  # of each layer
 
     @classmethod
     def of(cls, way: Way, run: DescribedRun, rows_ILRE: np.ndarray, num_priced: int) -> _Chunk:
         if not run.shape.moe_layers:
             return cls(run, (), ((),) * num_priced, ())
-        cells_ILCE = cells_of(rows_ILRE, way.grid)
-        num_layers, num_experts = cells_ILCE.shape[1], cells_ILCE.shape[3]
-        steps = [list(step_LCE) for step_LCE in cells_ILCE]
-        homes = way.strategy.first_homes(
-            [num_experts] * num_layers, (run.pool,), way.grid.num_cells
+        ep_ranks_ILCE = ep_ranks_of(rows_ILRE, way.grid)
+        num_layers, num_experts = ep_ranks_ILCE.shape[1], ep_ranks_ILCE.shape[3]
+        steps = [list(step_LCE) for step_LCE in ep_ranks_ILCE]
+        owners = way.strategy.first_owners(
+            [num_experts] * num_layers, (run.cost_group,), way.grid.num_ep_ranks
         )
-        return cls(run, steps[:-num_priced], steps[-num_priced:], homes)
+        return cls(run, steps[:-num_priced], steps[-num_priced:], owners)
 
     @property
     def most_rows(self) -> float:
-        """Rows of the busiest cell where nothing is copied, mean of the layers."""
-        if not self.homes:
+        """Rows of the busiest EP rank where nothing is copied, mean of the layers."""
+        if not self.owners:
             return 0.0
         return fmean(
-            float(np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells).max())
-            for home, rows_CE in zip(self.homes, self.before[-1])
+            float(np.bincount(owner.owner_E, rows_CE.sum(axis=0), owner.num_ep_ranks).max())
+            for owner, rows_CE in zip(self.owners, self.before[-1])
         )
 
     def price(self, strategy: Strategy, used: MemoryUse) -> _PricedChunk:
         """Under one strategy, in a stage whose ranks use so much memory."""
         run = self.run
-        if not self.homes:
+        if not self.owners:
             plain = Passes.without_experts(run.conditions())
             return _PricedChunk([plain] * len(self.after))
         passes = run.training.micro_batches  # plans go by the rows of a step, all passes together
-        rhythm = strategy.rhythm()
-        window = LoadWindow(rhythm.window)
+        intervals = strategy.intervals()
+        window = LoadWindow(intervals.window)
         for rows in self.before:
             window.push([passes * rows_CE for rows_CE in rows])
-        job = replace(run.job(self.homes, used), pipelines=run.pipelines(self.before[-1]))
-        if rhythm.shard_every:
-            job = replace(job, homes=strategy.homes(_seen(job, window)))
+        job = replace(run.job(self.owners, used), pipelines=run.pipelines(self.before[-1]))
+        if intervals.shard_every:
+            job = replace(job, owners=strategy.owners(_seen(job, window)))
         steps, plans = list[Passes](), tuple[Plan, ...]()
         for rows in self.after:
             job = _seen(job, window)
@@ -264,32 +264,34 @@ def _seen(job: Job, window: LoadWindow) -> Job:
     return replace(job, rows=window.predicted(), drift=window.drift)
 
 
-def most_copies(plan: Plan) -> int:
-    """Copies on the cell that holds most."""
-    return int((plan.target.holds_EC & ~plan.home.holds_EC).sum(axis=0).max())
+def most_replicas(plan: Plan) -> int:
+    """Replicas on the EP rank that holds most."""
+    return int((plan.target.holds_EC & ~plan.owner.holds_EC).sum(axis=0).max())
 
 
 def copied_bytes(plans: Sequence[Plan], run: DescribedRun) -> float:
-    """Of copies and their gradients on the cell that holds most."""
+    """Of replicas and their gradients on the EP rank that holds most."""
     each, accumulates = [run.expert_bytes] * len(plans), run.training.micro_batches > 1
     return float(copied_bytes_C(plans, each, accumulates=accumulates).max())
 
 
-def cells_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:
-    """Rows of the cells of one grid, int64 ``[I, L, C, E]``: of the one whose busiest cells are
-    busiest, where there are several, for all wait for it at the end of a step."""
+def ep_ranks_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:
+    """Rows of the EP ranks of one grid, int64 ``[I, L, C, E]``: of the one whose busiest EP ranks
+    are busiest, where there are several, for all wait for it at the end of a step."""
     num_steps, num_layers, _, num_experts = rows_ILRE.shape
-    shape = (num_steps, num_layers, -1, grid.num_cells, grid.cell_size, num_experts)
+    shape = (num_steps, num_layers, -1, grid.num_ep_ranks, grid.etp_size, num_experts)
     grids = rows_ILRE.reshape(shape).sum(axis=4, dtype=np.int64)
     if grids.shape[2] == 1:
         only: np.ndarray = grids[:, :, 0]
         return only
-    per_cell = num_experts // grid.num_cells or 1
-    whole = per_cell * grid.num_cells
-    at_home = grids.sum(axis=3)[..., : min(whole, num_experts)]
-    if at_home.shape[-1] == whole:
-        at_home = at_home.reshape(*at_home.shape[:-1], grid.num_cells, per_cell).sum(axis=-1)
-    busiest: np.ndarray = grids[:, :, int(at_home.max(axis=-1).sum(axis=(0, 1)).argmax())]
+    per_ep_rank = num_experts // grid.num_ep_ranks or 1
+    whole = per_ep_rank * grid.num_ep_ranks
+    at_owner = grids.sum(axis=3)[..., : min(whole, num_experts)]
+    if at_owner.shape[-1] == whole:
+        at_owner = at_owner.reshape(*at_owner.shape[:-1], grid.num_ep_ranks, per_ep_rank).sum(
+            axis=-1
+        )
+    busiest: np.ndarray = grids[:, :, int(at_owner.max(axis=-1).sum(axis=(0, 1)).argmax())]
     return busiest
 
 
@@ -297,12 +299,16 @@ def grids_for(
     strategy: Strategy, hardware: Hardware, num_ranks: int, num_experts: int
 ) -> Iterator[Grid]:
     """All that a strategy can run on, small ones first; experts within a node are always among
-    them, where there are as many. Cells that split experts are parts of a node."""
+    them, where there are as many. EP ranks that split experts are parts of a node."""
     on_node = min(hardware.ranks_per_node, num_ranks)
     sizes = divisors(on_node) if strategy.splits_experts else [1]
-    for cell_size in sizes:
-        for num_cells in divisors(num_ranks // cell_size):
-            divides = num_experts % num_cells == 0
-            has_home = num_cells <= num_experts
-            if has_home and (divides or strategy.has_uneven_homes) and num_cells * cell_size > 1:
-                yield Grid(num_ranks, num_cells, cell_size)
+    for etp_size in sizes:
+        for num_ep_ranks in divisors(num_ranks // etp_size):
+            divides = num_experts % num_ep_ranks == 0
+            has_owner = num_ep_ranks <= num_experts
+            if (
+                has_owner
+                and (divides or strategy.has_uneven_owners)
+                and num_ep_ranks * etp_size > 1
+            ):
+                yield Grid(num_ranks, num_ep_ranks, etp_size)

@@ -2,9 +2,9 @@
 """A run as strategies and prices see it, from what describes its cluster and model. Pure.
 
 ``DescribedRun`` has a model on a cluster: what ranks compute and send between experts (windows),
-what rows and copies cost (``pool``, ``pipelines``), what a rank needs memory for, and under which
-``conditions`` a step runs. A pipeline stage's part of a model is a run of its own (``stages``).
-Shape letters: L layers, C cells.
+what rows and replicas cost (``cost_group``, ``pipelines``), what a rank needs memory for, and under
+which ``conditions`` a step runs. A pipeline stage's part of a model is a run of its own
+(``stages``). Shape letters: L layers, C EP ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ds_moe_ext.planning.layer_seconds import HOST_TIMES, HostTimes, TaskCosts, 
 from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
 from ds_moe_ext.planning.prices import Line, Prices, RowBytes
 from ds_moe_ext.planning.step_price import Conditions, Pass, most_kept
-from ds_moe_ext.planning.strategy import Job, Plan, Pool
+from ds_moe_ext.planning.strategy import CostGroup, Job, Plan
 
 RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
 KEPT_DENSE = 16  # hidden states that a layer's dense part keeps for backward, with fused attention
 LOGIT_BYTES = 6  # of one logit: as computed, and in 32 bits for the loss
 STEP_BYTES = 2 * MASTER_AND_STATES + 6  # read and written of a weight when it is stepped
-SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
+SHARE_OF_FREE = 0.7  # of free memory that replicas may take, as in a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class MemoryUse:
     gradients: float  # of these
     optimizer: float  # weights in 32 bits and two states, but for those in host memory
     activations: float  # kept for backward
-    copies: float = 0.0  # of experts, and their gradients
+    replicas: float = 0.0  # of experts, and their gradients
     runtime: float = RUNTIME  # what the device and its communicators take
 
     @property
@@ -83,16 +83,16 @@ def stage_memory(
 def copied_bytes_C(
     plans: Sequence[Plan], expert_bytes_L: Sequence[int], *, accumulates: bool
 ) -> np.ndarray:
-    """Copies of experts and their gradients on each cell when it has most, int64 ``[C]``.
+    """Replicas of experts and their gradients on each EP rank when it has most, int64 ``[C]``.
 
     All layers' copies, or one layer's where they are freed after forward, or two layers' where the
     block before carries them besides; of gradients those of as few layers, but where they wait for
-    the last micro-batch those of as many as have copies.
+    the last micro-batch those of as many as have replicas.
     """
-    copies_LC = np.array([(p.target.holds_EC & ~p.home.holds_EC).sum(axis=0) for p in plans])
-    most_first_LC = -np.sort(-copies_LC * np.array(expert_bytes_L)[:, None], axis=0)
+    replicas_LC = np.array([(p.target.holds_EC & ~p.owner.holds_EC).sum(axis=0) for p in plans])
+    most_first_LC = -np.sort(-replicas_LC * np.array(expert_bytes_L)[:, None], axis=0)
     at_once = 2 if any(plan.carried is not None for plan in plans) else 1
-    frees = all(plan.rematerialize for plan in plans if plan.has_copies)
+    frees = all(plan.rematerialize for plan in plans if plan.has_replicas)
     held_C: np.ndarray = most_first_LC[: at_once if frees else None].sum(axis=0)
     return held_C + (held_C if accumulates else most_first_LC[:at_once].sum(axis=0))
 
@@ -118,7 +118,7 @@ class DescribedRun:
     grid: Grid  # of the ranks of a stage
     passes: int = 16  # as of ``Reached``
     host: HostTimes = HOST_TIMES  # what issuing takes; see ``HostTimes``
-    # what rows and copies weigh as they travel; None: what they do in memory
+    # what rows and replicas weigh as they travel; None: what they do in memory
     on_its_way: OnItsWay | None = None
     # clusters that it was joined of, where their devices are unlike (``mixed_cluster``), reckoned
     # with likewise: each computes experts at its own speed
@@ -126,8 +126,8 @@ class DescribedRun:
 
     @property
     def node_C(self) -> np.ndarray:
-        """Node of each cell."""
-        return self.hardware.node_of_cells(self.grid.num_cells, self.grid.cell_size)
+        """Node of each EP rank."""
+        return self.hardware.node_of_ep_ranks(self.grid.num_ep_ranks, self.grid.etp_size)
 
     @cached_property
     def product(self) -> Product:
@@ -270,7 +270,7 @@ class DescribedRun:
             ends_s += self._embedding_s
         return self._forward_sent_s(layers) + ends_s, self._backward_sent_s(layers) + ends_s
 
-    # What rows and copies cost.
+    # What rows and replicas cost.
 
     @property
     def row_bytes(self) -> int:
@@ -280,12 +280,12 @@ class DescribedRun:
     def expert_bytes(self) -> int:
         """Weights of one expert that one rank has."""
         whole = self.shape.expert_weights * self.training.element_bytes
-        return whole // self.grid.cell_size
+        return whole // self.grid.etp_size
 
     @property
     def slots(self) -> int:
-        """Experts of a layer that a cell is home to, at most."""
-        return -(-self.shape.num_experts // self.grid.num_cells)
+        """Experts of a layer that an EP rank owns, at most."""
+        return -(-self.shape.num_experts // self.grid.num_ep_ranks)
 
     @property
     def _travelling(self) -> OnItsWay:
@@ -293,12 +293,12 @@ class DescribedRun:
         return self.on_its_way or in_memory
 
     @cached_property
-    def pool(self) -> Pool:
+    def cost_group(self) -> CostGroup:
         """All MoE layers."""
         grid, sent = self.grid, self._travelling
-        copy, inter, intra = self.hardware.cell_links(grid.size, grid.cell_size)
+        copy, inter, intra = self.hardware.ep_rank_links(grid.size, grid.etp_size)
         row_s_C = self._row_s_C()
-        return Pool(
+        return CostGroup(
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
                 row_s=float(row_s_C.mean()),
@@ -309,23 +309,23 @@ class DescribedRun:
             ),
             row_s_C=tuple(row_s_C.tolist()) if row_s_C.max() > row_s_C.min() else (),
             expert_bytes=self.expert_bytes,
-            state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
+            state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.etp_size,
             copy_latency_s=copy.latency_s,
-            copy_bytes=sent.copy,
-            cell_row_bytes=sent.row.within,
+            replica_bytes=sent.copy,
+            etp_row_bytes=sent.row.within,
         )
 
     def _row_s_C(self) -> np.ndarray:
-        """Seconds of a row in each cell: of the slowest grid, where there are several, and of a
-        cell's slowest rank."""
-        work = (1 + self.backward_rounds) * self.shape.expert_weights / self.grid.cell_size
+        """Seconds of a row in each EP rank: of the slowest grid, where there are several, and of a
+        EP rank's slowest rank."""
+        work = (1 + self.backward_rounds) * self.shape.expert_weights / self.grid.etp_size
         row_s_R = np.concatenate(
             [
                 np.full(each.num_ranks, work / self._product(each).multiply_adds_per_s)
                 for each in self.mixed or (self.hardware,)
             ]
         )[: self.grid.world_size]
-        by_grid = row_s_R.reshape(-1, self.grid.num_cells, self.grid.cell_size).max(axis=2)
+        by_grid = row_s_R.reshape(-1, self.grid.num_ep_ranks, self.grid.etp_size).max(axis=2)
         slowest: np.ndarray = by_grid[int(by_grid.sum(axis=1).argmax())]
         return slowest
 
@@ -335,13 +335,13 @@ class DescribedRun:
         grid, tensor = self.grid, self.training.parallel.tensor
         usage = Usage(
             num_ranks=grid.world_size,
-            num_cells=grid.num_cells,
-            cell_size=grid.cell_size,
+            num_ep_ranks=grid.num_ep_ranks,
+            etp_size=grid.etp_size,
             dense_ranks_per_node=max(
                 min(self.hardware.ranks_per_node, grid.world_size) // tensor, 1
             ),
             number_type=self.training.number_type,
-            row_multiply_adds=self.shape.expert_weights / grid.cell_size,
+            row_multiply_adds=self.shape.expert_weights / grid.etp_size,
             num_products=self.shape.products * self.slots,
             element_bytes=self.training.gradient_bytes,
             expert_bytes=self.slots * self.expert_bytes,
@@ -356,12 +356,12 @@ class DescribedRun:
             return sum(shape.dense_weights(each, self.training.parallel.tensor) for each in layers)
 
         def costs(rows_CE: np.ndarray) -> LayerRows:
-            even = float(rows_CE.sum()) / grid.num_cells
+            even = float(rows_CE.sum()) / grid.num_ep_ranks
             return LayerRows(
-                sent=even / grid.cell_size,
+                sent=even / grid.etp_size,
                 gathered=even,
                 row_bytes=sent.between,
-                cell_row_bytes=sent.within,
+                etp_row_bytes=sent.within,
             )
 
         layers = tuple(
@@ -376,16 +376,16 @@ class DescribedRun:
             head * shape.vocabulary.has_head + dense_weights(shape.layers_after),
             self.lines.gradients,
             self.training.element_bytes,
-            issued(self.host, is_split=grid.cell_size > 1),
+            issued(self.host, is_split=grid.etp_size > 1),
         )
 
     # What is asked for.
 
-    def job(self, homes: Sequence[Placement], used: MemoryUse) -> Job:
+    def job(self, owners: Sequence[Placement], used: MemoryUse) -> Job:
         """What strategies plan by, without rows; in a stage whose ranks use so much memory."""
         free = (self.hardware.device.memory_bytes or 0) - used.total
         return replace(
-            Job.at_start(homes, self.node_C, (self.pool,)),
+            Job.at_start(owners, self.node_C, (self.cost_group,)),
             window_s=self.window_s,
             back_window_s=self.back_window_s,
             free_bytes=max(int(SHARE_OF_FREE * free), 0) // self.training.parallel.chunks,
@@ -415,8 +415,8 @@ class DescribedRun:
         return line.alpha_s + line.beta_s * training.tokens * self.row_bytes
 
     def memory(self, most_rows: float) -> MemoryUse:
-        """Of the rank with most experts and rows, without copies; ``most_rows`` are those that a
-        cell computes in one layer."""
+        """Of the rank with most experts and rows, without replicas; ``most_rows`` are those that a
+        EP rank computes in one layer."""
         training, stage = self.training, self.training.zero_stage
         element, replicas = training.element_bytes, self.grid.world_size // self.grid.size
         experts, dense_replicas = self._held_experts, training.dense_replicas
@@ -443,7 +443,7 @@ class DescribedRun:
         shape, training, tokens = self.shape, self.training, self.training.tokens
         state = self.row_bytes
         dense = KEPT_DENSE * tokens * state
-        of_row = 2 * shape.width + shape.products * shape.expert_width / self.grid.cell_size
+        of_row = 2 * shape.width + shape.products * shape.expert_width / self.grid.etp_size
         rows = most_rows * of_row * training.element_bytes
         rows += tokens * shape.top_k * state  # as they came back
         hidden = shape.products * tokens * training.element_bytes
@@ -464,12 +464,12 @@ class DescribedRun:
         """Of a step whose layers reduce so many elements of dense gradients beside their rows."""
         link = self.hardware.copy_link(self.grid.size)
         tasks = TaskCosts(
-            exchange_start_s=link.latency_s if self.grid.num_cells > 1 else 0.0,
+            exchange_start_s=link.latency_s if self.grid.num_ep_ranks > 1 else 0.0,
             weight_s=self.expert_bytes / self.memory_rate,
             expert_start_s=self.shape.products * self.product.start_s,
             row_move_s=2 * self.row_bytes / self.memory_rate,
-            cell_gather=self.lines.all_gather,
-            cell_scatter=self.lines.reduce_scatter,
+            etp_gather=self.lines.all_gather,
+            etp_scatter=self.lines.reduce_scatter,
             all_reduce=self.lines.gradients,
             backward_rounds=self.backward_rounds,
         )
@@ -499,15 +499,15 @@ class DescribedRun:
 
     @property
     def expert_end_s(self) -> float:
-        """Of experts, whose gradients are summed over their homes in different grids."""
-        homes, reduced_s = self.grid.world_size // self.grid.size, 0.0
-        if homes > 1:
+        """Of experts, whose gradients are summed over their owners in different grids."""
+        owners, reduced_s = self.grid.world_size // self.grid.size, 0.0
+        if owners > 1:
             # In rings along the ranks: of those that hold the same on one node, one sends to
             # another.
             line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
-            sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
+            sent = self._held_experts * self.training.gradient_bytes * 2 * (owners - 1) / owners
             reduced_s = line.alpha_s + sent * line.beta_s
-        return reduced_s + self._stepped_s(self._held_experts, homes)
+        return reduced_s + self._stepped_s(self._held_experts, owners)
 
     def _stepped_s(self, elements: float, num_replicas: int) -> float:
         """The optimizer's step of weights that so many ranks have."""
@@ -518,7 +518,7 @@ class DescribedRun:
     def _held_experts(self) -> float:
         """Weights of experts that a rank has."""
         whole = len(self.shape.moe_layers) * self.slots * self.shape.expert_weights
-        return whole / self.grid.cell_size
+        return whole / self.grid.etp_size
 
 
 class StageChunk(NamedTuple):

@@ -3,8 +3,8 @@
 
 ``PipelineLines`` are straight lines (FSMoE, eq. 1): ``probe`` measures them on a run's own ranks,
 ``described_lines`` takes them from a hardware file; either way all ranks have the same, and plan by
-them. ``line_of_way`` prices each way in which rows may travel between cells, by a model of two
-links. ``LinkPrices`` say what rows and copies wait for by who sends what to whom.
+them. ``line_of_way`` prices each way in which rows may travel between EP ranks, by a model of two
+links. ``LinkPrices`` say what rows and replicas wait for by who sends what to whom.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes, bus
 class PipelineLines:
     """The lines of one MoE layer, of one call on every rank at once."""
 
-    # between cells; by bytes of the rows that one rank gives, its own part among them
+    # between EP ranks; by bytes of the rows that one rank gives, its own part among them
     all_to_all: Line
-    all_gather: Line  # inside a cell; by bytes of the rows that one rank ends up with
-    reduce_scatter: Line  # inside a cell; by bytes of the rows that one rank gives
+    all_gather: Line  # inside an ETP group; by bytes of the rows that one rank ends up with
+    reduce_scatter: Line  # inside an ETP group; by bytes of the rows that one rank gives
     expert: Line  # forward of the part of the experts that one rank has; by rows
     all_reduce: Line  # of dense gradients, or what the host has in its place; by elements
 
@@ -46,15 +46,15 @@ class PipelineLines:
 class LayerRows:
     """The rows of one MoE layer in one pass, of the mean rank."""
 
-    sent: float  # that a rank sends to the cells of their experts, and that return to it
-    gathered: float  # that a rank computes: those that arrived at all ranks of its cell
-    row_bytes: float  # of one row as it travels between cells
-    cell_row_bytes: float  # and within one
+    sent: float  # that a rank sends to the EP ranks of their experts, and that return to it
+    gathered: float  # that a rank computes: those that arrived at all ranks of its ETP group
+    row_bytes: float  # of one row as it travels between EP ranks
+    etp_row_bytes: float  # and within one
 
 
 def layer_costs(lines: PipelineLines, rows: LayerRows) -> LayerCosts:
     """The costs of a layer's forward pass; backward's are ``in_backward()`` of these."""
-    gathered_bytes = rows.gathered * rows.cell_row_bytes
+    gathered_bytes = rows.gathered * rows.etp_row_bytes
     return LayerCosts(
         all_to_all=lines.all_to_all.over(rows.sent * rows.row_bytes),
         all_gather=lines.all_gather.over(gathered_bytes),
@@ -68,8 +68,8 @@ class Usage:
     """How a run uses a cluster."""
 
     num_ranks: int  # all
-    num_cells: int  # cells that exchange rows
-    cell_size: int  # ranks of a cell, neighbours that split every expert
+    num_ep_ranks: int  # EP ranks that exchange rows
+    etp_size: int  # ranks of an ETP group, neighbours that split every expert
     # ranks of one node that sum the same dense gradients: all of them, or 1 where each has another
     # part of the dense weights
     dense_ranks_per_node: int
@@ -86,28 +86,29 @@ def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
     Measured sums of gradients are those of one rank from each node, all at once; where more ranks
     of a node share one sum it is taken to be as many times as fast.
     """
-    num_ranks, num_cells, cell_size = usage.num_ranks, usage.num_cells, usage.cell_size
-    if cell_size > hardware.ranks_per_node:
+    num_ranks, num_ep_ranks, etp_size = usage.num_ranks, usage.num_ep_ranks, usage.etp_size
+    if etp_size > hardware.ranks_per_node:
         raise ValueError(
-            f"cells of {cell_size} ranks do not fit into the nodes of hardware {hardware.name!r}, "
-            f"which have {hardware.ranks_per_node}; choose cells of at most that"
+            f"EP ranks of {etp_size} ranks do not fit into the nodes of hardware "
+            f"{hardware.name!r}, which have {hardware.ranks_per_node}; choose EP ranks of at most "
+            "that"
         )
     line = partial(described_line, hardware)
     spans_nodes = num_ranks > hardware.ranks_per_node
     num_members = num_ranks if spans_nodes else usage.dense_ranks_per_node
-    all_reduce = line("all_reduce", num_ranks, num_members=num_members, trips=2)  # as in a ring
+    all_reduce = line("all_reduce", num_ranks, num_members=num_members, rounds=2)  # as in a ring
     speed = usage.dense_ranks_per_node if spans_nodes else 1
     return PipelineLines(
-        all_to_all=line("all_to_all", num_cells * cell_size, num_members=num_cells),
-        all_gather=line("all_gather", cell_size, num_members=cell_size),
-        reduce_scatter=line("reduce_scatter", cell_size, num_members=cell_size),
+        all_to_all=line("all_to_all", num_ep_ranks * etp_size, num_members=num_ep_ranks),
+        all_gather=line("all_gather", etp_size, num_members=etp_size),
+        reduce_scatter=line("reduce_scatter", etp_size, num_members=etp_size),
         expert=_expert(hardware, usage),
         all_reduce=replace(all_reduce, beta_s=all_reduce.beta_s * usage.element_bytes / speed),
     )
 
 
 def described_line(
-    hardware: Hardware, what: str, num_ranks: int, *, num_members: int, trips: int = 1
+    hardware: Hardware, what: str, num_ranks: int, *, num_members: int, rounds: int = 1
 ) -> Line:
     """The line of one collective by a hardware file, by bytes of one rank."""
     if num_members == 1:
@@ -127,7 +128,7 @@ def described_line(
             f"ds-moe-ext profile, or add the key '{level}_collectives.{what}' or {level!r} to its "
             "file"
         )
-    crossing = 1.0 if measured else trips * num_sharers * (num_parties - 1) / num_parties
+    crossing = 1.0 if measured else rounds * num_sharers * (num_parties - 1) / num_parties
     return Line(
         alpha_s=link.latency_s, beta_s=crossing / link.bytes_per_s, r_squared=link.r_squared
     )
@@ -151,10 +152,10 @@ def _expert(hardware: Hardware, usage: Usage) -> Line:
 
 
 class Way(Enum):
-    """How rows travel between cells, by its JSON name."""
+    """How rows travel between EP ranks, by its JSON name."""
 
-    DIRECT = "direct"  # each cell sends to each
-    BY_LEADERS = "1dh"  # through the first cell of each node (HetuMoE)
+    DIRECT = "direct"  # each EP rank sends to each
+    BY_LEADERS = "1dh"  # through the first EP rank of each node (HetuMoE)
     BY_PLACES = "2dh"  # to the receiver's place in one's own node, then over (Tutel, DeepSpeed-MoE)
     DEEP_EP = "deepep"  # by DeepEP's kernels
 
@@ -235,12 +236,10 @@ def line_of_way(way: Way, links: Links) -> Line:
     return Line(alpha_s=within.alpha_s + between.alpha_s, beta_s=within.beta_s + between.beta_s)
 
 
-def described_links(
-    hardware: Hardware, num_nodes: int, node_size: int, cell_size: int = 1
-) -> Links:
-    """The levels by a hardware file, of so many nodes of ``node_size`` cells that exchange rows; as
-    many exchanges go on at once as a cell has ranks."""
-    in_node, in_all = node_size * cell_size, num_nodes * node_size * cell_size
+def described_links(hardware: Hardware, num_nodes: int, node_size: int, etp_size: int = 1) -> Links:
+    """The levels by a hardware file, of so many nodes of ``node_size`` EP ranks that exchange rows;
+    as many exchanges go on at once as an EP rank has ranks."""
+    in_node, in_all = node_size * etp_size, num_nodes * node_size * etp_size
     return Links(
         within=described_line(hardware, "all_to_all", in_node, num_members=node_size),
         between=described_line(hardware, "all_to_all", in_all, num_members=num_nodes),
@@ -259,34 +258,34 @@ def _line(loads: tuple[Load, ...], even: Line, num_members: int, speed: int = 1)
     )
 
 
-class Trip(NamedTuple):
+class ExchangeFit(NamedTuple):
     """What an exchange of rows takes as layers make it, beside what links alone would."""
 
     start_s: float = 0.0  # seconds of any, however few rows travel
     factor: float = 1.0  # times the seconds of the links
 
 
-BARE = Trip()
+BARE = ExchangeFit()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkPrices:
     """The links of a cluster, the same on every rank."""
 
-    near_bytes_per_s: float  # what one cell sends to, and receives from, others of its node
-    far_bytes_per_s: float  # likewise, of other nodes, if no other cell of its node does
-    node_bytes_per_s: float  # what all cells of a node do together
+    near_bytes_per_s: float  # what an EP rank sends to, and receives from, others of its node
+    far_bytes_per_s: float  # likewise, of other nodes, if no other EP rank of its node does
+    node_bytes_per_s: float  # what all EP ranks of a node do together
     start_s: float = 0.0  # seconds of an exchange of next to nothing
-    trip: Trip = BARE  # what layers add to that
-    copy_factor: float = 1.0  # times the seconds of the links that copies take
+    exchange_fit: ExchangeFit = BARE  # what layers add to that
+    copy_factor: float = 1.0  # times the seconds of the links that replicas take
 
     def __post_init__(self) -> None:
-        costs = {**vars(self), **self.trip._asdict()}
-        del costs["trip"]
+        costs = {**vars(self), **self.exchange_fit._asdict()}
+        del costs["exchange_fit"]
         check_costs(costs)
 
     def link_s(self, bytes_CC: np.ndarray, node_C: np.ndarray) -> float:
-        """Seconds that the busiest link carries an exchange of so many bytes from each cell to
+        """Seconds that the busiest link carries an exchange of so many bytes from each EP rank to
         each; its own are left out."""
         is_far_CC = node_C[:, None] != node_C
         near_CC = bytes_CC * ~is_far_CC
@@ -300,18 +299,18 @@ class LinkPrices:
     def exchange_s(self, bytes_CC: np.ndarray, node_C: np.ndarray, num_chunks: int = 1) -> float:
         """Seconds of an exchange as layers make it, in chunks one after the other."""
         links_s = num_chunks * self.start_s + self.link_s(bytes_CC, node_C)
-        return self.trip.start_s + self.trip.factor * links_s
+        return self.exchange_fit.start_s + self.exchange_fit.factor * links_s
 
     @property
     def exchange_start_s(self) -> float:
         """Seconds of an exchange of no rows, as layers make it."""
-        return self.trip.start_s + self.trip.factor * self.start_s
+        return self.exchange_fit.start_s + self.exchange_fit.factor * self.start_s
 
-    def copies_s_C(self, transfers: Transfers, expert_bytes: float) -> np.ndarray:
-        """Seconds until each cell is through with its part in copies, float ``[C]``; of gradients
-        on their way home as well, which take the same way backwards."""
+    def replicas_s_C(self, transfers: Transfers, expert_bytes: float) -> np.ndarray:
+        """Seconds until each EP rank is through with its part in copies, float ``[C]``; of
+        gradients on their way to the owner as well, which take the same way backwards."""
         node_C, parts_N = transfers.node_C, transfers.num_segments_N
-        num_cells, num_nodes = len(node_C), int(node_C.max()) + 1
+        num_ep_ranks, num_nodes = len(node_C), int(node_C.max()) + 1
         # A transfer in segments is in as many rounds.
         segment = np.arange(parts_N.sum()) - np.repeat(parts_N.cumsum() - parts_N, parts_N)
         round_M = np.repeat(transfers.round_N, parts_N) + segment
@@ -319,49 +318,52 @@ class LinkPrices:
             np.repeat(each, parts_N) for each in (transfers.sender_N, transfers.receiver_N)
         )
         bytes_M = np.repeat(expert_bytes / parts_N, parts_N)
-        end_C = np.zeros(num_cells)
+        end_C = np.zeros(num_ep_ranks)
         for number in range(int(round_M.max(initial=-1)) + 1):
             now = round_M == number
             sender, receiver = sender_M[now], receiver_M[now]
             is_far = node_C[sender] != node_C[receiver]
             far, near = bytes_M[now] * is_far, bytes_M[now] * ~is_far
-            far_s_C, near_s_C = np.zeros((2, num_cells))
-            for cells in (sender, receiver):
-                own_C = np.bincount(cells, far, num_cells) / self.far_bytes_per_s
-                node_V = np.bincount(node_C[cells], far, num_nodes) / self.node_bytes_per_s
+            far_s_C, near_s_C = np.zeros((2, num_ep_ranks))
+            for ep_ranks in (sender, receiver):
+                own_C = np.bincount(ep_ranks, far, num_ep_ranks) / self.far_bytes_per_s
+                node_V = np.bincount(node_C[ep_ranks], far, num_nodes) / self.node_bytes_per_s
                 far_s_C = np.maximum(far_s_C, np.maximum(own_C, (own_C > 0) * node_V[node_C]))
-                own_C = np.bincount(cells, near, num_cells) / self.near_bytes_per_s
+                own_C = np.bincount(ep_ranks, near, num_ep_ranks) / self.near_bytes_per_s
                 near_s_C = np.maximum(near_s_C, own_C)
             of_sender, of_receiver = (
-                np.where(is_far, far_s_C[cells], near_s_C[cells]) for cells in (sender, receiver)
+                np.where(is_far, far_s_C[ep_ranks], near_s_C[ep_ranks])
+                for ep_ranks in (sender, receiver)
             )
             begin = np.maximum(end_C[sender], end_C[receiver])
             done = begin + np.maximum(of_sender, of_receiver) + self.start_s
-            for cells in (sender, receiver):
-                np.maximum.at(end_C, cells, done)
+            for ep_ranks in (sender, receiver):
+                np.maximum.at(end_C, ep_ranks, done)
         return self.copy_factor * end_C
 
 
-LEAST_SPREAD = 2.0  # of the longest exchange over the shortest, from which a line is told
+LEAST_SPREAD = 2.0  # of the longest exchange over the shortest, from which a line is reported
 
 
-def trip_through(said_N: Sequence[float], found_N: Sequence[float]) -> Trip:
+def exchange_fit_of(predicted_N: Sequence[float], found_N: Sequence[float]) -> ExchangeFit:
     """What layers add to links, by exchanges of several sizes: least squares of the relative error.
 
-    ``said_N`` are seconds of the links, ``found_N`` those that the exchanges took; of none they are
-    left out. Where sizes hardly differ, or longer ones take no longer, only a start is added. Sums
-    are exact, so that all ranks find the same.
+    ``predicted_N`` are seconds of the links, ``found_N`` those that the exchanges took; of none
+    they are left out. Where sizes hardly differ, or longer ones take no longer, only a start is
+    added. Sums are exact, so that all ranks find the same.
     """
-    pairs = [(said, found) for said, found in zip(said_N, found_N) if said > 0 and found > 0]
+    pairs = [
+        (stated, found) for stated, found in zip(predicted_N, found_N) if stated > 0 and found > 0
+    ]
     if not pairs:
         return BARE
     if max(pairs)[0] >= LEAST_SPREAD * min(pairs)[0]:
-        a, b, c = (fsum(said**k / found**2 for said, found in pairs) for k in range(3))
-        d, e = (fsum(said**k / found for said, found in pairs) for k in range(2))
+        a, b, c = (fsum(stated**k / found**2 for stated, found in pairs) for k in range(3))
+        d, e = (fsum(stated**k / found for stated, found in pairs) for k in range(2))
         determinant = a * c - b * b
         start_s, factor = (c * d - b * e) / determinant, (a * e - b * d) / determinant
         if start_s >= 0 and factor > 0:
-            return Trip(start_s, factor)
+            return ExchangeFit(start_s, factor)
         if factor > 0:  # through zero
-            return Trip(0.0, e / c)
-    return Trip(max(fsum(found - said for said, found in pairs) / len(pairs), 0.0))
+            return ExchangeFit(0.0, e / c)
+    return ExchangeFit(max(fsum(found - stated for stated, found in pairs) / len(pairs), 0.0))

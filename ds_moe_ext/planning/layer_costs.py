@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an MoE layer takes by the models of two papers: chunks in three lanes, and copies. Pure.
+"""What an MoE layer takes by the models of two papers: chunks in three streams, and copies. Pure.
 
 FSMoE's model, exact (spec 2.2, 2.3), is ``makespans`` of a layer's ``Chunks``; Pro-Prophet's,
 equations (1) to (8), is ``placement_seconds`` of a block. In the first ``r`` chunks pass through
-three lanes, each in its own order; one all-reduce of gradients may stand between the dispatches and
-the combines::
+three streams, each in its own order; one all-reduce of gradients may stand between the dispatches
+and the combines::
 
     inter    D_1 ... D_r, [all-reduce], C_1 ... C_r      all-to-alls, over the slow links
-    intra    AG_1 ... AG_r, RS_1 ... RS_r                inside a cell, over the fast links
+    intra    AG_1 ... AG_r, RS_1 ... RS_r                inside an ETP group, over the fast links
     compute  E_1 ... E_r
 
 Letters of the formulas are the paper's: ``a``, ``g``, ``s``, ``e`` are the seconds of one chunk's
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.planning.prices import TRIPS, LinearCost, check_costs
+from ds_moe_ext.planning.prices import NUM_EXCHANGES, LinearCost, check_costs
 
 TIE = 1e-12  # of the least time: what rounding makes of equal times
 
@@ -43,8 +43,8 @@ class LayerCosts:
     """The operations of one MoE layer, in one direction."""
 
     all_to_all: LinearCost  # dispatch, or combine; both are of one size
-    all_gather: LinearCost  # of a dispatched chunk inside a cell
-    reduce_scatter: LinearCost  # of what the cell's ranks computed
+    all_gather: LinearCost  # of a dispatched chunk inside an ETP group
+    reduce_scatter: LinearCost  # of what the EP rank's ranks computed
     expert: LinearCost  # the experts' computation
 
     def in_backward(self) -> LayerCosts:
@@ -120,8 +120,10 @@ class BlockPrices:
     copy_latency_s: float = 0.0
     forward_gap_s: float = 0.0  # forward of the non-MoE layer, ``T_FNEC``
     backward_gap_s: float = 0.0  # its backward, ``T_BNEC``
-    is_scheduled: bool = False  # copies move beside the computations: equation (8) in place of (6)
-    # copies are freed after forward and gathered a second time, beside Agg
+    is_scheduled: bool = (
+        False  # replicas move beside the computations: equation (8) in place of (6)
+    )
+    # replicas are freed after forward and gathered a second time, beside Agg
     gathers_again: bool = False
 
     def __post_init__(self) -> None:
@@ -134,9 +136,9 @@ class BlockSeconds:
 
     exchange_s: float  # one all-to-all, ``T_A2A``
     expert_s: float  # the experts' forward, ``T_FEC``
-    gather_s: float  # the copies' way to their cells, once, ``T_Trans``
+    gather_s: float  # the replicas' way to their EP ranks, once, ``T_Trans``
     reduce_s: float  # the way of their gradients back, ``T_Agg``
-    # forward and backward: equation (6), or (8) where copies are scheduled. The non-MoE layer is
+    # forward and backward: equation (6), or (8) where replicas are scheduled. The non-MoE layer is
     # not in it.
     step_s: float
 
@@ -170,30 +172,31 @@ def _seconds(
         before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
         after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
     computed_s = (FORWARD + BACKWARD) * expert_s
-    step_s = TRIPS * exchange_s + computed_s + before_s + after_s
+    step_s = NUM_EXCHANGES * exchange_s + computed_s + before_s + after_s
     return exchange_s, expert_s, gather_s, reduce_s, step_s
 
 
 @dataclass(frozen=True, eq=False)
-class CellRows:
-    """Rows of one layer by cell."""
+class EpRankRows:
+    """Rows of one layer by EP rank."""
 
-    computed_C: np.ndarray  # rows that each cell computes, ``H``, int64
-    received_C: np.ndarray  # rows that come to each cell from others, ``R``, int64
+    computed_C: np.ndarray  # rows that each EP rank computes, ``H``, int64
+    received_C: np.ndarray  # rows that come to each EP rank from others, ``R``, int64
 
 
-def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRows:
-    """Where rows go if a sender with a copy keeps its own and the others send home (spec 2.2).
+def ep_rank_rows(owner: Placement, target: Placement, rows_CE: np.ndarray) -> EpRankRows:
+    """Where rows go if a sender with a replica keeps its own and the others send to the owner (spec
+    2.2).
 
     Args:
-        home: where each expert lives, one cell an expert.
-        target: where experts compute, homes included.
+        owner: where each expert lives, an EP rank an expert.
+        target: where experts compute, owners included.
         rows_CE: rows that each sender routes to each expert, int64.
     """
-    owner_E, num_cells = home.owner_E, home.num_cells
-    kept_E = rows_CE[owner_E, np.arange(home.num_experts)]
+    owner_E, num_ep_ranks = owner.owner_E, owner.num_ep_ranks
+    kept_E = rows_CE[owner_E, np.arange(owner.num_experts)]
     left_E = rows_CE.sum(axis=0) - kept_E
-    kept_C = np.zeros(num_cells, dtype=np.int64)
+    kept_C = np.zeros(num_ep_ranks, dtype=np.int64)
     if not target.is_single:
         copied = np.flatnonzero(target.num_holders_E > 1)
         kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
@@ -201,29 +204,29 @@ def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRo
         kept_E[copied] = 0
         kept_C = kept_CX.sum(axis=1)
     # Sums in float64: whole numbers, and exact.
-    received_C = np.bincount(owner_E, left_E, num_cells).astype(np.int64)
-    kept_C = kept_C + np.bincount(owner_E, kept_E, num_cells).astype(np.int64)
-    return CellRows(computed_C=kept_C + received_C, received_C=received_C)
+    received_C = np.bincount(owner_E, left_E, num_ep_ranks).astype(np.int64)
+    kept_C = kept_C + np.bincount(owner_E, kept_E, num_ep_ranks).astype(np.int64)
+    return EpRankRows(computed_C=kept_C + received_C, received_C=received_C)
 
 
 def copied_experts(target: Placement) -> float:
-    """Experts with copies, each counted as the share of cells that hold it: ``s (D - n) / D``.
+    """Experts with replicas, each counted as the share of EP ranks that hold it: ``s (D - n) / D``.
 
-    An expert in its home alone is not copied, whatever the formula says (spec choices 3 and 4).
+    An expert in its owner alone is not copied, whatever the formula says (spec choices 3 and 4).
     """
     holders_E = target.num_holders_E
-    return int(holders_E[holders_E > 1].sum()) / target.num_cells
+    return int(holders_E[holders_E > 1].sum()) / target.num_ep_ranks
 
 
 def placement_seconds(
-    home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
+    owner: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
 ) -> BlockSeconds:
-    """The model on a placement. Arguments as of ``cell_rows``."""
-    rows = cell_rows(home, target, rows_CE)
+    """The model on a placement. Arguments as of ``ep_rank_rows``."""
+    rows = ep_rank_rows(owner, target, rows_CE)
     return seconds_of_rows(rows, copied_experts(target), prices=prices)
 
 
-def seconds_of_rows(rows: CellRows, copied: float, *, prices: BlockPrices) -> BlockSeconds:
+def seconds_of_rows(rows: EpRankRows, copied: float, *, prices: BlockPrices) -> BlockSeconds:
     """The same, where it is known where rows go, and how many experts are copied: as
     ``copied_experts`` counts them."""
     most = int(rows.received_C.max()), int(rows.computed_C.max())
@@ -231,26 +234,26 @@ def seconds_of_rows(rows: CellRows, copied: float, *, prices: BlockPrices) -> Bl
 
 
 def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> bool:
-    """Whether cells compute about equally many rows: equation (7), with ``balance`` its ``alpha``,
-    the spread allowed in mean rows of an expert."""
+    """Whether EP ranks compute about equally many rows: equation (7), with ``balance`` its
+    ``alpha``, the spread allowed in mean rows of an expert."""
     spread = int(computed_C.max()) - int(computed_C.min())
     return spread < balanced_spread(int(computed_C.sum()), num_experts, balance)
 
 
 def balanced_spread(num_rows: int, num_experts: int, balance: float) -> float:
-    """Rows between the busiest cell and the idlest, below which a layer is balanced."""
+    """Rows between the busiest EP rank and the idlest, below which a layer is balanced."""
     return balance * num_rows / num_experts
 
 
 MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further
 
 
-def whole_rows(home: Placement, rows_CE: np.ndarray) -> np.ndarray:
+def whole_rows(owner: Placement, rows_CE: np.ndarray) -> np.ndarray:
     """Rows as planners count them: int64 ``[C, E]``."""
-    if rows_CE.shape != (home.num_cells, home.num_experts):
+    if rows_CE.shape != (owner.num_ep_ranks, owner.num_experts):
         raise ValueError(
-            f"rows have shape {rows_CE.shape}, but the layer has {home.num_cells} cells and "
-            f"{home.num_experts} experts; give each cell a count for each expert"
+            f"rows have shape {rows_CE.shape}, but the layer has {owner.num_ep_ranks} EP ranks and "
+            f"{owner.num_experts} experts; give each EP rank a count for each expert"
         )
     if rows_CE.dtype.kind not in "iu":
         raise ValueError(f"rows are {rows_CE.dtype}, but planners count whole rows; round them")

@@ -3,7 +3,7 @@
 
 FSMoE's planner for any of the schedules of ``schedule.orders``: ``plan_pipelines`` says how each
 layer of a ``Measured`` model runs (``Piped``), ``with_degrees`` with the degrees that suit a plan
-of copies. Layers here are in the order of the model; the partition of gradients wants that of
+of replicas. Layers here are in the order of the model; the partition of gradients wants that of
 backward. Shape letters: R degrees, G reductions.
 """
 
@@ -145,21 +145,21 @@ class Piped(NamedTuple):
     forward_degree: int = 1  # chunks in forward
     backward_degree: int = 1  # and in backward
     placed: Placed = NOWHERE  # reductions beside backward
-    way: Way = Way.DIRECT  # of rows between cells
+    way: Way = Way.DIRECT  # of rows between EP ranks
 
 
 class Balance(NamedTuple):
-    """What a plan of copies makes of one layer's costs, over those of even rows at home."""
+    """What a plan of replicas makes of one layer's costs, over those of even rows at the owner."""
 
-    # experts of the cell that has most, over those at home: as many times as long does a call take
-    # that has few rows
+    # experts of the EP rank that has most, over those at their owners: as many times as long does a
+    # call take that has few rows
     held: float = 1.0
-    computed: float = 1.0  # rows of the busiest cell
+    computed: float = 1.0  # rows of the busiest EP rank
     exchanged: float = 1.0  # seconds of an exchange, but for its start
     all_stay: bool = False  # nothing is exchanged: there is no start either
 
     def of(self, costs: LayerCosts) -> LayerCosts:
-        """The costs of a layer, from those of even rows at home."""
+        """The costs of a layer, from those of even rows at the owner."""
         expert = costs.expert.started(self.held)
         all_to_all = costs.all_to_all.started(0.0 if self.all_stay else 1.0)
         return replace(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of one layer's tasks in every cell, and of what the host takes to issue them. Pure.
+"""Seconds of one layer's tasks in every EP rank, and of what the host takes to issue them. Pure.
 
 ``Flow`` says where the rows of a layer go under its plan, ``layer_seconds`` what each of its tasks
-takes then, in a few classes of cells. A device starts what the host has issued: a host that is
-slower than the devices shows as a lane of its own that everything else waits for (``with_host``).
+takes then, in a few classes of EP ranks. A device starts what the host has issued: a host that is
+slower than the devices shows as a stream of its own that everything else waits for (``with_host``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import HostSeconds
 from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes
-from ds_moe_ext.planning.strategy import Plan, Pool
+from ds_moe_ext.planning.strategy import CostGroup, Plan
 from ds_moe_ext.schedule.orders import ROUTE
 from ds_moe_ext.schedule.task import (
     ATTENTION,
-    CELL_GATHER,
-    CELL_SCATTER,
     COMBINE,
     DISPATCH,
+    ETP_GATHER,
+    ETP_SCATTER,
     EXPERT,
     GATHER,
     GRADIENTS,
@@ -35,19 +35,19 @@ from ds_moe_ext.schedule.task import (
     ORDER,
     RESTORE,
     START,
+    ChunkRange,
     Kind,
-    Lane,
     Op,
     Schedule,
-    Span,
+    Stream,
     Task,
     Value,
 )
 
-ISSUING = Lane("issuing")
+ISSUING = Stream("issuing")
 ISSUE = Op("issue", ISSUING)
 ISSUED = Kind("issued", has_gradient=False)
-_OF_COPIES = (LAUNCH.name, JOIN.name, START.name)
+_OF_REPLICAS = (LAUNCH.name, JOIN.name, START.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HostTimes:
     def with_forward_again(self) -> HostTimes:
         """Where layers run again in backward: all of forward but what is done about copies, which
         are there."""
-        again = {name: s for name, s in self.forward.items() if name not in _OF_COPIES}
+        again = {name: s for name, s in self.forward.items() if name not in _OF_REPLICAS}
         # Counts have no adjoint: their time goes with that of what the host computes itself.
         again[ATTENTION.name] = again.get(ATTENTION.name, 0.0) + again.pop(ORDER.name, 0.0)
         names = dict.fromkeys((*self.backward, *again))
@@ -96,8 +96,8 @@ def with_host(schedule: Schedule, host: HostTimes) -> tuple[Schedule, Mapping[in
         reads = task.reads
         if host_s:
             here = len(tasks)
-            done = Value(ISSUED, task.layer, Span(here, here + 1))
-            tasks.append(Task(ISSUE, task.layer, Span(0, 1), waits, (done,)))
+            done = Value(ISSUED, task.layer, ChunkRange(here, here + 1))
+            tasks.append(Task(ISSUE, task.layer, ChunkRange(0, 1), waits, (done,)))
             seconds[id(tasks[here])], reads, waits = host_s, (*reads, done), ()
         if task.op == ORDER and not task.adjoint_of:
             waits = tuple(value for value in task.writes if value.kind == ROUTE)
@@ -121,8 +121,8 @@ HOST_TIMES = HostTimes(
         "join": 350 * _US,
         "launch": 90 * _US,
         "start": 30 * _US,
-        "cell_gather": 35 * _US,
-        "cell_scatter": 35 * _US,
+        "etp_gather": 35 * _US,
+        "etp_scatter": 35 * _US,
     },
     backward={
         "attention": 460 * _US,  # with what a pass of a layer takes in backward
@@ -131,17 +131,17 @@ HOST_TIMES = HostTimes(
         "combine": 20 * _US,
         "restore": 15 * _US,
         "join": 100 * _US,
-        "send_home": 90 * _US,
+        "send_to_owner": 90 * _US,
         "recall": 90 * _US,
         "have_again": 60 * _US,
-        "cell_gather": 30 * _US,
-        "cell_scatter": 30 * _US,
+        "etp_gather": 30 * _US,
+        "etp_scatter": 30 * _US,
         "begin_gradients": 40 * _US,
     },
 )
 
 _CHUNKS = ("dispatch", "expert", "combine", "restore")
-_SPLIT = ("cell_gather", "cell_scatter")  # of cells whose ranks split experts
+_SPLIT = ("etp_gather", "etp_scatter")  # of EP ranks whose ranks split experts
 OF_CHUNKS = (*_CHUNKS, *_SPLIT)
 """Tasks that each chunk has."""
 
@@ -153,7 +153,7 @@ def issued(
 
     Args:
         host: of each task.
-        is_split: the ranks of a cell split experts.
+        is_split: the ranks of an ETP group split experts.
         chunk_s: what the tasks of a chunk took on the host that is planned for, forward and
             backward: it is slower by as much in all else. None: it is as quick.
     """
@@ -177,15 +177,15 @@ NO_REDUCTION = AllReduce(0.0, 0.0)
 class TaskCosts:
     """What tasks cost that a job's prices of rows and copies leave out."""
 
-    # of one exchange between cells, however little travels, where links were not measured
+    # of one exchange between EP ranks, however little travels, where links were not measured
     exchange_start_s: float = 0.0
     # to read the weights of one expert from memory: experts take no less, however few rows they
     # have
     weight_s: float = 0.0
     expert_start_s: float = 0.0  # of one call of a rank's experts
     row_move_s: float = 0.0  # to put one row in another place in memory
-    cell_gather: Line = FREE  # inside a cell, by bytes of the rows that one rank ends up with
-    cell_scatter: Line = FREE  # likewise, by bytes of the rows that one rank gives
+    etp_gather: Line = FREE  # inside an ETP group, by bytes of the rows that one rank ends up with
+    etp_scatter: Line = FREE  # likewise, by bytes of the rows that one rank gives
     all_reduce: AllReduce = NO_REDUCTION  # of dense gradients
     # times of forward that backward takes in experts: one more where forward runs again there, its
     # exchanges with it
@@ -197,24 +197,26 @@ class Flow:
     """Where the rows of one layer go in one pass."""
 
     target: Placement  # who holds what
-    computed_C: np.ndarray  # rows that each cell computes, int64
-    # seconds that each cell takes in one exchange of them all, but for its start, float64
+    computed_C: np.ndarray  # rows that each EP rank computes, int64
+    # seconds that each EP rank takes in one exchange of them all, but for its start, float64
     exchange_s_C: np.ndarray
     is_far_C: np.ndarray  # whether that is for its node's card, else for its own link
-    all_stay: bool = False  # no row leaves its cell, whatever is routed, and none are exchanged
-    added_s: float = 0.0  # of copies that are sent once rows are known, there and back
+    all_stay: bool = False  # no row leaves its EP rank, whatever is routed, and none are exchanged
+    added_s: float = 0.0  # of replicas that are sent once rows are known, there and back
 
     @classmethod
-    def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
-        """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
+    def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, cost_group: CostGroup) -> Flow:
+        """Of the rows that came, int64 ``[C, E]``, which may add replicas to the plan's."""
         destination = plan.destination_of(rows_CE)
         (target, rule), all_stay = destination, destination.all_stay
-        added_s = 0.0 if target is plan.target else pool.added_s(plan, target, node_C)
+        added_s = 0.0 if target is plan.target else cost_group.added_s(plan, target, node_C)
         sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]
         computed_C = sent_CC.sum(axis=0)
-        row_bytes, prices = pool.prices.row_bytes, pool.prices
-        if pool.links is not None:  # the last to come makes all wait
-            busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
+        row_bytes, prices = cost_group.prices.row_bytes, cost_group.prices
+        if cost_group.links is not None:  # the last to come makes all wait
+            busiest_s = cost_group.links.exchange_fit.factor * cost_group.links.link_s(
+                row_bytes * sent_CC, node_C
+            )
             all_C = np.ones(len(node_C), dtype=bool)
             return cls(target, computed_C, busiest_s * all_C, all_C, all_stay, added_s)
         leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
@@ -230,7 +232,8 @@ class Flow:
 
 
 class Timing(NamedTuple):
-    """Seconds of one kind of task in each class of cells, by how much of a layer's rows it has."""
+    """Seconds of one kind of task in each class of EP ranks, by how much of a layer's rows it
+    has."""
 
     start_s: float  # of any
     whole_s_K: Sequence[float]  # of all rows, besides
@@ -256,50 +259,54 @@ Side = tuple[str, bool]
 
 @dataclass(frozen=True, eq=False)
 class LayerSeconds:
-    """Seconds of the tasks of one layer, by class of cells."""
+    """Seconds of the tasks of one layer, by class of EP ranks."""
 
     by_rows: Mapping[Side, Timing]  # of tasks on rows
-    # of tasks on copies and on dense gradients, piece by piece
+    # of tasks on replicas and on dense gradients, piece by piece
     by_piece: Mapping[Side, Sequence[float]]
-    is_far_K: Sequence[bool]  # in exchanges the node's card takes longest, else the cell's own link
+    is_far_K: Sequence[
+        bool
+    ]  # in exchanges the node's card takes longest, else the EP rank's own link
     expert_s_K: Sequence[float]  # experts on all rows, forward
-    mean_expert_s: float  # the mean of all cells
+    mean_expert_s: float  # the mean of all EP ranks
     restore_s: float  # rows put back into the order of tokens, forward
     num_chunks: int  # finest chunks
 
     def seconds(self, place: int, task: Task) -> float:
-        """Of one task in one class of cells."""
+        """Of one task in one class of EP ranks."""
         side = task.op.name, bool(task.adjoint_of)
         if side in self.by_rows:
-            part = (task.span.stop - task.span.start) / self.num_chunks
+            part = (task.chunk_range.stop - task.chunk_range.start) / self.num_chunks
             return self.by_rows[side].seconds(place, part)
-        return sum(self.by_piece.get(side, ())[task.span.start : task.span.stop])
+        return sum(self.by_piece.get(side, ())[task.chunk_range.start : task.chunk_range.stop])
 
 
 def layer_seconds(
     plan: Plan,
     flow: Flow,
-    pool: Pool,
+    cost_group: CostGroup,
     costs: TaskCosts,
     *,
     node_C: np.ndarray,
-    cell_size: int,
+    etp_size: int,
     classes: int,
 ) -> LayerSeconds:
     """Of one layer, whose rows flow so.
 
-    Cells are put into ``classes`` where there are more of them, four or more: the busiest, the one
-    that computes longest, the one whose rows travel longest, the idlest, and others between in even
-    steps. Each stands in every layer for those that are as busy there, whichever they are.
+    EP ranks are put into ``classes`` where there are more of them, four or more: the busiest, the
+    one that computes longest, the one whose rows travel longest, the idlest, and others between in
+    even steps. Each stands in every layer for those that are as busy there, whichever they are.
     """
-    row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
+    row_s_C = np.array(cost_group.row_s_C) if cost_group.row_s_C else cost_group.prices.row_s
     forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
     by_rows_s_C = flow.computed_C * (forward_s_C + 2 * costs.row_move_s)
     least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
     expert_s_C = np.maximum(by_rows_s_C, least_s_C)
     place_K = _places(expert_s_C, flow.exchange_s_C, classes)
     none = [0.0] * len(place_K)
-    start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
+    start_s = (
+        costs.exchange_start_s if cost_group.links is None else cost_group.links.exchange_start_s
+    )
     counts = Timing(start_s if len(node_C) > 1 else 0.0, none)
     exchange = Timing(0.0 if flow.all_stay else counts.start_s, flow.exchange_s_C[place_K].tolist())
     experts = [
@@ -310,14 +317,16 @@ def layer_seconds(
     ]
     # Back as often as there: forward's own once more where it runs again.
     sent_back = FORWARD + costs.backward_rounds - BACKWARD
-    restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
+    restore_s = float(flow.computed_C.mean()) / etp_size * costs.row_move_s
     restore = Timing(0.0, [restore_s] * len(place_K))
-    bytes_K = flow.computed_C[place_K] * (pool.cell_row_bytes or pool.prices.row_bytes)
+    bytes_K = flow.computed_C[place_K] * (cost_group.etp_row_bytes or cost_group.prices.row_bytes)
     gather, scatter = (
         Timing(line.alpha_s, (line.beta_s * bytes_K).tolist())
-        for line in (costs.cell_gather, costs.cell_scatter)
+        for line in (costs.etp_gather, costs.etp_scatter)
     )
-    copied, reduced = (_copied(plan, pool, node_C, is_back=is_back) for is_back in (False, True))
+    copied, reduced = (
+        _copied(plan, cost_group, node_C, is_back=is_back) for is_back in (False, True)
+    )
     slices = (*plan.reductions.within_moe, *plan.reductions.dense)
     is_back = True
     by_rows = {
@@ -329,8 +338,8 @@ def layer_seconds(
         (DISPATCH, exchange, exchange),
         (COMBINE, exchange, exchange),
         (RESTORE, restore, restore),
-        (CELL_GATHER, gather, scatter),
-        (CELL_SCATTER, scatter, gather),
+        (ETP_GATHER, gather, scatter),
+        (ETP_SCATTER, scatter, gather),
     ):
         by_rows[op.name, not is_back] = there
         by_rows[op.name, is_back] = back.times(sent_back)
@@ -350,21 +359,23 @@ def layer_seconds(
 
 
 def _places(expert_s_C: np.ndarray, exchange_s_C: np.ndarray, classes: int) -> np.ndarray:
-    """Cells that stand for all, the busiest first, int64 ``[K]``."""
-    num_cells = len(expert_s_C)
-    if num_cells <= classes:
-        return np.arange(num_cells)
+    """EP ranks that stand for all, the busiest first, int64 ``[K]``."""
+    num_ep_ranks = len(expert_s_C)
+    if num_ep_ranks <= classes:
+        return np.arange(num_ep_ranks)
     by_busy_C = np.argsort(-(expert_s_C + 2 * exchange_s_C), kind="stable")
     longest = (by_busy_C[0], by_busy_C[-1], expert_s_C.argmax(), exchange_s_C.argmax())
-    even = by_busy_C[np.linspace(0, num_cells - 1, classes).round().astype(int)]
+    even = by_busy_C[np.linspace(0, num_ep_ranks - 1, classes).round().astype(int)]
     chosen = list(dict.fromkeys(map(int, (*longest, *even))))[:classes]
     kept: np.ndarray = by_busy_C[np.isin(by_busy_C, chosen)]
     return kept
 
 
-def _copied(plan: Plan, pool: Pool, node_C: np.ndarray, *, is_back: bool) -> tuple[float, ...]:
-    """Seconds of each piece of the copies that were planned."""
+def _copied(
+    plan: Plan, cost_group: CostGroup, node_C: np.ndarray, *, is_back: bool
+) -> tuple[float, ...]:
+    """Seconds of each piece of the replicas that were planned."""
     if plan.carried is None:
-        return (pool.copies_s(plan.home, plan.target, node_C), 0.0)
+        return (cost_group.replicas_s(plan.owner, plan.target, node_C), 0.0)
     pieces = plan.pieces_of(plan.carried.reductions if is_back else plan.carried.gathers)
-    return tuple(pool.copies_s(plan.home, piece, node_C) for piece in pieces)
+    return tuple(cost_group.replicas_s(plan.owner, piece, node_C) for piece in pieces)

@@ -366,30 +366,30 @@ def read_report(path: Path) -> Loads:
     """Loads of the steps that a run's report has."""
     try:
         document = read_document(path)
-        steps_I, num_cells = document["steps_I"], document["num_cells"]
+        steps_I, num_ep_ranks = document["steps_I"], document["num_ep_ranks"]
         top_ks = [layer["top_k"] for layer in document["layers"]]
-        if not (steps_I and top_ks and isinstance(num_cells, int) and num_cells > 0):
-            raise ValueError("it has no steps, layers or cells")
+        if not (steps_I and top_ks and isinstance(num_ep_ranks, int) and num_ep_ranks > 0):
+            raise ValueError("it has no steps, layers or EP ranks")
         rows_ILE = np.asarray(document["rows_ILE"])
         if rows_ILE.ndim != 3:
             raise ValueError(f"its rows_ILE have {rows_ILE.ndim} dims, not 3")
-        check_size((*rows_ILE.shape[:2], num_cells, rows_ILE.shape[2]), "rows_ILE")
+        check_size((*rows_ILE.shape[:2], num_ep_ranks, rows_ILE.shape[2]), "rows_ILE")
         loads = Loads(rows_ILE[:, :, None], np.asarray(steps_I), str(path))
-        loads = dataclasses.replace(loads, top_k=_top_k(rows_ILE, num_cells, top_ks))
+        loads = dataclasses.replace(loads, top_k=_top_k(rows_ILE, num_ep_ranks, top_ks))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no report.json of a run with loads ({error}); name that of a finished run"
         ) from error
-    return redivided(loads, ranks=num_cells)
+    return redivided(loads, ranks=num_ep_ranks)
 
 
-def _top_k(rows_ILE: np.ndarray, num_cells: int, top_ks: list[Any]) -> int | None:
+def _top_k(rows_ILE: np.ndarray, num_ep_ranks: int, top_ks: list[Any]) -> int | None:
     """That of all layers, where the rows are those of whole tokens: not where some were dropped."""
     top_k: Any = top_ks[0]
     if not isinstance(top_k, int) or top_k < 1 or any(other != top_k for other in top_ks):
         return None
     rows_IL = rows_ILE.sum(axis=2)
-    are_whole = not (rows_IL % (top_k * num_cells)).any()
+    are_whole = not (rows_IL % (top_k * num_ep_ranks)).any()
     return top_k if are_whole and (rows_ILE.max(axis=2) * top_k <= rows_IL).all() else None
 
 
@@ -424,7 +424,8 @@ def read_loads(
         experts: of each layer; a file has its own.
         layers: of a file the first so many; where it has fewer, they begin again.
         tokens: of a rank in a step, in the mean.
-        top_k: choices a token. A table may not know it, and is told so; one that does has its own.
+        top_k: choices a token. A table may not know it, and is reported so; one that does has its
+            own.
         steps: of a file the first so many.
         seed: of a generator whose name has none.
 
@@ -441,16 +442,16 @@ def read_loads(
             "top_k": top_k,
             "steps": steps,
         }
-        said = Sizes(**{key: value for key, value in sizes.items() if value is not None})
+        stated = Sizes(**{key: value for key, value in sizes.items() if value is not None})
         known = _parameters(given, name, parameters)
         seed = int(known.pop("seed", seed))
         if seed < 0:
             raise ValueError(f"the seed is {seed}; give 0 or more")
         if name in WORKLOADS:
-            rows_ILCE = workload_rows(WORKLOADS[name], said, seed)
+            rows_ILCE = workload_rows(WORKLOADS[name], stated, seed)
         else:
-            rows_ILCE = zipf_rows(said, seed, dataclasses.replace(DISTRIBUTIONS[name], **known))
-        return Loads(rows_ILCE, np.arange(said.steps), given, said.top_k)
+            rows_ILCE = zipf_rows(stated, seed, dataclasses.replace(DISTRIBUTIONS[name], **known))
+        return Loads(rows_ILCE, np.arange(stated.steps), given, stated.top_k)
     path = Path(given)
     is_folder = path.is_dir()
     if not is_folder and path.suffix not in READERS:

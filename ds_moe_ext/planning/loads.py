@@ -36,7 +36,7 @@ class Outcome:
     """How the forecast of one step came out."""
 
     num_steps: int  # whose mean it was
-    astray: int  # rows that went to other experts than it said, of all layers; whole ones
+    astray: int  # rows that went to other experts than it stated, of all layers; whole ones
     rows: int  # all of them
 
 
@@ -47,7 +47,7 @@ class LoadWindow:
     Routing moves slowly: between steps ten apart the shares of a real run's experts differ by 0.03
     in total variation, on average (HECATE and Pro-Prophet both build on it). What a mean gains is
     noise, what it costs is that it comes late: early in training the last step alone is the better
-    forecast, later the mean. A window may choose: the one that would have said the newest step
+    forecast, later the mean. A window may choose: the one that would have stated the newest step
     better. It goes by what it remembers alone, so that a window made of the same steps chooses
     alike.
     """
@@ -199,11 +199,11 @@ def _rounded_mean(total: np.ndarray, number: int) -> np.ndarray:
     return mean.astype(np.int64)
 
 
-def balance_L(cell_rows_LC: np.ndarray) -> np.ndarray:
-    """Rows of the busiest cell over the mean, ``[..., L]`` from ``[..., L, C]``; 1 is perfect, and
-    where nothing was routed."""
-    mean_L = cell_rows_LC.mean(axis=-1)
-    return np.where(mean_L > 0, cell_rows_LC.max(axis=-1) / np.maximum(mean_L, 1e-12), 1.0)
+def balance_L(ep_rank_rows_LC: np.ndarray) -> np.ndarray:
+    """Rows of the busiest EP rank over the mean, ``[..., L]`` from ``[..., L, C]``; 1 is perfect,
+    and where nothing was routed."""
+    mean_L = ep_rank_rows_LC.mean(axis=-1)
+    return np.where(mean_L > 0, ep_rank_rows_LC.max(axis=-1) / np.maximum(mean_L, 1e-12), 1.0)
 
 
 def check_loads(loads: Sequence[np.ndarray], num_experts: Sequence[int], *, factor: int) -> None:
@@ -344,9 +344,9 @@ def check_size(shape: tuple[int, ...], where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What every generator is told: how large loads shall be."""
+    """What every generator is given: how large loads shall be."""
 
-    # senders ``C``; experts are at home on them in index order, equally many on each
+    # senders ``C``; experts are at the owner on them in index order, equally many on each
     ranks: int = 8
     experts: int = 64  # ``E`` of each layer
     layers: int = 4  # ``L``
@@ -376,7 +376,7 @@ class Sizes:
 
     @property
     def experts_per_rank(self) -> int:
-        """Those at home there."""
+        """Those at their owners there."""
         if self.experts % self.ranks:
             raise ValueError(
                 f"{self.experts} experts do not divide over {self.ranks} ranks, of which this "
@@ -389,8 +389,8 @@ class Sizes:
 class Figures:
     """Of every step and layer, float."""
 
-    # rows of the busiest rank over the mean, experts at home in index order, equally many on each
-    # rank or one more; 1 is perfect
+    # rows of the busiest rank over the mean, experts at their owners in index order, equally many
+    # on each rank or one more; 1 is perfect
     by_rank_IL: np.ndarray
     hottest_IL: np.ndarray  # rows of the hottest expert over the mean
     unused_IL: np.ndarray  # part of the experts without rows

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How copies divide rows by what rows cost, and which copies a priced share needs. Ours. Pure.
+"""How replicas divide rows by what rows cost, and which copies a priced share needs. Ours. Pure.
 
 ``divide`` is exact: a linear programme over all copied experts of a layer, the seconds of the
-busiest cell and of the busiest link together. Runs divide by ``core.row_levels``; ``fewest`` finds
-how few copies that needs, ``cover_nodes`` and ``swap_copies`` other ones than a planner chose by
-load, and ``Repair`` adds some once rows are known.
+busiest EP rank and of the busiest link together. Runs divide by ``core.row_levels``; ``fewest``
+finds how few replicas that needs, ``cover_nodes`` and ``swap_replicas`` other ones than a planner
+chose by load, and ``Repair`` adds some once rows are known.
 
 In the programme senders of one node are alike but for the rows that a sender can keep, so
 that the unknowns are how many rows of its own each holder keeps, and how many of all others each
-node sends to each holder; docs/priced_share.md has the idea. Shape letters: C cells, E
+node sends to each holder; docs/priced_share.md has the idea. Shape letters: C EP ranks, E
 experts, V nodes, X copied experts, N (copied expert, holder) pairs, by expert and then holder.
 """
 
@@ -29,8 +29,8 @@ from ds_moe_ext.core.share import SWEEPS, DividedRows, LevelShare, Rule
 from ds_moe_ext.planning.prices import RowPrices, between_nodes
 
 LEAVING = 1e-4
-"""What a row costs besides that leaves its cell, where all cells compute one row in 1: of divisions
-that take equally long the one with fewest such rows."""
+"""What a row costs besides that leaves its EP rank, where all EP ranks compute one row in 1: of
+divisions that take equally long the one with fewest such rows."""
 CROSSING = 2 * LEAVING  # and one that leaves its node, besides
 ROUNDING = 1e-6  # of a row: what the solver's numbers are off
 
@@ -49,7 +49,7 @@ class Routed:
 
     rows_CE: np.ndarray  # of each sender for each expert, int64
     target: Placement  # who holds what
-    node_C: np.ndarray  # node of each cell; any numbers
+    node_C: np.ndarray  # node of each EP rank; any numbers
 
     @property
     def holders(self) -> Holders:
@@ -64,7 +64,7 @@ class Routed:
     def own_N(self) -> np.ndarray:
         """Rows that each holder has itself for the expert."""
         holders = self.holders
-        return self.rows_CE[holders.cell_N, holders.expert_X[holders.copied_N]]
+        return self.rows_CE[holders.ep_rank_N, holders.expert_X[holders.copied_N]]
 
     @cached_property
     def rows_VX(self) -> np.ndarray:
@@ -76,15 +76,15 @@ class Routed:
 
     @cached_property
     def alone_CC(self) -> np.ndarray:
-        """Rows from each cell to each for the experts with one holder, int64."""
-        alone_CC = np.zeros((self.target.num_cells,) * 2, dtype=np.int64)
-        np.add.at(alone_CC.T, self.holders.cell_A, self.rows_CE[:, self.holders.expert_A].T)
+        """Rows from each EP rank to each for the experts with one holder, int64."""
+        alone_CC = np.zeros((self.target.num_ep_ranks,) * 2, dtype=np.int64)
+        np.add.at(alone_CC.T, self.holders.ep_rank_A, self.rows_CE[:, self.holders.expert_A].T)
         return alone_CC
 
 
 def divide(routed: Routed, prices: RowPrices) -> RoutedDivision:
     """The division, in parts of rows, with which a layer takes least time; of equals one with few
-    rows that leave their cell, and fewest that leave their node. Needs SciPy."""
+    rows that leave their EP rank, and fewest that leave their node. Needs SciPy."""
     try:
         from scipy.optimize import linprog
     except ImportError as error:
@@ -126,18 +126,18 @@ class _Rules(NamedTuple):
 
 
 class _Programme:
-    """Unknowns Z: rows kept, a pair; rows sent, a node and pair; seconds of the busiest cell and of
-    the busiest link, in units of the highest price."""
+    """Unknowns Z: rows kept, a pair; rows sent, a node and pair; seconds of the busiest EP rank and
+    of the busiest link, in units of the highest price."""
 
     def __init__(self, routed: Routed, prices: RowPrices) -> None:
         self._routed = routed
-        self._cell_N = routed.holders.cell_N
-        self._node_N = routed.numbered_C[self._cell_N]
-        (num_nodes, _), num_pairs = routed.rows_VX.shape, len(self._cell_N)
+        self._ep_rank_N = routed.holders.ep_rank_N
+        self._node_N = routed.numbered_C[self._ep_rank_N]
+        (num_nodes, _), num_pairs = routed.rows_VX.shape, len(self._ep_rank_N)
         self.kept_N = np.arange(num_pairs)
         self.sent_VN = num_pairs + np.arange(num_nodes * num_pairs).reshape(num_nodes, num_pairs)
         self.num_unknowns = num_pairs * (1 + num_nodes) + 2
-        self._cell_s, self._link_s = self.num_unknowns - 2, self.num_unknowns - 1
+        self._ep_rank_s, self._link_s = self.num_unknowns - 2, self.num_unknowns - 1
         self._crosses_VN = np.arange(num_nodes)[:, None] != self._node_N
         unit = max(*prices.row_s_C, prices.local_row_s, prices.cross_row_s) or 1.0
         self._row_C = prices.row_s_C / unit
@@ -148,7 +148,7 @@ class _Programme:
         price_Z = np.zeros(self.num_unknowns)
         price_Z[self.sent_VN] = np.where(self._crosses_VN, LEAVING + CROSSING, LEAVING)
         price_Z /= len(self._row_C)
-        price_Z[[self._cell_s, self._link_s]] = 1
+        price_Z[[self._ep_rank_s, self._link_s]] = 1
         return price_Z
 
     @property
@@ -170,15 +170,17 @@ class _Programme:
 
     @property
     def limits(self) -> _Rules:
-        """No cell and no link takes longer than the busiest one."""
+        """No EP rank and no link takes longer than the busiest one."""
         routed, alone_CC = self._routed, self._routed.alone_CC
-        num_cells, num_nodes = len(alone_CC), len(routed.rows_VX)
+        num_ep_ranks, num_nodes = len(alone_CC), len(routed.rows_VX)
         own_C, come_C = alone_CC.diagonal(), alone_CC.sum(axis=0)
-        rules = [self._limit(self._cell_s, self._row_C, come_C, kept=1, place_VN=self._cell_N)]
+        rules = [
+            self._limit(self._ep_rank_s, self._row_C, come_C, kept=1, place_VN=self._ep_rank_N)
+        ]
         if self._local:
-            local_C, leave_C = np.full(num_cells, self._local), routed.rows_CE.sum(axis=1)
+            local_C, leave_C = np.full(num_ep_ranks, self._local), routed.rows_CE.sum(axis=1)
             rules += [
-                self._limit(self._link_s, local_C, come_C - own_C, place_VN=self._cell_N),
+                self._limit(self._link_s, local_C, come_C - own_C, place_VN=self._ep_rank_N),
                 self._limit(self._link_s, local_C, leave_C - own_C, kept=-1),
             ]
         if self._cross:
@@ -209,9 +211,9 @@ class _Programme:
         factor, rule = [-np.ones(len(price_P))], [np.arange(len(price_P))]
         unknown = [np.full(len(price_P), busiest)]
         if kept:
-            rule.append(self._cell_N)
+            rule.append(self._ep_rank_N)
             unknown.append(self.kept_N)
-            factor.append(kept * price_P[self._cell_N])
+            factor.append(kept * price_P[self._ep_rank_N])
         if place_VN is not None:
             counts = self._crosses_VN if crosses else np.ones_like(self._crosses_VN)
             rule.append(np.broadcast_to(place_VN, counts.shape)[counts])
@@ -227,9 +229,9 @@ class _Programme:
 
 def in_whole_rows(division: RoutedDivision, routed: Routed) -> RoutedDivision:
     """The same in whole rows, int64: rounded down; what a node has left of an expert goes to the
-    parts that lack most, with what their cells lack of experts before."""
+    parts that lack most, with what their EP ranks lack of experts before."""
     holders = routed.holders
-    node_N = routed.numbered_C[holders.cell_N]
+    node_N = routed.numbered_C[holders.ep_rank_N]
     parts = np.vstack([division.kept_N, division.sent_VN])
     whole = np.floor(parts + ROUNDING).astype(np.int64)
     lacks = parts - whole
@@ -237,17 +239,17 @@ def in_whole_rows(division: RoutedDivision, routed: Routed) -> RoutedDivision:
     np.subtract.at(missing_VX, (node_N, holders.copied_N), whole[0])
     np.subtract.at(missing_VX.T, holders.copied_N, whole[1:].T)
     first_X1 = np.concatenate([[0], holders.num_holders_X.cumsum()])
-    owed_C = np.zeros(routed.target.num_cells)
+    owed_C = np.zeros(routed.target.num_ep_ranks)
     for node, copied in zip(*map(np.ndarray.tolist, np.nonzero(missing_VX))):
         pairs = np.arange(first_X1[copied], first_X1[copied + 1])
         near = pairs[node_N[pairs] == node]
         row = np.concatenate([np.zeros_like(near), np.full_like(pairs, 1 + node)])
         pair = np.concatenate([near, pairs])
-        lack, cell = lacks[row, pair], holders.cell_N[pair]
-        wanted = np.argsort(-(lack + owed_C[cell]) + 2.0 * (lack <= ROUNDING), kind="stable")
+        lack, ep_rank = lacks[row, pair], holders.ep_rank_N[pair]
+        wanted = np.argsort(-(lack + owed_C[ep_rank]) + 2.0 * (lack <= ROUNDING), kind="stable")
         given = wanted[: missing_VX[node, copied]]
-        np.add.at(owed_C, cell, lack)
-        np.subtract.at(owed_C, cell[given], 1)
+        np.add.at(owed_C, ep_rank, lack)
+        np.subtract.at(owed_C, ep_rank[given], 1)
         whole[row[given], pair[given]] += 1
     return RoutedDivision(whole[0], whole[1:])
 
@@ -258,7 +260,7 @@ def sent_rows(division: RoutedDivision, routed: Routed) -> np.ndarray:
     holders, node_C = routed.holders, routed.numbered_C
     copied_N = holders.copied_N
     left_CX = routed.rows_CE[:, holders.expert_X]
-    left_CX[holders.cell_N, copied_N] -= division.kept_N
+    left_CX[holders.ep_rank_N, copied_N] -= division.kept_N
     ends_CX = np.empty_like(left_CX)
     for node in range(len(routed.rows_VX)):
         ends_CX[node_C == node] = left_CX[node_C == node].cumsum(axis=0)
@@ -270,13 +272,13 @@ def sent_rows(division: RoutedDivision, routed: Routed) -> np.ndarray:
     begin_CN, end_CN = (ends_CX - left_CX)[:, copied_N], ends_CX[:, copied_N]
     sent_CN = np.minimum(end_CN, last_VN[node_C]) - np.maximum(begin_CN, first_VN[node_C])
     sent_CN = np.maximum(sent_CN, 0)
-    sent_CN[holders.cell_N, np.arange(len(copied_N))] += division.kept_N
+    sent_CN[holders.ep_rank_N, np.arange(len(copied_N))] += division.kept_N
     return sent_CN
 
 
 TOLERANCE = 0.01
 """By so much a layer may take longer with fewer copies; and than if all rows were local and even,
-before copies are added to it; and longer or less long than planned, before it is planned anew."""
+before replicas are added to it; and longer or less long than planned, before it is planned anew."""
 
 
 def even_price(levels: RowLevels, division: Division) -> float:
@@ -324,27 +326,30 @@ def fewest(
 class Repair:
     """Adds copies once rows are known, where the forecast failed; docs/priced_share.md."""
 
-    home: Placement  # where the experts live
-    share: LevelShare  # of the copies that stand
+    owner: Placement  # where the experts live
+    share: LevelShare  # of the replicas that stand
     levels_of: Callable[[Placement], RowLevels]  # what divides rows under a target
     # of an expert that the busiest link carries, its weights there and its gradients back, in the
     # whole units of the prices. Nothing hides them.
     copy_price: int
-    num_slots: int  # further copies that a cell has room for
+    num_slots: int  # further replicas that an EP rank has room for
 
     def __call__(self, rows_CE: np.ndarray) -> tuple[Placement, Rule]:
-        """Who holds what, and how rows are divided, int64 ``[C, E]``: over the copies that stand,
-        where the busiest cell has hardly more to do than the mean; else over further ones, too,
+        """Who holds what, and how rows are divided, int64 ``[C, E]``: over the replicas that stand,
+        where the busiest EP rank has hardly more to do than the mean; else over further ones, too,
         where they pay. Pure."""
         share, rows_CE = self.share, np.ascontiguousarray(rows_CE, dtype=np.int64)
         levels = share.levels
         division = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
         found = None
-        if levels.busiest_cell(division, rows_CE) > even_price(levels, division) + self.copy_price:
+        if (
+            levels.busiest_ep_rank(division, rows_CE)
+            > even_price(levels, division) + self.copy_price
+        ):
             found = levels.repaired(
                 division,
                 rows_CE,
-                self.home.owner_E,
+                self.owner.owner_E,
                 copy_price=self.copy_price,
                 num_slots=self.num_slots,
                 sweeps=share.sweeps,
@@ -352,80 +357,82 @@ class Repair:
         if found is None:
             return levels.target, DividedRows(levels, rows_CE, division.rows_N)
         holds_EC, division = found
-        levels = self.levels_of(self.home.with_copies(holds_EC))
+        levels = self.levels_of(self.owner.with_replicas(holds_EC))
         return levels.target, LevelShare(levels, division, share.sweeps)
 
 
 TRIALS = 24
 """Of a layer, at most: what planning has time for, in counts, so that all ranks decide alike."""
 MISSES = 8  # in a row, at most
-CELLS = 16
-"""On more cells trials are fewer, by the square: each takes longer, and one copy changes less."""
+EP_RANKS = 16
+"""On more EP ranks trials are fewer, by the square: each takes longer, and one copy changes
+less."""
 
 
 def cover_nodes(
-    home: Placement,
+    owner: Placement,
     target: Placement,
     rows_CE: np.ndarray,
     node_C: np.ndarray,
     *,
-    most_copies: int,
+    most_replicas: int,
     most_experts: int,
 ) -> Placement:
-    """Fill a target's free room with one copy of an expert for each node that sends it rows and has
-    none: the nodes' links are what many copies of few hot experts do not relieve.
+    """Fill a target's free room with a replica of an expert for each node that sends it rows and
+    has
+    none: the nodes' links are what many replicas of few hot experts do not relieve.
 
-    Most rows first, each on the cell of its node that has fewest rows and room for a copy, of
-    ``most_copies`` (m). Of at most ``most_experts`` (t): first those that the target copies, then
+    Most rows first, each on the EP rank of its node that has fewest rows and room for a replica, of
+    ``most_replicas`` (m). Of at most ``most_experts`` (t): first those that the target copies, then
     those of which most rows cross.
     """
     node_C = np.unique(node_C, return_inverse=True)[1]
     is_on_VC = node_C == np.arange(int(node_C.max()) + 1)[:, None]
     is_there_VE = (is_on_VC @ target.holds_EC.T.astype(np.int64)) > 0
     rows_VE = np.where(is_there_VE, 0, is_on_VC @ rows_CE)
-    copies_EC = target.holds_EC & ~home.holds_EC
-    is_copied_E, crossing_E = copies_EC.any(axis=1), rows_VE.sum(axis=0)
+    replicas_EC = target.holds_EC & ~owner.holds_EC
+    is_copied_E, crossing_E = replicas_EC.any(axis=1), rows_VE.sum(axis=0)
     wanted_E = np.lexsort((-crossing_E, ~is_copied_E))
     rows_VE[:, wanted_E[most_experts:]] = 0
-    room_C = most_copies - copies_EC.sum(axis=0)
-    busy_C = np.bincount(home.owner_E, rows_CE.sum(axis=0), home.num_cells)
+    room_C = most_replicas - replicas_EC.sum(axis=0)
+    busy_C = np.bincount(owner.owner_E, rows_CE.sum(axis=0), owner.num_ep_ranks)
     for place in np.argsort(-rows_VE, axis=None, kind="stable")[: np.count_nonzero(rows_VE)]:
-        node, expert = divmod(int(place), home.num_experts)
+        node, expert = divmod(int(place), owner.num_experts)
         free = np.flatnonzero(is_on_VC[node] & (room_C > 0))
         if free.size:
-            cell = free[busy_C[free].argmin()]
-            copies_EC[expert, cell] = True
-            room_C[cell] -= 1
-            busy_C[cell] += rows_VE[node, expert]
-            busy_C[home.owner_E[expert]] -= rows_VE[node, expert]
+            ep_rank = free[busy_C[free].argmin()]
+            replicas_EC[expert, ep_rank] = True
+            room_C[ep_rank] -= 1
+            busy_C[ep_rank] += rows_VE[node, expert]
+            busy_C[owner.owner_E[expert]] -= rows_VE[node, expert]
             if not room_C.any():
                 break
-    return home.with_copies(copies_EC)
+    return owner.with_replicas(replicas_EC)
 
 
-def swap_copies(
-    home: Placement,
+def swap_replicas(
+    owner: Placement,
     share: LevelShare,
     rows_CE: np.ndarray,
     levels_of: Callable[[Placement], RowLevels],
     *,
     most_experts: int,
 ) -> LevelShare:
-    """Let cells hold copies of other experts, one after the other, as long as that saves time.
+    """Let EP ranks hold replicas of other experts, one after the other, as long as that saves time.
 
-    Most promising first: copies that would take most off the busiest cell and off the links. Where
-    a cell is full, its copy with fewest rows makes room. Each is priced by rows divided anew, from
-    where the division stands; the first that is better is kept, and others are looked for. No cell
-    gets more copies than its fullest has, and at most ``most_experts`` (t) are copied. The given
-    share stays if no other saves time.
+    Most promising first: replicas that would take most off the busiest EP rank and off the links.
+    Where an EP rank is full, its copy with fewest rows makes room. Each is priced by rows divided
+    anew, from where the division stands; the first that is better is kept, and others are looked
+    for. No EP rank gets more replicas than its fullest has, and at most ``most_experts`` (t) are
+    copied. The given share stays if no other saves time.
     """
     levels, division = share.levels, share.plan
-    left = TRIALS * CELLS**2 // max(CELLS, home.num_cells) ** 2
-    copies_C = (levels.target.holds_EC & ~home.holds_EC).sum(axis=0)
+    left = TRIALS * EP_RANKS**2 // max(EP_RANKS, owner.num_ep_ranks) ** 2
+    replicas_C = (levels.target.holds_EC & ~owner.holds_EC).sum(axis=0)
     swaps_of = partial(
-        _swaps, home, rows_CE, most_copies=int(copies_C.max()), most_experts=most_experts
+        _swaps, owner, rows_CE, most_replicas=int(replicas_C.max()), most_experts=most_experts
     )
-    while copies_C.any() and not is_even(levels, division):
+    while replicas_C.any() and not is_even(levels, division):
         tried = list(islice(swaps_of(levels, division), min(left, MISSES)))
         if not tried:
             break
@@ -434,7 +441,7 @@ def swap_copies(
             break
         number, division = found
         left -= number + 1
-        levels = levels_of(home.with_copies(tried[number]))
+        levels = levels_of(owner.with_replicas(tried[number]))
     if levels is share.levels:
         return share
     swapped = LevelShare.planned(levels, rows_CE, sweeps=share.sweeps)
@@ -442,33 +449,33 @@ def swap_copies(
 
 
 def _swaps(
-    home: Placement,
+    owner: Placement,
     rows_CE: np.ndarray,
     levels: RowLevels,
     division: Division,
     *,
-    most_copies: int,
+    most_replicas: int,
     most_experts: int,
 ) -> Iterator[np.ndarray]:
     """Who holds what with one copy more, or another one, bool ``[E, C]``; most promising first."""
     holds_EC = levels.target.holds_EC
-    copies_EC = holds_EC & ~home.holds_EC
+    replicas_EC = holds_EC & ~owner.holds_EC
     computed_EC = levels.computed_EC(rows_CE, division.rows_N)
-    fewest_C = np.where(copies_EC, computed_EC, np.iinfo(np.int64).max).argmin(axis=0)
-    is_full_C = copies_EC.sum(axis=0) >= most_copies
+    fewest_C = np.where(replicas_EC, computed_EC, np.iinfo(np.int64).max).argmin(axis=0)
+    is_full_C = replicas_EC.sum(axis=0) >= most_replicas
     promise_EC = np.where(holds_EC, 0, _promise_EC(levels, rows_CE, computed_EC))
     for place in np.argsort(-promise_EC, axis=None, kind="stable")[: np.count_nonzero(promise_EC)]:
-        expert, cell = divmod(int(place), levels.target.num_cells)
-        others_EC = copies_EC.copy()
-        others_EC[fewest_C[cell], cell] &= not is_full_C[cell]
-        others_EC[expert, cell] = True
+        expert, ep_rank = divmod(int(place), levels.target.num_ep_ranks)
+        others_EC = replicas_EC.copy()
+        others_EC[fewest_C[ep_rank], ep_rank] &= not is_full_C[ep_rank]
+        others_EC[expert, ep_rank] = True
         if np.count_nonzero(others_EC.any(axis=1)) <= most_experts:
-            yield home.holds_EC | others_EC
+            yield owner.holds_EC | others_EC
 
 
 def _promise_EC(levels: RowLevels, rows_CE: np.ndarray, computed_EC: np.ndarray) -> np.ndarray:
-    """What a copy could take, by the prices: off the busiest cell until its own does as much, off
-    its node's card what senders there send elsewhere, and off its own link."""
+    """What a replica could take, by the prices: off the busiest EP rank until its own does as much,
+    off its node's card what senders there send elsewhere, and off its own link."""
     prices, node_C = levels.prices, levels.node_C
     busy_EC = computed_EC * prices.row_C
     busy_C = busy_EC.sum(axis=0)

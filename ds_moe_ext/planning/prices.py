@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations, rows and copies cost: starts, prices a unit, and where rows go. Pure.
+"""What operations, rows and replicas cost: starts, prices a unit, and where rows go. Pure.
 
 ``Line`` and ``LinearCost`` price an operation by its size (FSMoE, eq. 1; spec 2.1). ``Prices``
 price a step of an MoE layer by where its rows go (``RowFlow``) under a placement: HECATE's model,
-spec rule 22. ``RowPrices`` price rows one by one: to compute, to leave a cell, to cross between
+spec rule 22. ``RowPrices`` price rows one by one: to compute, to leave an EP rank, to cross between
 nodes. Units are what the fit counted: elements or bytes of a message, rows or multiply-adds of an
 expert. Nothing here depends on the unit of time: all costs of one plan in milliseconds give a plan
 in milliseconds. Shape letters: R pipeline degrees, the numbers of chunks that a layer's tokens are
@@ -100,7 +100,7 @@ class AllReduce(Line):
         return min(elements, math.floor(fitting * (1 + ROUNDING)))
 
 
-TRIPS = 4  # of a row: dispatch and combine, forward and backward
+NUM_EXCHANGES = 4  # of a row: dispatch and combine, forward and backward
 PARTS = 2.0**16  # of a row, in which an even split is counted
 
 
@@ -112,9 +112,9 @@ class Prices:
     row_bytes: float  # bytes of one row on one trip
     copy_s: float  # seconds to send one expert's weights: its bytes over the bandwidth
     inter_bytes_per_s: float  # what one node sends to, and receives from, the other nodes
-    intra_bytes_per_s: float  # what one cell sends to, and receives from, all others
-    # by how much more a node sends to other nodes than one of its cells alone; 1 where its cells
-    # share a card. Only rows that are divided by price know it.
+    intra_bytes_per_s: float  # what an EP rank sends to, and receives from, all others
+    # by how much more a node sends to other nodes than one of its EP ranks alone; 1 where its EP
+    # ranks share a card. Only rows that are divided by price know it.
     cards: float = 1.0
 
     def __post_init__(self) -> None:
@@ -125,9 +125,9 @@ class Prices:
 class RowFlow:
     """Rows of each layer by where they go, rounded down to ``1 / PARTS`` of a row."""
 
-    computed_LC: np.ndarray  # rows that each cell computes
-    sent_LC: np.ndarray  # rows that leave each cell
-    received_LC: np.ndarray  # rows that come to each cell from others
+    computed_LC: np.ndarray  # rows that each EP rank computes
+    sent_LC: np.ndarray  # rows that leave each EP rank
+    received_LC: np.ndarray  # rows that come to each EP rank from others
     out_LN: np.ndarray  # rows that leave each node
     in_LN: np.ndarray  # rows that come to each node from others
 
@@ -139,7 +139,7 @@ class RoutedRows:
 
     rows_CY: np.ndarray  # that each sender routes to each expert, int64
     first_L1: np.ndarray  # where each layer's experts begin, and where the last one's end
-    node_C: np.ndarray  # node of each cell, 0 to N - 1
+    node_C: np.ndarray  # node of each EP rank, 0 to N - 1
     sent_LC: np.ndarray  # rows of each sender, int64
     of_nodes_NY: np.ndarray  # rows of each node's senders for each expert, int64
 
@@ -189,15 +189,15 @@ class RoutedRows:
 
     @cached_property
     def is_on_CN(self) -> np.ndarray:
-        """1 where a cell is of a node, else 0; float64."""
+        """1 where an EP rank is of a node, else 0; float64."""
         return (self.node_C[:, None] == np.arange(int(self.node_C.max()) + 1)).astype(np.float64)
 
 
-def nearest_copy_flow(
+def nearest_replica_flow(
     placements: Sequence[Placement], rows: Sequence[np.ndarray], node_C: np.ndarray
 ) -> RowFlow:
-    """Where rows go if nearest copies share them evenly, as ``share.NearestCopy`` does but for the
-    remainders of a split.
+    """Where rows go if nearest replicas share them evenly, as ``share.NearestReplica`` does but for
+    the remainders of a split.
 
     All sums are of whole numbers below ``2**53``, so that they are the same on every machine.
     Costs some passes over the rows of each layer, int64 ``[C, E]``, and some over ``[X, C]`` for X
@@ -211,7 +211,7 @@ def nearest_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow
     holders = Holders.of(tuple(placements))
     flow = _flow_to_only_holders(holders, routed)
     if holders.layer_X.size:
-        flow = _Flow(*(a + b for a, b in zip(flow, _flow_to_copies(holders, routed))))
+        flow = _Flow(*(a + b for a, b in zip(flow, _flow_to_replicas(holders, routed))))
     return RowFlow(
         computed_LC=flow.kept_LC + flow.received_LC,
         sent_LC=routed.sent_LC - flow.kept_LC,
@@ -222,8 +222,8 @@ def nearest_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow
 
 
 def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
-    """What no division of rows over copies can do without: experts with one holder compute and
-    receive there, and the busiest cell computes the mean at least."""
+    """What no division of rows over replicas can do without: experts with one holder compute and
+    receive there, and the busiest EP rank computes the mean at least."""
     flow = _flow_to_only_holders(Holders.of(tuple(placements)), routed)
     mean_L1 = routed.sent_LC.mean(axis=1, keepdims=True)
     return RowFlow(
@@ -238,25 +238,28 @@ def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
 class _Flow(NamedTuple):
     """Of some experts; all sums over them, float64."""
 
-    kept_LC: np.ndarray  # rows that stay in their cell
-    received_LC: np.ndarray  # rows that come to each cell from others
+    kept_LC: np.ndarray  # rows that stay in their EP rank
+    received_LC: np.ndarray  # rows that come to each EP rank from others
     near_LN: np.ndarray  # rows of each node's senders for experts that the node holds
     in_LN: np.ndarray  # rows that come to each node from others
 
 
 def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
     at_A = routed.first_L1[holders.layer_A] + holders.expert_A
-    node_A = routed.node_C[holders.cell_A]
-    own_A, near_A = routed.rows_CY[holders.cell_A, at_A], routed.of_nodes_NY[node_A, at_A]
+    node_A = routed.node_C[holders.ep_rank_A]
+    own_A, near_A = routed.rows_CY[holders.ep_rank_A, at_A], routed.of_nodes_NY[node_A, at_A]
     total_A = routed.total_Y[at_A]
-    at_cells = _sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
+    at_ep_ranks = _sums(holders.layer_A, holders.ep_rank_A, routed.sent_LC.shape)
     at_nodes = _sums(holders.layer_A, node_A, (holders.num_layers, len(routed.of_nodes_NY)))
     return _Flow(
-        at_cells(own_A), at_cells(total_A - own_A), at_nodes(near_A), at_nodes(total_A - near_A)
+        at_ep_ranks(own_A),
+        at_ep_ranks(total_A - own_A),
+        at_nodes(near_A),
+        at_nodes(total_A - near_A),
     )
 
 
-def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
+def _flow_to_replicas(holders: Holders, routed: RoutedRows) -> _Flow:
     at_X = routed.first_L1[holders.layer_X] + holders.expert_X
     rows_XC = routed.rows_CY[:, at_X].T.astype(np.float64)
     held_XC = holders.holds_XC.astype(np.float64)
@@ -265,27 +268,27 @@ def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
 
     kept_XC = rows_XC * held_XC
     leaving_XN = (rows_XC - kept_XC) @ is_on_CN
-    copies_XN = held_XC @ is_on_CN
-    out_XN = leaving_XN * (copies_XN == 0)
-    near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(copies_XN, 1))  # of each copy
-    far_X1 = np.floor(out_XN.sum(axis=1) * PARTS / copies_XN.sum(axis=1))[:, None]
+    replicas_XN = held_XC @ is_on_CN
+    out_XN = leaving_XN * (replicas_XN == 0)
+    near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(replicas_XN, 1))  # of each copy
+    far_X1 = np.floor(out_XN.sum(axis=1) * PARTS / replicas_XN.sum(axis=1))[:, None]
     received_XC = (near_XN + far_X1)[:, routed.node_C] * held_XC
 
     layer_X1 = holders.layer_X[:, None]
-    at_cells = _sums(layer_X1, np.arange(holders.num_cells), routed.sent_LC.shape)
+    at_ep_ranks = _sums(layer_X1, np.arange(holders.num_ep_ranks), routed.sent_LC.shape)
     at_nodes = _sums(layer_X1, nodes_N, (holders.num_layers, len(nodes_N)))
     return _Flow(
-        kept_LC=at_cells(kept_XC),
-        received_LC=at_cells(received_XC) / PARTS,
+        kept_LC=at_ep_ranks(kept_XC),
+        received_LC=at_ep_ranks(received_XC) / PARTS,
         near_LN=at_nodes(rows_XC @ is_on_CN - out_XN),
-        in_LN=at_nodes(copies_XN * far_X1) / PARTS,
+        in_LN=at_nodes(replicas_XN * far_X1) / PARTS,
     )
 
 
 def _sums(
     layer: np.ndarray, place: np.ndarray, shape: tuple[int, ...]
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """What adds up tables by layers and cells, or nodes, to which their elements belong."""
+    """What adds up tables by layers and EP ranks, or nodes, to which their elements belong."""
     key = (layer * shape[1] + place).ravel()
 
     def of(table: np.ndarray) -> np.ndarray:
@@ -305,18 +308,18 @@ def step_seconds(
     """Seconds of each layer's experts and all-to-alls, forward and backward, float ``[L]``.
 
     An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of a
-    cell, which carries all rows that leave or enter the cell.
+    EP rank, which carries all rows that leave or enter the EP rank.
     """
-    return flow_seconds(nearest_copy_flow(placements, rows, node_C), prices=prices)
+    return flow_seconds(nearest_replica_flow(placements, rows, node_C), prices=prices)
 
 
 def seconds_saved(
-    homes: Sequence[Placement], targets: Sequence[Placement], routed: RoutedRows, prices: Prices
+    owners: Sequence[Placement], targets: Sequence[Placement], routed: RoutedRows, prices: Prices
 ) -> np.ndarray:
-    """``step_seconds`` under homes less those under targets, float ``[L]``."""
+    """``step_seconds`` under owners less those under targets, float ``[L]``."""
     alone_L, copied_L = (
         flow_seconds(nearest_flow(placements, routed), prices=prices)
-        for placements in (homes, targets)
+        for placements in (owners, targets)
     )
     return alone_L - copied_L
 
@@ -328,22 +331,24 @@ def flow_seconds(flow: RowFlow, *, prices: Prices) -> np.ndarray:
     all_to_all_L = prices.row_bytes * np.maximum(
         inter_L / prices.inter_bytes_per_s, intra_L / prices.intra_bytes_per_s
     )
-    seconds_L: np.ndarray = prices.row_s * flow.computed_LC.max(axis=1) + TRIPS * all_to_all_L
+    seconds_L: np.ndarray = (
+        prices.row_s * flow.computed_LC.max(axis=1) + NUM_EXCHANGES * all_to_all_L
+    )
     return seconds_L
 
 
-def busiest_link(home: Placement, before: Placement, after: Placement, node_C: np.ndarray) -> int:
-    """Experts that the busiest cell or node sends or receives when ``before`` becomes ``after``.
+def busiest_link(owner: Placement, before: Placement, after: Placement, node_C: np.ndarray) -> int:
+    """Experts that the busiest EP rank or node sends or receives when ``before`` becomes ``after``.
 
-    Counts as the sparse gather moves them: an expert leaves its home, or its home's node, once, and
-    enters each node that had no copy of it once (spec rules 22 and 38, choice B7).
+    Counts as the sparse gather moves them: an expert leaves its owner, or its owner's node, once,
+    and enters each node that had no copy of it once (spec rules 22 and 38, choice B7).
     """
     is_on_CN = node_C[:, None] == np.unique(node_C)
     new_EC = after.holds_EC & ~before.holds_EC
     new_EN = (after.holds_EC @ is_on_CN) & ~(before.holds_EC @ is_on_CN)
-    owner_E = home.owner_E
-    sent_C = np.bincount(owner_E[new_EC.any(axis=1)], minlength=home.num_cells)
-    out_C = np.bincount(owner_E[new_EN.any(axis=1)], minlength=home.num_cells)
+    owner_E = owner.owner_E
+    sent_C = np.bincount(owner_E[new_EC.any(axis=1)], minlength=owner.num_ep_ranks)
+    out_C = np.bincount(owner_E[new_EN.any(axis=1)], minlength=owner.num_ep_ranks)
     links = (new_EC.sum(axis=0), new_EN.sum(axis=0), sent_C, out_C @ is_on_CN)
     return max(int(link.max()) for link in links)
 
@@ -352,14 +357,14 @@ def busiest_link(home: Placement, before: Placement, after: Placement, node_C: n
 class RowPrices:
     """Seconds a row; the same on every rank."""
 
-    row_s_C: np.ndarray  # that an expert computes on it in each cell, float64
-    # that it takes of a cell's own link, which carries all rows that leave or enter the cell
+    row_s_C: np.ndarray  # that an expert computes on it in each EP rank, float64
+    # that it takes of an EP rank's own link, which carries all rows that leave or enter the EP rank
     local_row_s: float
-    # that it takes of a node's card, which carries all rows that leave or enter the node; its cells
-    # share it
+    # that it takes of a node's card, which carries all rows that leave or enter the node; its EP
+    # ranks share it
     cross_row_s: float
-    # by how much more a row takes of its own cell's part of the node's card; 1 where a cell may use
-    # all of it
+    # by how much more a row takes of its own EP rank's part of the node's card; 1 where an EP rank
+    # may use all of it
     cards: float = 1.0
 
     def __post_init__(self) -> None:
@@ -373,18 +378,19 @@ class RowPrices:
                 raise ValueError(f"{name} is {price}; prices are finite and not below zero")
 
     @classmethod
-    def of(cls, prices: Prices, num_cells: int) -> RowPrices:
-        """Of like cells: a row's trips, forward and backward, and its experts."""
-        trips_bytes = TRIPS * prices.row_bytes
+    def of(cls, prices: Prices, num_ep_ranks: int) -> RowPrices:
+        """Of like EP ranks: a row's trips, forward and backward, and its experts."""
+        exchanges_bytes = NUM_EXCHANGES * prices.row_bytes
         return cls(
-            np.full(num_cells, prices.row_s),
-            trips_bytes / prices.intra_bytes_per_s,
-            trips_bytes / prices.inter_bytes_per_s,
+            np.full(num_ep_ranks, prices.row_s),
+            exchanges_bytes / prices.intra_bytes_per_s,
+            exchanges_bytes / prices.inter_bytes_per_s,
             prices.cards,
         )
 
     def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
-        """Of a layer, of which so many rows go from each cell to each; any numbers name nodes."""
+        """Of a layer, of which so many rows go from each EP rank to each; any numbers name
+        nodes."""
         leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
         far_CC = sent_CC * (node_C[:, None] != node_C)
         links = (
@@ -416,8 +422,8 @@ def busiest(leaving: np.ndarray) -> float:
 class RowBytes(NamedTuple):
     """Bytes of one row on one trip, the mean of forward and backward, there and back."""
 
-    between: float  # from cell to cell
-    within: float  # of a cell that splits its experts
+    between: float  # from EP rank to EP rank
+    within: float  # of an EP rank that splits its experts
 
 
 def overlap_degree(
@@ -428,10 +434,10 @@ def overlap_degree(
     num_experts: int,
     latency_s: float = 0.0,
 ) -> int:
-    """Experts whose copies can be sent behind other work: ``t`` (spec rules 11 and 50).
+    """Experts whose replicas can be sent behind other work: ``t`` (spec rules 11 and 50).
 
     Args:
-        window_s: seconds of the forward of what runs beside the copies: attention.
+        window_s: seconds of the forward of what runs beside the replicas: attention.
         bytes_per_s: bandwidth between nodes, all cards of a node together; within a node where
             there is only one.
         expert_bytes: bytes of one expert's parameters.
@@ -442,14 +448,15 @@ def overlap_degree(
     return min(max(math.floor(hidden), 0), num_experts)
 
 
-def copies_that_fit(
+def replicas_that_fit(
     free_bytes: float, *, expert_bytes: float, layers_held: int, layers_reduced: int = 0
 ) -> int:
-    """Copies that a cell has memory for in each layer: ``m`` (spec choice B8).
+    """Replicas that an EP rank has memory for in each layer: ``m`` (spec choice B8).
 
-    In memory at once are the copies of ``layers_held`` layers: all, or 1 where they are released
-    after forward and gathered again; and the gradients of copies, as large, of ``layers_reduced``:
-    1 where they are reduced layer by layer, all where they are summed over micro-steps. With 0 they
-    are taken to fit elsewhere, as in the spec's formula for the default mode.
+    In memory at once are the replicas of ``layers_held`` layers: all, or 1 where they are released
+    after forward and gathered again; and the gradients of replicas, as large, of
+    ``layers_reduced``: 1 where they are reduced layer by layer, all where they are summed over
+    micro-steps. With 0 they are taken to fit elsewhere, as in the spec's formula for the default
+    mode.
     """
     return max(math.floor(free_bytes / ((layers_held + layers_reduced) * expert_bytes)), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the ranks at hand: what links, copies of weights, devices and experts cost here.
+"""Measures the ranks at hand: what links, replicas of weights, devices and experts cost here.
 
 ``measure_cluster`` makes a hardware file's record of a cluster, level by level (``levels_of``);
 ``measure_pipeline`` takes a quick look at a run's own communicators and experts, and gives planners
@@ -33,7 +33,7 @@ from ds_moe_ext.core.comm import (
 from ds_moe_ext.core.hardware import Collectives, Device, Flops, Hardware, Link, Product, Products
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.transfer import Cargo, Part, gather_rounds
+from ds_moe_ext.core.transfer import Part, TransferSize, gather_rounds
 from ds_moe_ext.planning.bench import Bench, LinearFit, Sweep, clock_of, fit_straight
 from ds_moe_ext.planning.exchange_costs import PipelineLines
 from ds_moe_ext.planning.prices import FREE, Line
@@ -75,7 +75,9 @@ class Level:
     node_C: np.ndarray  # node of each member, from 0, int64 ``[C]``
     num_sharers: int  # ranks that send over one link
     exchange: AllToAll = all_to_all_rows  # how rows are exchanged
-    has_cells: bool = False  # cells lie in it, whose ranks gather rows and scatter sums of them
+    has_ep_ranks: bool = (
+        False  # EP ranks lie in it, whose ranks gather rows and scatter sums of them
+    )
 
     @property
     def num_members(self) -> int:
@@ -100,8 +102,8 @@ def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_a
             "number of ranks that each node has"
         )
     num_nodes = num_ranks // ranks_per_node
-    cells_are_nodes = Grid(num_ranks, num_nodes, ranks_per_node)
-    nodes = ParallelLayout.build(cells_are_nodes, [("ep", INTER), ("esp", INTRA)])
+    ep_ranks_are_nodes = Grid(num_ranks, num_nodes, ranks_per_node)
+    nodes = ParallelLayout.build(ep_ranks_are_nodes, [("ep", INTER), ("esp", INTRA)])
     ranks = ParallelLayout.build(Grid(num_ranks, num_ranks), [("ep", PARAM)])
     node_R = np.arange(num_ranks) // ranks_per_node
     between = Level(
@@ -119,7 +121,7 @@ def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_a
         here=nodes.index("esp"),
         node_C=node_R[:ranks_per_node],
         num_sharers=1,
-        has_cells=True,
+        has_ep_ranks=True,
     )
     whole = replace(
         between,
@@ -138,7 +140,7 @@ def measure_cluster(levels: Levels, bench: Bench, sizes: Sizes) -> Hardware:
     device = measure_device(bench, sizes.product_N)
     inter, intra = (measure_level(level, bench, sizes) for level in (between, within))
     has_two = between.num_members > 1 and within.num_members > 1
-    copy = measure_copies(levels.whole, bench, sizes) if has_two else None
+    copy = measure_replicas(levels.whole, bench, sizes) if has_two else None
     return Hardware(
         name=f"{between.num_members} x {within.num_members} x {device.name}",
         source="measured",
@@ -169,15 +171,15 @@ def measure_level(level: Level, bench: Bench, sizes: Sizes) -> Collectives:
 
     return Collectives(
         all_to_all=link(all_to_all_sweep),
-        all_gather=link(all_gather_sweep) if level.has_cells else None,
-        reduce_scatter=link(reduce_scatter_sweep) if level.has_cells else None,
+        all_gather=link(all_gather_sweep) if level.has_ep_ranks else None,
+        reduce_scatter=link(reduce_scatter_sweep) if level.has_ep_ranks else None,
         all_reduce=link(all_reduce_sweep),
-        copy=measure_copies(level, bench, sizes),
+        copy=measure_replicas(level, bench, sizes),
     )
 
 
-def measure_copies(level: Level, bench: Bench, sizes: Sizes) -> Link:
-    """The link of copies of experts; see ``copy_sweep``. Collective."""
+def measure_replicas(level: Level, bench: Bench, sizes: Sizes) -> Link:
+    """The link of replicas of experts; see ``copy_sweep``. Collective."""
     return link_of(bench.fit(copy_sweep(level, sizes, bench.device)), level.num_sharers)
 
 
@@ -294,9 +296,9 @@ def pairs_sweep(
 
 
 def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
-    """Copies of experts to all members, as materialization makes them (HECATE, spec rule 50).
+    """Replicas of experts to all members, as materialization makes them (HECATE, spec rule 50).
 
-    The homes of the experts are one member after another. Units are the bytes that the busiest
+    The owners of the experts are one member after another. Units are the bytes that the busiest
     member takes in. Collective.
     """
     connect(level.group, device)
@@ -305,14 +307,14 @@ def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
     slots = {expert: (weights,) for expert, weights in enumerate(experts)}
     units_N, works_N = [], []
     for num_experts in sizes.num_experts_N:
-        homes = Placement.owned_by(np.arange(num_experts) % level.num_members, level.num_members)
-        everywhere = Placement(np.ones_like(homes.holds_EC))
-        cargo = Cargo(sizes.expert_bytes)
-        transfers = gather_rounds(homes, everywhere, level.node_C, cargo)
+        owners = Placement.owned_by(np.arange(num_experts) % level.num_members, level.num_members)
+        everywhere = Placement(np.ones_like(owners.holds_EC))
+        transfer_size = TransferSize(sizes.expert_bytes)
+        transfers = gather_rounds(owners, everywhere, level.node_C, transfer_size)
         part = transfers.part_of(level.here)
         units_N.append(int(transfers.received_C.max()) * sizes.expert_bytes)
         works_N.append(partial(_copy, part, slots, level.group))
-    return Sweep(f"copies of experts {level.name}", units_N, works_N)
+    return Sweep(f"replicas of experts {level.name}", units_N, works_N)
 
 
 def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGroup) -> Traffic:
@@ -412,8 +414,8 @@ def spare_bytes(device: torch.device) -> int | None:
 class Paths:
     """This rank's communicators; None where there is one rank, then on every rank."""
 
-    cells: Channel | None  # one rank of each cell
-    cell: Channel | None  # the ranks of one cell
+    ep_ranks: Channel | None  # one rank of each EP rank
+    ep_rank: Channel | None  # the ranks of an ETP group
     dense: dist.ProcessGroup | None  # those that reduce the same dense gradients
     scatters: bool = False  # each of those keeps a part of the sums, else all
 
@@ -452,10 +454,13 @@ def measure_pipeline(
     """
     row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
     element = torch.zeros((), dtype=payload.gradient_dtype, device=bench.device)
-    cells, cell = _level("between cells", paths.cells), _level("inside a cell", paths.cell)
+    ep_ranks, ep_rank = (
+        _level("between EP ranks", paths.ep_ranks),
+        _level("inside an ETP group", paths.ep_rank),
+    )
     dense = _level("of gradients", Channel(paths.dense) if paths.dense else None)
-    num_cells, cell_size, num_dense = (
-        level.num_members if level else 1 for level in (cells, cell, dense)
+    num_ep_ranks, etp_size, num_dense = (
+        level.num_members if level else 1 for level in (ep_ranks, ep_rank, dense)
     )
 
     def shared(sweep_of: SweepOf, level: Level | None, most: int, like: Tensor) -> Line:
@@ -465,32 +470,34 @@ def measure_pipeline(
         with torch.no_grad():
             forward(num_rows)
 
-    num_rows_N = _steps(payload.num_rows * cell_size)
+    num_rows_N = _steps(payload.num_rows * etp_size)
     experts = Sweep("experts forward", num_rows_N, [partial(run, rows) for rows in num_rows_N])
     if paths.scatters:
         sums = shared(reduce_scatter_sweep, dense, payload.num_elements // num_dense, element)
     else:
         sums = shared(all_reduce_sweep, dense, payload.num_elements, element)
     return PipelineLines(
-        all_to_all=shared(all_to_all_sweep, cells, payload.num_rows // num_cells, row),
-        all_gather=shared(all_gather_sweep, cell, payload.num_rows, row),
-        reduce_scatter=shared(reduce_scatter_sweep, cell, payload.num_rows, row),
+        all_to_all=shared(all_to_all_sweep, ep_ranks, payload.num_rows // num_ep_ranks, row),
+        all_gather=shared(all_gather_sweep, ep_rank, payload.num_rows, row),
+        reduce_scatter=shared(reduce_scatter_sweep, ep_rank, payload.num_rows, row),
         expert=_line(bench, experts),
         all_reduce=replace(sums, beta_s=element.itemsize * sums.beta_s),
     )
 
 
-def measure_carrier(carrier: Carrier, num_cells: int, payload: Payload, bench: Bench) -> Line:
-    """The line of even all-to-alls by a carrier between the cells; see ``measure_pipeline``.
+def measure_carrier(carrier: Carrier, num_ep_ranks: int, payload: Payload, bench: Bench) -> Line:
+    """The line of even all-to-alls by a carrier between the EP ranks; see ``measure_pipeline``.
     Collective."""
     row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
-    num_rows_N = _steps(payload.num_rows // num_cells)
-    trips = [carrier.trip(np.full((num_cells,) * 2, num), bench.device) for num in num_rows_N]
-    works = [
-        partial(trip.out, row.new_zeros(num_cells * num, *row.shape))
-        for trip, num in zip(trips, num_rows_N)
+    num_rows_N = _steps(payload.num_rows // num_ep_ranks)
+    transfers = [
+        carrier.transfer(np.full((num_ep_ranks,) * 2, num), bench.device) for num in num_rows_N
     ]
-    num_bytes_N = [num_cells * num * row.nbytes for num in num_rows_N]
+    works = [
+        partial(transfer.out, row.new_zeros(num_ep_ranks * num, *row.shape))
+        for transfer, num in zip(transfers, num_rows_N)
+    ]
+    num_bytes_N = [num_ep_ranks * num * row.nbytes for num in num_rows_N]
     return _line(bench, Sweep("all-to-all by a carrier", num_bytes_N, works))
 
 

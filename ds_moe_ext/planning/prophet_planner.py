@@ -4,8 +4,8 @@
 ``place_experts`` finds the order in which experts would be copied first, in integers, as it depends
 on rows alone; the model of ``layer_costs`` then says how many of that order to copy.
 ``shadow_experts`` is a baseline (spec section 5). ``split_forward`` and ``split_backward`` say
-which copies move beside which computation of the block before (spec 3.3). Shape letters: E experts,
-C cells (the paper's devices, ``D`` of them).
+which replicas move beside which computation of the block before (spec 3.3). Shape letters: E
+experts, C EP ranks (the paper's devices, ``D`` of them).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ds_moe_ext.planning.layer_costs import (
     FORWARD,
     BlockPrices,
     BlockSeconds,
-    CellRows,
+    EpRankRows,
     balanced_spread,
-    cell_rows,
+    ep_rank_rows,
     seconds_of_rows,
     step_seconds,
     whole_rows,
 )
-from ds_moe_ext.planning.prices import TRIPS
+from ds_moe_ext.planning.prices import NUM_EXCHANGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,22 +42,22 @@ class BlockPlan:
 
     choices: Choices  # of which it is one
     selected: tuple[int, ...]  # experts that are copied, in the order of selection
-    alone: CellRows  # rows by cell without copies
+    alone: EpRankRows  # rows by EP rank without replicas
     prices: BlockPrices  # of the block
 
     @cached_property
     def target(self) -> Placement:
-        """Homes included; the home itself if nothing is copied."""
-        home, copied = self.choices.home, list(self.selected)
+        """Owners included; the owner itself if nothing is copied."""
+        owner, copied = self.choices.owner, list(self.selected)
         if not copied:
-            return home
-        holds_EC = home.holds_EC.copy()
+            return owner
+        holds_EC = owner.holds_EC.copy()
         holds_EC[copied] |= self.choices.holders_EC[copied]
-        return home.with_copies(holds_EC)
+        return owner.with_replicas(holds_EC)
 
     @cached_property
-    def rows(self) -> CellRows:
-        """By cell under the target."""
+    def rows(self) -> EpRankRows:
+        """By EP rank under the target."""
         if not self.selected:
             return self.alone
         return self.choices.rows_with(list(self.selected), self.alone)
@@ -65,13 +65,13 @@ class BlockPlan:
     @cached_property
     def seconds(self) -> BlockSeconds:
         """Of the block under the target, on the rows planned for."""
-        num_copies = int(self.choices.copies_E[list(self.selected)].sum())
-        copied = num_copies / self.choices.home.num_cells
+        num_replicas = int(self.choices.replicas_E[list(self.selected)].sum())
+        copied = num_replicas / self.choices.owner.num_ep_ranks
         return seconds_of_rows(self.rows, copied, prices=self.prices)
 
     @cached_property
     def seconds_without(self) -> BlockSeconds:
-        """Of the block without copies, on the same rows."""
+        """Of the block without replicas, on the same rows."""
         return seconds_of_rows(self.alone, 0.0, prices=self.prices)
 
     def first(self, num_copied: int) -> BlockPlan:
@@ -80,7 +80,7 @@ class BlockPlan:
 
 
 def place_experts(
-    home: Placement,
+    owner: Placement,
     rows_CE: np.ndarray,
     *,
     prices: BlockPrices,
@@ -88,32 +88,33 @@ def place_experts(
     balance: float = 1.0,
     max_copied: int | None = None,
 ) -> BlockPlan:
-    """Copy the experts of the busiest cells to the cells whose rows they compute.
+    """Copy the experts of the busiest EP ranks to the EP ranks whose rows they compute.
 
-    Until cells are balanced, the busiest cell's expert with most rows is next; where that cell has
-    none left, the search ends. Of all these the first so many are copied that the step is fastest
-    by the model. Among equals the lowest index, or the fewest copies, wins. Costs a sort of
+    Until EP ranks are balanced, the busiest EP rank's expert with most rows is next; where that EP
+    rank has none left, the search ends. Of all these the first so many are copied that the step is
+    fastest by the model. Among equals the lowest index, or the fewest copies, wins. Costs a sort of
     ``[E, C]`` and some passes over ``[C]`` for each expert.
 
     Args:
-        home: where each expert lives, one cell an expert.
-        rows_CE: rows that each cell is expected to route to each expert; integers.
+        owner: where each expert lives, an EP rank an expert.
+        rows_CE: rows that each EP rank is expected to route to each expert; integers.
         prices: of the block.
-        num_excluded: ``n``, cells that get no copy of an expert: those with the fewest rows for it,
-            never its home; None excludes the cells without any rows for it.
+        num_excluded: ``n``, EP ranks that get no replica of an expert: those with the fewest rows
+            for it, never its owner; None excludes the EP ranks without any rows for it.
         balance: ``alpha`` of equation (7).
-        max_copied: experts of which a cell has memory for a copy; None: of all.
+        max_copied: experts of which an EP rank has memory for a replica; None: of all.
     """
-    rows_CE = whole_rows(home, rows_CE)
-    if num_excluded is not None and not 0 <= num_excluded < home.num_cells:
+    rows_CE = whole_rows(owner, rows_CE)
+    if num_excluded is not None and not 0 <= num_excluded < owner.num_ep_ranks:
         raise ValueError(
-            f"num_excluded is {num_excluded}, but an expert has {home.num_cells - 1} cells besides "
-            f"its home; give a number from 0 to {home.num_cells - 1}, or null for automatic"
+            f"num_excluded is {num_excluded}, but an expert has {owner.num_ep_ranks - 1} EP ranks "
+            f"besides its owner; give a number from 0 to {owner.num_ep_ranks - 1}, or null for "
+            "automatic"
         )
     if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
-    choices = Choices(home, rows_CE, num_excluded)
-    alone = cell_rows(home, home, rows_CE)
+    choices = Choices(owner, rows_CE, num_excluded)
+    alone = ep_rank_rows(owner, owner, rows_CE)
     selected = _fastest(choices, alone, balance, prices, max_copied)
     return BlockPlan(choices, selected, alone, prices)
 
@@ -122,31 +123,31 @@ def place_experts(
 class Choices:
     """What copying each expert would change, for all experts at once."""
 
-    home: Placement  # where each expert lives
-    rows_CE: np.ndarray  # rows that each cell routes to each expert, int64
+    owner: Placement  # where each expert lives
+    rows_CE: np.ndarray  # rows that each EP rank routes to each expert, int64
     num_excluded: int | None  # as of ``place_experts``
 
     @cached_property
     def holders_EC(self) -> np.ndarray:
-        """Where an expert computes if it is copied, its home included, bool."""
+        """Where an expert computes if it is copied, its owner included, bool."""
         rows_EC = self.rows_CE.T
         if self.num_excluded == 0:
             return np.ones(rows_EC.shape, dtype=bool)
         if self.num_excluded is None:
-            return self.home.holds_EC | (rows_EC > 0)
-        homes_last_EC = np.where(self.home.holds_EC, np.iinfo(np.int64).max, rows_EC)
-        fewest_first_EC = np.argsort(homes_last_EC, axis=1, kind="stable")
+            return self.owner.holds_EC | (rows_EC > 0)
+        owners_last_EC = np.where(self.owner.holds_EC, np.iinfo(np.int64).max, rows_EC)
+        fewest_first_EC = np.argsort(owners_last_EC, axis=1, kind="stable")
         holders_EC = np.ones(rows_EC.shape, dtype=bool)
         np.put_along_axis(holders_EC, fewest_first_EC[:, : self.num_excluded], False, axis=1)
         return holders_EC
 
     @cached_property
     def stays_EC(self) -> np.ndarray:
-        """Rows of each sender that a copy would keep from going to the expert's home, int64."""
+        """Rows of each sender that a replica would keep from going to the expert's owner, int64."""
         stays_EC = self.rows_CE.T.copy()
         if self.num_excluded:
             stays_EC *= self.holders_EC
-        stays_EC[np.arange(self.home.num_experts), self.home.owner_E] = 0
+        stays_EC[np.arange(self.owner.num_experts), self.owner.owner_E] = 0
         return stays_EC
 
     @cached_property
@@ -156,31 +157,31 @@ class Choices:
         return stays_E
 
     @cached_property
-    def copies_E(self) -> np.ndarray:
-        """``D - n`` of an expert; 0 if that is its home alone, int64."""
+    def replicas_E(self) -> np.ndarray:
+        """``D - n`` of an expert; 0 if that is its owner alone, int64."""
         if self.num_excluded is None:
             holders_E = self.holders_EC.sum(axis=1)
         else:
-            holders_E = np.full(self.home.num_experts, self.home.num_cells - self.num_excluded)
+            holders_E = np.full(self.owner.num_experts, self.owner.num_ep_ranks - self.num_excluded)
         return np.where(holders_E > 1, holders_E, 0)
 
-    def by_cell(self) -> tuple[list[int], list[int]]:
-        """Experts that can be copied, cell by cell, of each those with most rows last; and where
-        each cell's begin, and the last one's end. (The paper's loop also picks experts without a
-        place for a copy, to which nothing happens.)"""
+    def by_ep_rank(self) -> tuple[list[int], list[int]]:
+        """Experts that can be copied, EP rank by EP rank, of each those with most rows last; and
+        where each EP rank's begin, and the last one's end. (The paper's loop also picks experts
+        without a place for a replica, to which nothing happens.)"""
         coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
-        copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
-        owner = self.home.owner_E[copied]
-        by_cell = np.argsort(owner, kind="stable")
-        starts = np.searchsorted(owner[by_cell], np.arange(self.home.num_cells + 1))
-        return copied[by_cell].tolist(), starts.tolist()
+        copied = coldest_first_E[self.replicas_E[coldest_first_E] > 0]
+        owner = self.owner.owner_E[copied]
+        by_ep_rank = np.argsort(owner, kind="stable")
+        starts = np.searchsorted(owner[by_ep_rank], np.arange(self.owner.num_ep_ranks + 1))
+        return copied[by_ep_rank].tolist(), starts.tolist()
 
-    def rows_with(self, experts: list[int], alone: CellRows) -> CellRows:
-        """Rows by cell if these experts are copied; ``alone`` are those without copies."""
-        owner, num_cells = self.home.owner_E[experts], self.home.num_cells
-        stays_C = np.bincount(owner, self.stays_E[experts], num_cells).astype(np.int64)
+    def rows_with(self, experts: list[int], alone: EpRankRows) -> EpRankRows:
+        """Rows by EP rank if these experts are copied; ``alone`` are those without replicas."""
+        owner, num_ep_ranks = self.owner.owner_E[experts], self.owner.num_ep_ranks
+        stays_C = np.bincount(owner, self.stays_E[experts], num_ep_ranks).astype(np.int64)
         kept_C = self.stays_EC[experts].sum(axis=0)
-        return CellRows(alone.computed_C + kept_C - stays_C, alone.received_C - stays_C)
+        return EpRankRows(alone.computed_C + kept_C - stays_C, alone.received_C - stays_C)
 
 
 ROUNDING = 1e-9  # far more than what seconds lose in floats
@@ -189,7 +190,7 @@ LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pa
 
 def _fastest(
     choices: Choices,
-    alone: CellRows,
+    alone: EpRankRows,
     balance: float,
     prices: BlockPrices,
     max_copied: int | None,
@@ -197,42 +198,48 @@ def _fastest(
     """The experts that the loop of Algorithm 1 tries, in order, up to where the step is fastest:
     the first such place. Those at the end that cannot make it faster, whatever they balance, are
     not tried."""
-    home = choices.home
+    owner = choices.owner
     computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
-    stays_EC, stays, copies = choices.stays_EC, choices.stays_E.tolist(), choices.copies_E.tolist()
-    by_cell, starts = choices.by_cell()
+    stays_EC, stays, replicas = (
+        choices.stays_EC,
+        choices.stays_E.tolist(),
+        choices.replicas_E.tolist(),
+    )
+    by_ep_rank, starts = choices.by_ep_rank()
     ends = starts[1:]  # of those that wait
     # Copies keep rows where they are: as many as before are computed.
     num_rows = int(computed_C.sum())
-    spread = balanced_spread(num_rows, home.num_experts, balance)
-    least_computed = -(-num_rows // home.num_cells)
+    spread = balanced_spread(num_rows, owner.num_experts, balance)
+    least_computed = -(-num_rows // owner.num_ep_ranks)
     busiest = int(computed_C.argmax())
     most_computed = int(computed_C[busiest])
     experts: list[int] = []
-    num_fastest = num_copies = 0
+    num_fastest = num_replicas = 0
     fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
 
     while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
         if ends[busiest] == starts[busiest] or len(experts) == max_copied:
             break
         if len(experts) % LOOKED_AT == LOOKED_AT - 1:
-            # Even if no rows travelled, and all cells computed equally many. The model's time does
-            # not fall where more is copied; nor where more is computed, as a second of experts
+            # Even if no rows travelled, and all EP ranks computed equally many. The model's time
+            # does not fall where more is copied; nor where more is computed, as a second of experts
             # hides one of gathers in forward, and two of transfers in backward, where it takes
             # three.
-            ideal_s = step_seconds(prices, 0, least_computed, num_copies / home.num_cells)
+            ideal_s = step_seconds(prices, 0, least_computed, num_replicas / owner.num_ep_ranks)
             if ideal_s > (1 + ROUNDING) * fastest_s:
                 break
         ends[busiest] -= 1
-        expert = by_cell[ends[busiest]]
+        expert = by_ep_rank[ends[busiest]]
         computed_C += stays_EC[expert]
         computed_C[busiest] -= stays[expert]
         received[busiest] -= stays[expert]
         busiest = int(computed_C.argmax())
         most_computed = int(computed_C[busiest])
         experts.append(expert)
-        num_copies += copies[expert]
-        step_s = step_seconds(prices, max(received), most_computed, num_copies / home.num_cells)
+        num_replicas += replicas[expert]
+        step_s = step_seconds(
+            prices, max(received), most_computed, num_replicas / owner.num_ep_ranks
+        )
         if step_s < fastest_s:
             fastest_s, num_fastest = step_s, len(experts)
     return tuple(experts[:num_fastest])
@@ -241,19 +248,19 @@ def _fastest(
 def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:
     """FasterMoE's model of a block."""
     computed_s = (FORWARD + BACKWARD) * prices.row_s * most_rows
-    exchanged_s = TRIPS * prices.row_bytes / prices.bytes_per_s * most_rows
+    exchanged_s = NUM_EXCHANGES * prices.row_bytes / prices.bytes_per_s * most_rows
     return computed_s + exchanged_s + num_shadows * prices.weight_bytes / prices.copy_bytes_per_s
 
 
 def shadow_experts(
-    home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices, max_copied: int | None = None
+    owner: Placement, rows_CE: np.ndarray, *, prices: BlockPrices, max_copied: int | None = None
 ) -> BlockPlan:
-    """Copy the hottest experts to all cells, one more as long as that is faster by FasterMoE.
+    """Copy the hottest experts to all EP ranks, one more as long as that is faster by FasterMoE.
 
     The expert with the fewest rows is never copied. Among equals the lower index is hotter. The
     plan's seconds are those of Pro-Prophet's model. Arguments as of ``place_experts``.
     """
-    rows_CE = whole_rows(home, rows_CE)
+    rows_CE = whole_rows(owner, rows_CE)
     load_E = rows_CE.sum(axis=0)
     hottest_first_E = np.argsort(-load_E, kind="stable")
     seconds = [
@@ -263,8 +270,8 @@ def shadow_experts(
     is_gain = [after < before for before, after in pairwise(seconds)]
     num_shadows = [*is_gain[:max_copied], False].index(False)
     selected = tuple(hottest_first_E[:num_shadows].tolist())
-    choices = Choices(home, rows_CE, num_excluded=0)
-    return BlockPlan(choices, selected, cell_rows(home, home, rows_CE), prices)
+    choices = Choices(owner, rows_CE, num_excluded=0)
+    return BlockPlan(choices, selected, ep_rank_rows(owner, owner, rows_CE), prices)
 
 
 SplitRule = Callable[[int, float], int]

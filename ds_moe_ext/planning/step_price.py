@@ -33,7 +33,7 @@ from ds_moe_ext.planning.layer_seconds import (
     with_host,
 )
 from ds_moe_ext.planning.model_shape import ModelParallel
-from ds_moe_ext.planning.strategy import Job, Plan, Site, Strategy, followers, layer_tasks
+from ds_moe_ext.planning.strategy import Job, LayerContext, Plan, Strategy, followers, layer_tasks
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     is_back: bool
 
 
-class Turn(NamedTuple):
+class StagePass(NamedTuple):
     """When a stage runs a pass."""
 
     stage: int
@@ -83,8 +83,8 @@ def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> tuple[P
     ahead = min(ahead, len(forward))
     passes = [Pass(*each, is_back=False) for each in forward]
     back = [Pass(chunks - 1 - chunk, number, is_back=True) for chunk, number in forward]
-    turns = [each for pair in zip(passes[ahead:], back) for each in pair]
-    return (*passes[:ahead], *turns, *back[len(back) - ahead :])
+    stage_passes = [each for pair in zip(passes[ahead:], back) for each in pair]
+    return (*passes[:ahead], *stage_passes, *back[len(back) - ahead :])
 
 
 def most_kept(order: Iterable[Pass], kept: Sequence[float]) -> float:
@@ -101,7 +101,7 @@ def run_passes(
     micro_batches: int,
     seconds_of: Callable[[int, Pass], float],
     send_s: float,
-) -> list[Turn]:
+) -> list[StagePass]:
     """When all stages run their passes.
 
     A stage sends what a pass gives before it goes on; where chunks interleave it goes on meanwhile,
@@ -112,7 +112,7 @@ def run_passes(
     left = [list(reversed(order_of(stage, parallel, micro_batches))) for stage in stages]
     free_s = [0.0] * parallel.pipeline
     come_s: dict[tuple[int, Pass], float] = {}  # when a pass has what it needs of another stage
-    turns: list[Turn] = []
+    stage_passes: list[StagePass] = []
     while any(left):
         for stage in stages:
             while left[stage]:
@@ -131,11 +131,11 @@ def run_passes(
                     come_s[following, each._replace(chunk=chunk)] = end_s + send_s
                     if parallel.chunks == 1:
                         free_s[stage] = end_s = end_s + send_s
-                turns.append(Turn(stage, each, start_s, end_s))
-    return turns
+                stage_passes.append(StagePass(stage, each, start_s, end_s))
+    return stage_passes
 
 
-CLASSES = 4  # of cells, where there are more
+CLASSES = 4  # of EP ranks, where there are more
 NO_COSTS = TaskCosts()
 
 
@@ -154,7 +154,7 @@ class Conditions:
     # of a step, behind the last backward: gradients that nothing hid, the optimizer
     end_s: float = 0.0
     micro_batches: int = 1  # of a step
-    classes: int = CLASSES  # of cells, where there are more
+    classes: int = CLASSES  # of EP ranks, where there are more
 
     def behind_s(self, *, is_back: bool) -> float:
         """What follows the last experts, computed and sent."""
@@ -175,16 +175,16 @@ class StepPrice:
 
     step_s: float  # all
     computed_s: float  # what ranks compute if rows are even
-    imbalance_s: float  # what the busiest cell of each layer computes beyond that
+    imbalance_s: float  # what the busiest EP rank of each layer computes beyond that
     exposed_s: float  # communication that nothing hides
     host_s: float  # what devices wait for the host to issue
     end_s: float  # behind the last backward
-    balance: float  # rows of the busiest cell over the mean, mean of the layers
+    balance: float  # rows of the busiest EP rank over the mean, mean of the layers
     schedule: Schedule  # of one micro-batch; in a pipeline through the chunk that takes longest
-    timeline: Timeline  # its tasks on each class of cells
+    timeline: Timeline  # its tasks on each class of EP ranks
     bubble_s: float = 0.0  # that stage waits for others
     stage: int = 0  # number of it
-    turns: Sequence[Turn] = ()  # what stages do, in a pipeline
+    stage_passes: Sequence[StagePass] = ()  # what stages do, in a pipeline
     layers_before: int = 0  # MoE layers before the first of the schedule
 
 
@@ -198,8 +198,8 @@ class PassRun(NamedTuple):
     def seconds(self) -> PassSeconds:
         """Forward ends when all have what they hand on."""
         tasks = self.schedule.tasks
-        turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
-        last = max(place for place in range(turn) if tasks[place].op.name == ATTENTION.name)
+        stage_pass = next(place for place, task in enumerate(tasks) if task.adjoint_of)
+        last = max(place for place in range(stage_pass) if tasks[place].op.name == ATTENTION.name)
         forward_s = max(ends[last] for ends in self.timeline.end_s)
         return PassSeconds(self.timeline.makespan_s, forward_s)
 
@@ -220,14 +220,14 @@ class PassSeconds(NamedTuple):
 class Passes:
     """All passes of a step through the same layers, which follow each other on the same ranks."""
 
-    first: PassSeconds  # with the copies that the step moves, there and back
+    first: PassSeconds  # with the replicas that the step moves, there and back
     later: PassSeconds  # without
     number: int  # of them
     end_s: float  # behind them; as of ``Conditions``
     computed_s: float  # as of ``StepPrice``, of all
     imbalance_s: float  # likewise
     device_s: float  # of all, were the host no matter
-    balance_L: tuple[float, ...] = ()  # of each layer, rows of the busiest cell over the mean
+    balance_L: tuple[float, ...] = ()  # of each layer, rows of the busiest EP rank over the mean
     run: PassRun | None = None  # the first, as it passes; None without experts
 
     @classmethod
@@ -292,18 +292,20 @@ def price_passes(
     conditions: Conditions,
 ) -> Passes:
     """The passes of a step through some layers that follow each other."""
-    pools = {layer: pool for pool in job.pools for layer in pool.layers}
+    cost_groups = {
+        layer: cost_group for cost_group in job.cost_groups for layer in cost_group.layers
+    }
     flows, layers = [], []
     for layer, (plan, rows_CE) in enumerate(zip(plans, rows)):
-        flows.append(Flow.of(plan, rows_CE, job.node_C, pools[layer]))
+        flows.append(Flow.of(plan, rows_CE, job.node_C, cost_groups[layer]))
         layers.append(
             layer_seconds(
                 plan,
                 flows[layer],
-                pools[layer],
+                cost_groups[layer],
                 conditions.tasks,
                 node_C=job.node_C,
-                cell_size=conditions.grid.cell_size,
+                etp_size=conditions.grid.etp_size,
                 classes=conditions.classes,
             )
         )
@@ -314,11 +316,11 @@ def price_passes(
     if not conditions.host.is_nothing:
         whole = _passed(*by_host, layers, job, conditions)
     number, later = conditions.micro_batches, whole
-    if number > 1:  # in which copies are there, and no gradient travels before the last
+    if number > 1:  # in which replicas are there, and no gradient travels before the last
         unmoved = [replace(each, by_piece={}) for each in layers]
         later = _passed(*by_host, unmoved, job, conditions)
     device_s, whole_s = device.timeline.makespan_s, whole.timeline.makespan_s
-    # All compute the mean of experts and what lies between these; the busiest cells more.
+    # All compute the mean of experts and what lies between these; the busiest EP ranks more.
     again = conditions.tasks.backward_rounds
     between_s = sum(job.window_s) + sum(job.back_window_s) - conditions.window_sent_s
     even_s = (FORWARD + again) * sum(layer.mean_expert_s for layer in layers)
@@ -343,14 +345,16 @@ def step_of(
     """The schedule of one micro-batch: of all layers, with what leads to the first."""
     layout = ParallelLayout(grid, rank=0)
     pairs = enumerate(zip(plans, followers(plans, stacks or [0] * len(plans))))
-    sites = (Site(plan, layout, layer, after) for layer, (plan, after) in pairs)
-    return whole_step([layer_tasks(strategy, site, gated=False) for site in sites], leads=True)
+    sites = (LayerContext(plan, layout, layer, after) for layer, (plan, after) in pairs)
+    return whole_step(
+        [layer_tasks(strategy, layer_context, gated=False) for layer_context in sites], leads=True
+    )
 
 
-# Ops and lanes by their names: an op may stand in another lane than its own.
+# Ops and streams by their names: an op may stand in another stream than its own.
 _OF_ROWS = frozenset(op.name for op in (DISPATCH, COMBINE))
-_MET = _OF_ROWS | {ORDER.name, GATHER.name}  # to which all cells must come
-_SHARED = frozenset(lane.name for lane in (INTER, PARAM))
+_MET = _OF_ROWS | {ORDER.name, GATHER.name}  # to which all EP ranks must come
+_SHARED = frozenset(stream.name for stream in (INTER, PARAM))
 
 
 def _passed(
@@ -362,7 +366,7 @@ def _passed(
 ) -> PassRun:
     """A micro-batch as it passes; ``host_s`` are seconds of what the host issues, by the tasks'
     ``id``."""
-    has_measured_links = any(pool.links is not None for pool in job.pools)
+    has_measured_links = any(cost_group.links is not None for cost_group in job.cost_groups)
     spans_nodes = bool(job.node_C.max() != job.node_C.min())
     grid, everyone = conditions.grid, range(max(len(layer.expert_s_K) for layer in layers))
 
@@ -377,9 +381,9 @@ def _passed(
         return (job.back_window_s if task.adjoint_of else job.window_s)[following]
 
     def link_of(place: int, task: Task) -> str | None:
-        """What rows and copies that are under way together share; measured links have that in
+        """What rows and replicas that are under way together share; measured links have that in
         them."""
-        if task.lane.name not in _SHARED or has_measured_links:
+        if task.stream.name not in _SHARED or has_measured_links:
             return None
         is_far = spans_nodes
         if task.op.name in _OF_ROWS:
@@ -406,8 +410,8 @@ def pipeline_step(
 ) -> StepPrice:
     """A step of all stages, ``[stage][chunk]``.
 
-    The first forward pass of a chunk moves copies there, its last backward pass brings their
-    gradients home. A step ends when the last stage has done what is behind its passes.
+    The first forward pass of a chunk moves replicas there, its last backward pass brings their
+    gradients to the owner. A step ends when the last stage has done what is behind its passes.
     """
 
     def seconds_of(stage: int, each: Pass) -> float:
@@ -417,8 +421,8 @@ def pipeline_step(
             return (passes.first if is_last else passes.later).backward_s
         return (passes.later if each.micro_batch else passes.first).forward_s
 
-    turns = run_passes(parallel, micro_batches, seconds_of, send_s)
-    done_s = {turn.stage: turn.end_s for turn in turns}
+    stage_passes = run_passes(parallel, micro_batches, seconds_of, send_s)
+    done_s = {stage_pass.stage: stage_pass.end_s for stage_pass in stage_passes}
     end_s = [sum(chunk.end_s for chunk in chunks) for chunks in stages]
     step_s = max(done_s[stage] + end_s[stage] for stage in range(len(stages)))
 
@@ -451,6 +455,6 @@ def pipeline_step(
         timeline=longest.run.timeline,
         bubble_s=max(step_s - busy_s(busiest) - end_s[busiest], 0.0),
         stage=busiest,
-        turns=turns,
+        stage_passes=stage_passes,
         layers_before=layers_before,
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy is, what it is told and what it answers, and how JSON names one.
+"""What a strategy is, what it is reported and what it answers, and how JSON names one.
 
 A ``Strategy`` is a frozen dataclass: its fields are its JSON keys. From a ``Job``, all that a
-planner may know, it makes a ``Plan`` for each layer; at a ``Site``, a layer and its plan, it says
-by which schedules that runs. ``Overlay`` and ``Choosing`` are strategies made of others. One of the
-user's own is named ``"package.module:Class"``. Shape letters: C cells, E experts.
+planner may know, it makes a ``Plan`` for each layer; at a ``LayerContext``, a layer and its plan,
+it says by which schedules that runs. ``Overlay`` and ``Choosing`` are strategies made of others.
+One of the user's own is named ``"package.module:Class"``. Shape letters: C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ds_moe_ext.core.layout import NODE_AXES, ParallelLayout, Roles, Striping
-from ds_moe_ext.core.placement import Placement, even_homes
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule, Share
-from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.core.placement import Placement, even_owners
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, Rule, Share
+from ds_moe_ext.core.transfer import TransferSize, gather_rounds
 from ds_moe_ext.planning.exchange_costs import BY_NODES, LinkPrices, Way
 from ds_moe_ext.planning.layer_pipelines import NOWHERE, Measured, Placed
-from ds_moe_ext.planning.prices import TRIPS, Prices, RoutedRows, busiest_link
+from ds_moe_ext.planning.prices import NUM_EXCHANGES, Prices, RoutedRows, busiest_link
 from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.schedule.orders import (
     PIPELINES,
@@ -39,7 +39,7 @@ from ds_moe_ext.schedule.orders import (
 )
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
+from ds_moe_ext.schedule.task import INTER, PARAM, ChunkRange, Op, Schedule, Stream, refined
 from ds_moe_ext.strict import found_at
 
 ROWS_ALONE = Prices(
@@ -49,64 +49,66 @@ ROWS_ALONE = Prices(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool:
+class CostGroup:
     """Layers whose experts are alike, so that they may change places."""
 
     layers: tuple[int, ...]  # their numbers
     prices: Prices = ROWS_ALONE  # of their rows and copies
-    # seconds that each cell's experts compute on a row, as ``prices.row_s``; none where cells are
-    # alike
+    # seconds that each EP rank's experts compute on a row, as ``prices.row_s``; none where EP ranks
+    # are alike
     row_s_C: tuple[float, ...] = ()
     expert_bytes: int = 0  # weights of one expert; 0 until costs have been measured
-    # what goes with one to a new home: its weights as they are stepped, and two states of each, as
+    # what goes with one to a new owner: its weights as they are stepped, and two states of each, as
     # Adam has; likewise
     state_bytes: int = 0
-    copy_latency_s: float = 0.0  # seconds until the first byte of a copy arrives
-    # of a copy on its way, the mean of there and, as gradients, back; 0 where it is
+    copy_latency_s: float = 0.0  # seconds until the first byte of a replica arrives
+    # of a replica on its way, the mean of there and, as gradients, back; 0 where it is
     # ``expert_bytes``
-    copy_bytes: float = 0.0
-    cell_row_bytes: float = 0.0  # of a row within a cell; 0 where it is as between cells
-    # what a cell receives in an exchange of rows, as measured; 0 until then
+    replica_bytes: float = 0.0
+    etp_row_bytes: float = 0.0  # of a row within an ETP group; 0 where it is as between EP ranks
+    # what an EP rank receives in an exchange of rows, as measured; 0 until then
     row_bytes_per_s: float = 0.0
-    copy_bytes_per_s: float = 0.0  # likewise of copies, in steps that had some
+    copy_bytes_per_s: float = 0.0  # likewise of replicas, in steps that had some
     # what both wait for, by who sends; None until it has been measured
     links: LinkPrices | None = None
 
     @property
     def travelling_bytes(self) -> float:
-        """Of a copy on its way, encoded or as it is."""
-        return self.copy_bytes or self.expert_bytes
+        """Of a replica on its way, encoded or as it is."""
+        return self.replica_bytes or self.expert_bytes
 
     @property
     def linked_bytes_per_s(self) -> float:
-        """What the links of copies carry, by prices; ``copy_bytes_per_s`` is what was measured."""
+        """What the links of replicas carry, by prices; ``copy_bytes_per_s`` is what was
+        measured."""
         return self.travelling_bytes / self.prices.copy_s
 
     @property
     def copied_s(self) -> float:
-        """Seconds that a copy travels, but for its latency: as measured, else by links."""
+        """Seconds that a replica travels, but for its latency: as measured, else by links."""
         if self.copy_bytes_per_s:
             return self.travelling_bytes / self.copy_bytes_per_s
         return self.prices.copy_s
 
-    def copies_s(self, home: Placement, target: Placement, node_C: np.ndarray) -> float:
-        """Seconds of the copies that a target has beside homes: on the mean cell, by who sends, if
-        that was measured; else by what the busiest cell or node sends or receives. Pure."""
-        if target is home:
+    def replicas_s(self, owner: Placement, target: Placement, node_C: np.ndarray) -> float:
+        """Seconds of the replicas that a target has beside owners: on the mean EP rank, by who
+        sends, if that was measured; else by what the busiest EP rank or node sends or receives.
+        Pure."""
+        if target is owner:
             return 0.0
         if self.links is None:
-            experts = busiest_link(home, home, target, node_C)
+            experts = busiest_link(owner, owner, target, node_C)
             return self.copy_latency_s + experts * self.copied_s if experts else 0.0
-        transfers = gather_rounds(home, target, node_C, Cargo(self.expert_bytes))
-        each_s = self.links.copies_s_C(transfers, self.travelling_bytes).tolist()
+        transfers = gather_rounds(owner, target, node_C, TransferSize(self.expert_bytes))
+        each_s = self.links.replicas_s_C(transfers, self.travelling_bytes).tolist()
         return math.fsum(each_s) / len(each_s)
 
     def added_s(self, plan: Plan, target: Placement, node_C: np.ndarray) -> float:
-        """Seconds of the copies that a pass adds to its plan's, there and as gradients back, which
-        nothing hides. Pure."""
-        experts = busiest_link(plan.home, plan.target, target, node_C) if self.expert_bytes else 0
+        """Seconds of the replicas that a pass adds to its plan's, there and as gradients back,
+        which nothing hides. Pure."""
+        experts = busiest_link(plan.owner, plan.target, target, node_C) if self.expert_bytes else 0
         each_s = self.copy_latency_s + self.copied_s if experts else 0.0
-        return plan.added_trips * experts * each_s
+        return plan.added_transfers * experts * each_s
 
 
 class Choice(NamedTuple):
@@ -114,7 +116,7 @@ class Choice(NamedTuple):
 
     name: str  # of it
     expected_s: float  # seconds of a step by its price, when it was chosen
-    told: str  # why, for a person
+    reported: str  # why, for a person
     left_out: tuple[str, ...] = ()  # names of those that a rank has no memory for
     # seconds that a step was expected to take under each candidate, by what steps have taken so
     # far; with its name
@@ -147,14 +149,14 @@ class Job:
     # rows that each sender is predicted to route to each expert, of each layer, int64 ``[C, E]``;
     # all zero before the first step
     rows: tuple[np.ndarray, ...]
-    homes: tuple[Placement, ...]  # where the weights of each layer's experts live
-    node_C: np.ndarray  # node of each cell
-    pools: tuple[Pool, ...]  # every layer is in one of them
+    owners: tuple[Placement, ...]  # where the weights of each layer's experts live
+    node_C: np.ndarray  # node of each EP rank
+    cost_groups: tuple[CostGroup, ...]  # every layer is in one of them
     # seconds that the host computes before each layer in forward, which can hide copies, and behind
     # each layer in backward; 0 until they have been measured
     window_s: tuple[float, ...] = ()
     back_window_s: tuple[float, ...] = ()
-    free_bytes: int = 0  # memory of a rank for copies, of all layers of the run together
+    free_bytes: int = 0  # memory of a rank for replicas, of all layers of the run together
     accumulates: bool = False  # several micro-batches make a step
     pipelines: Measured | None = None  # what pipelines cost; None until it has been measured
     # number of each layer's stack: layers of one run one after the other in a pass, those of two at
@@ -165,38 +167,38 @@ class Job:
     drift: float = 1.0
     past: Past | None = None  # of strategies that choose between others; else None
     of_layers: int = 0  # layers of the run, where these are some of them; 0: these are all
-    # plans that the layers run by, made of the same homes and costs, for strategies whose plans
+    # plans that the layers run by, made of the same owners and costs, for strategies whose plans
     # stay as long as they are good; none where all is to be planned anew
     present: tuple[Plan, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """Of the run."""
-        return self.of_layers or len(self.homes)
+        return self.of_layers or len(self.owners)
 
-    def pool_of(self, layer: int) -> Pool:
-        return next(pool for pool in self.pools if layer in pool.layers)
+    def cost_group_of(self, layer: int) -> CostGroup:
+        return next(cost_group for cost_group in self.cost_groups if layer in cost_group.layers)
 
     @property
-    def measured_pools(self) -> list[Pool]:
+    def measured_cost_groups(self) -> list[CostGroup]:
         """Those whose costs are known; of others nothing is copied."""
-        return [pool for pool in self.pools if pool.expert_bytes]
+        return [cost_group for cost_group in self.cost_groups if cost_group.expert_bytes]
 
     @classmethod
     def at_start(
         cls,
-        homes: Iterable[Placement],
+        owners: Iterable[Placement],
         node_C: np.ndarray,
-        pools: Iterable[Pool] | None = None,
+        cost_groups: Iterable[CostGroup] | None = None,
         stacks: tuple[int, ...] = (),
     ) -> Job:
         """Before anything was seen; without pools all experts are alike."""
-        homes = tuple(homes)
-        rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
-        alike = Pool(layers=tuple(range(len(homes))))
-        given = (alike,) if pools is None else tuple(pools)
-        unknown_s = (0.0,) * len(homes)
-        return cls(rows, homes, node_C, given, unknown_s, unknown_s, stacks=stacks)
+        owners = tuple(owners)
+        rows = tuple(np.zeros(owner.holds_EC.T.shape, dtype=np.int64) for owner in owners)
+        alike = CostGroup(layers=tuple(range(len(owners))))
+        given = (alike,) if cost_groups is None else tuple(cost_groups)
+        unknown_s = (0.0,) * len(owners)
+        return cls(rows, owners, node_C, given, unknown_s, unknown_s, stacks=stacks)
 
     @cached_property
     def routed(self) -> RoutedRows:
@@ -206,9 +208,12 @@ class Job:
     def of(self, layers: Sequence[int]) -> Job:
         """The job of some of its layers, as if they followed each other, each pool's among them."""
         place_of = {layer: place for place, layer in enumerate(layers)}
-        pools = (
-            replace(pool, layers=tuple(place_of[each] for each in pool.layers if each in place_of))
-            for pool in self.pools
+        cost_groups = (
+            replace(
+                cost_group,
+                layers=tuple(place_of[each] for each in cost_group.layers if each in place_of),
+            )
+            for cost_group in self.cost_groups
         )
         past, pipelines = self.past, self.pipelines
         if past is not None:
@@ -216,11 +221,11 @@ class Job:
             past = replace(past, predicted=predicted, came=came)
         if pipelines is not None:
             pipelines = replace(pipelines, layers=_of(pipelines.layers, layers))
-        tables = ("rows", "homes", "window_s", "back_window_s", "stacks", "present")
+        tables = ("rows", "owners", "window_s", "back_window_s", "stacks", "present")
         own: dict[str, Any] = {name: _of(vars(self)[name], layers) for name in tables}
         return replace(
             self,
-            pools=tuple(pool for pool in pools if pool.layers),
+            cost_groups=tuple(cost_group for cost_group in cost_groups if cost_group.layers),
             pipelines=pipelines,
             past=past,
             of_layers=self.num_layers,
@@ -229,7 +234,7 @@ class Job:
 
     def follows(self, layer: int) -> bool:
         """Whether a layer runs after the one before it, in the same pass."""
-        if not 0 < layer < len(self.homes):
+        if not 0 < layer < len(self.owners):
             return False
         return not self.stacks or self.stacks[layer] == self.stacks[layer - 1]
 
@@ -249,26 +254,26 @@ def followers(items: Sequence[T], stacks: Sequence[int]) -> tuple[T | None, ...]
 
 
 class Destination(NamedTuple):
-    """Where rows go: who holds copies, and how they divide the rows."""
+    """Where rows go: who holds replicas, and how they divide the rows."""
 
     target: Placement
     share: Rule
 
     @property
     def all_stay(self) -> bool:
-        """Whether no row leaves its cell, whatever is routed: each holds every expert, and computes
-        its own rows where it holds their expert."""
-        return self.target.is_full and type(self.share) in (LocalElseHome, NearestCopy)
+        """Whether no row leaves its EP rank, whatever is routed: each holds every expert, and
+        computes its own rows where it holds their expert."""
+        return self.target.is_full and type(self.share) in (LocalElseOwner, NearestReplica)
 
 
 class Carried(NamedTuple):
-    """How the block before a layer hides the transfers of its copies."""
+    """How the block before a layer hides the transfers of its replicas."""
 
     # experts that are copied while the block before computes its experts, and those while it
     # computes what follows them
     gathers: Split
-    # experts whose gradients travel home before the backward of the block before comes to its
-    # experts, and those during it
+    # experts whose gradients travel to the owner before the backward of the block before comes to
+    # its experts, and those during it
     reductions: Split
 
 
@@ -276,36 +281,38 @@ class Carried(NamedTuple):
 class Plan:
     """What a strategy decided for one layer, until the next plan."""
 
-    home: Placement  # where an expert's weights and optimizer state live
+    owner: Placement  # where an expert's weights and optimizer state live
     target: Placement  # where the expert computes this step
-    share: Rule  # how the copies of an expert divide its rows
+    share: Rule  # how the replicas of an expert divide its rows
     forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
     backward_degree: int = 1  # and of a backward pass
-    rematerialize: bool = False  # free the copies after forward and gather them again for backward
-    # where copies may be added once the rows of a pass are known: from the rows, int64 ``[C, E]``,
-    # to a target that holds what this one does and more, and its share. Pure.
+    rematerialize: bool = (
+        False  # free the replicas after forward and gather them again for backward
+    )
+    # where replicas may be added once the rows of a pass are known: from the rows, int64 ``[C,
+    # E]``, to a target that holds what this one does and more, and its share. Pure.
     revise: Callable[[np.ndarray], Destination] | None = None
-    # how the block before launches the copies; else the layer's own does, as it begins
+    # how the block before launches the replicas; else the layer's own does, as it begins
     carried: Carried | None = None
     # to the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks the
     # strategy, for all layers together. Pure.
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE  # of dense gradients, beside the layer's backward
-    way: Way = Way.DIRECT  # of rows between the cells
+    way: Way = Way.DIRECT  # of rows between the EP ranks
     # rows by sender and expert that it was made for, int64; None: of no use
     predicted_CE: np.ndarray | None = None
     # the share by the paper's own rule on any target, where ``share`` is another; for the report,
     # which shows what that one gains
     by_paper: Callable[[Placement], Share] | None = None
-    # each token's row travels once to each cell that has some of its experts, and one row comes
-    # back; else one for each choice. Not where experts have copies.
+    # each token's row travels once to each EP rank that has some of its experts, and one row comes
+    # back; else one for each choice. Not where experts have replicas.
     sends_once: bool = False
     choice: Choice | None = None  # of the strategy that made it, where there are several
 
     @classmethod
-    def at_home(cls, home: Placement) -> Plan:
+    def at_owner(cls, owner: Placement) -> Plan:
         """Every expert computes where it lives."""
-        return cls(home, home, LocalElseHome(home, home))
+        return cls(owner, owner, LocalElseOwner(owner, owner))
 
     @property
     def destination(self) -> Destination:
@@ -317,37 +324,39 @@ class Plan:
         return self.destination if self.revise is None else self.revise(rows_CE)
 
     @property
-    def has_copies(self) -> bool:
-        """Whether an expert may compute elsewhere than at home."""
-        return self.target is not self.home or self.revise is not None
+    def has_replicas(self) -> bool:
+        """Whether an expert may compute elsewhere than at the owner."""
+        return self.target is not self.owner or self.revise is not None
 
     @property
-    def added_trips(self) -> int:
-        """Of a copy that is added once rows are known: there, home, and there again if freed."""
+    def added_transfers(self) -> int:
+        """Of a replica that is added once rows are known: there, owner, and there again if
+        freed."""
         return 3 if self.rematerialize else 2
 
     @property
     def is_joined(self) -> bool:
-        """Whether the weights are joined from homes and copies; also where a cell is home to none
+        """Whether the weights are joined from owners and copies; also where an EP rank owns none
         of the experts, so that its rank takes part in backward whatever has a gradient there."""
-        return self.has_copies or not self.home.is_everywhere
+        return self.has_replicas or not self.owner.is_everywhere
 
     @property
-    def pieces(self) -> tuple[Span, ...]:
+    def pieces(self) -> tuple[ChunkRange, ...]:
         """Spans that those of both directions are made of; none where they are cut alike."""
         if self.forward_degree == self.backward_degree:
             return ()
         return refined(self.num_chunks, self.forward_degree, self.backward_degree)
 
     def pieces_of(self, split: Split | None) -> list[Placement]:
-        """Who holds what with each piece of the copies alone; or with all, if nothing is split."""
+        """Who holds what with each piece of the replicas alone; or with all, if nothing is
+        split."""
         if split is None:
             return [self.target]
         pieces = []
         for experts in map(list, split):
-            copies_EC = np.zeros_like(self.target.holds_EC)
-            copies_EC[experts] = self.target.holds_EC[experts]
-            pieces.append(self.home.with_copies(copies_EC))
+            replicas_EC = np.zeros_like(self.target.holds_EC)
+            replicas_EC[experts] = self.target.holds_EC[experts]
+            pieces.append(self.owner.with_replicas(replicas_EC))
         return pieces
 
     @property
@@ -357,7 +366,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class LayerContext:
     """A layer and what it runs by."""
 
     plan: Plan  # the present plan
@@ -367,18 +376,18 @@ class Site:
     following: Plan | None = None
     # the host has a thread of its own beside those that issue, as on a CPU; where it has none,
     # plans are made behind the pass
-    has_host_lane: bool = True
+    has_host_stream: bool = True
 
     @property
-    def frees_copies(self) -> bool:
-        """Whether the plan's copies are freed between forward and backward: not those of the last
+    def frees_replicas(self) -> bool:
+        """Whether the plan's replicas are freed between forward and backward: not those of the last
         layer, whose backward is next."""
         return self.plan.is_joined and self.plan.rematerialize and self.following is not None
 
     @property
     def sends_once(self) -> bool:
-        """Whether rows travel, each once to a cell."""
-        return self.plan.sends_once and self.layout.grid.num_cells > 1
+        """Whether rows travel, each once to an EP rank."""
+        return self.plan.sends_once and self.layout.grid.num_ep_ranks > 1
 
 
 @dataclass(frozen=True)
@@ -392,10 +401,10 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class Intervals:
     """When a strategy decides anew, in optimizer steps; 0 is never.
 
-    What rows and copies cost is measured for a strategy that plans every so often, or says
+    What rows and replicas cost is measured for a strategy that plans every so often, or says
     ``costs``; when it is known, and when that changes, plans are made anew in any case.
     """
 
@@ -405,27 +414,27 @@ class Rhythm:
     plan_every: int = 0  # steps between plans
     # and while loads have not moved since the last one; 0: as many
     steady_every: int = 0
-    shard_every: int = 0  # steps between new homes
-    costs: bool = False  # what rows and copies cost is measured in the first steps
+    shard_every: int = 0  # steps between new owners
+    costs: bool = False  # what rows and replicas cost is measured in the first steps
     measures: bool = False  # what pipelines cost is, too
-    choose_every: int = 0  # steps between choices of who plans; ``Job.past`` is told then
+    choose_every: int = 0  # steps between choices of who plans; ``Job.past`` is reported then
 
     @property
-    def weighs_copies(self) -> bool:
-        """Whether plans go by what rows and copies cost."""
+    def weighs_replicas(self) -> bool:
+        """Whether plans go by what rows and replicas cost."""
         return self.costs or self.plan_every > 0
 
 
 class Keys(NamedTuple):
     """What a person sets to have a strategy do something otherwise, as errors name it."""
 
-    ways: str = "the strategy's ways"  # the way of rows between cells
+    ways: str = "the strategy's ways"  # the way of rows between EP ranks
     # whether dense gradients are reduced beside layers
     slices_gradients: str = "the strategy's slices_gradients"
-    homes: str = "shard_every of the strategy's rhythm"  # steps between new homes
+    owners: str = "shard_every of the strategy's intervals"  # steps between new owners
     # rows that each rank sends to each expert
     static_capacity: str = "the strategy's static_capacity"
-    # whether each token's row travels once to a cell
+    # whether each token's row travels once to an EP rank
     sends_once: str = "sends_once of the strategy's plans"
     cuda_graphs: str = "the strategy's cuda_graphs"  # whether passes are recorded and replayed
 
@@ -438,9 +447,9 @@ class Strategy(ABC):
         """One plan a layer. Pure: equal jobs give equal plans on every rank. It may be called in
         another thread, while layers run."""
 
-    def rhythm(self) -> Rhythm:
+    def intervals(self) -> Intervals:
         """When it decides anew. Pure."""
-        return Rhythm()
+        return Intervals()
 
     @property
     def expected(self) -> str:
@@ -448,28 +457,28 @@ class Strategy(ABC):
         person at start; empty says nothing. Pure."""
         return ""
 
-    # Homes.
+    # Owners.
 
-    has_uneven_homes: bool = False
-    """Whether a layer's experts need not divide over the cells."""
+    has_uneven_owners: bool = False
+    """Whether a layer's experts need not divide over the EP ranks."""
 
-    def first_homes(
-        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    def first_owners(
+        self, num_experts: Sequence[int], cost_groups: Iterable[CostGroup], num_ep_ranks: int
     ) -> tuple[Placement, ...]:
         """Where the experts live at first, of which there are ``num_experts`` in each layer; every
         layer is in one of the pools. What cannot be divided as asked for is a ``ValueError``.
         Pure."""
-        homes: dict[int, Placement] = {}
-        for pool in pools:
-            counts = [num_experts[layer] for layer in pool.layers]
-            homes.update(zip(pool.layers, even_homes(counts, num_cells)))
-        return tuple(homes[layer] for layer in range(len(num_experts)))
+        owners: dict[int, Placement] = {}
+        for cost_group in cost_groups:
+            counts = [num_experts[layer] for layer in cost_group.layers]
+            owners.update(zip(cost_group.layers, even_owners(counts, num_ep_ranks)))
+        return tuple(owners[layer] for layer in range(len(num_experts)))
 
-    def homes(self, job: Job) -> tuple[Placement, ...]:
+    def owners(self, job: Job) -> tuple[Placement, ...]:
         """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
-        return job.homes
+        return job.owners
 
-    def with_homes_that_stay(self) -> Strategy:
+    def with_owners_that_stay(self) -> Strategy:
         """The same, for hosts and grids where none can move: none does, unless a key says so.
         Pure."""
         return self
@@ -478,11 +487,11 @@ class Strategy(ABC):
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Ways of rows between the cells that plans may say; the first until costs are known."""
+        """Ways of rows between the EP ranks that plans may say; the first until costs are known."""
         return (Way.DIRECT,)
 
     splits_experts: bool = False
-    """Whether it may be chosen for it that the ranks of a cell split every expert."""
+    """Whether it may be chosen for it that the ranks of an ETP group split every expert."""
 
     @property
     def slices_gradients(self) -> bool:
@@ -516,40 +525,42 @@ class Strategy(ABC):
         return False
 
     @property
-    def sums_copies_in_float32(self) -> bool:
-        """Whether a rank keeps the sums of copies' gradients so, where these are narrower."""
+    def sums_replicas_in_float32(self) -> bool:
+        """Whether a rank keeps the sums of replicas' gradients so, where these are narrower."""
         return False
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        """The (axis, lane) pairs that need a communicator: of rows by these ways or between roles,
-        and of copies, which one that never has any may leave out. Pure."""
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
+        """The (axis, stream) pairs that need a communicator: of rows by these ways or between
+        roles, and of replicas, which one that never has any may leave out. Pure."""
         if self.has_roles:
             return (("ep", INTER), ("ep", PARAM), ("ep", A2E), ("ep", E2A))
         return (("ep", INTER), ("ep", PARAM), *along_nodes(self.ways))
 
-    def beside(self, site: Site) -> Beside:
+    def beside(self, layer_context: LayerContext) -> Beside:
         """What goes on beside the rows of a layer: what its plan and the next layer's say. Pure."""
-        following = site.following
-        is_copied = site.plan.is_joined and ("ep", PARAM) in self.uses()
+        following = layer_context.following
+        is_copied = layer_context.plan.is_joined and ("ep", PARAM) in self.uses()
         return Beside(
             copied=is_copied,
-            carried=site.plan.carried is not None,
+            carried=layer_context.plan.carried is not None,
             carries=following is not None and following.carried is not None,
-            plans=site.plan.successor is not None and site.has_host_lane,
-            freed=is_copied and site.frees_copies,
+            plans=layer_context.plan.successor is not None and layer_context.has_host_stream,
+            freed=is_copied and layer_context.frees_replicas,
         )
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+    def schedules(self, layer_context: LayerContext, *, gated: bool) -> tuple[Schedule, Schedule]:
         """Forward and backward of one layer; ``gated`` as in ``orders.programs``. Rows travel in as
-        many chunks as the plan says, between cells and within them at the same time. None can be
+        many chunks as the plan says, between EP ranks and within them at the same time. None can be
         laid over a strategy with schedules of its own. Pure."""
-        cutting = cutting_of(site, PIPELINES["fsmoe"])
-        return programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
+        cutting = cutting_of(layer_context, PIPELINES["fsmoe"])
+        return programs(
+            layer_context.layer, gated=gated, beside=self.beside(layer_context), cutting=cutting
+        )
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        """Stages that differ from the common ones; usually none. What one makes of a span of tokens
-        depends on that span alone: a plan may cut them, in backward otherwise than in forward. One
-        for experts needs these whole. Pure."""
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
+        """Stages that differ from the common ones; usually none. What one makes of a chunk range of
+        tokens depends on that chunk range alone: a plan may cut them, in backward otherwise than in
+        forward. One for experts needs these whole. Pure."""
         return {}
 
     # What the ranks are.
@@ -571,7 +582,7 @@ class Strategy(ABC):
 
     @property
     def by_share(self) -> Mapping[str, Strategy]:
-        """The same by each way for copies to divide rows, by what stands behind its name then;
+        """The same by each way for replicas to divide rows, by what stands behind its name then;
         none where that is no key. Pure."""
         return {}
 
@@ -588,56 +599,56 @@ class Strategy(ABC):
 
     @property
     def keys(self) -> Keys:
-        """What errors tell a person to set."""
+        """What errors report a person to set."""
         return Keys()
 
-    def remarks(self, job: Job) -> tuple[str, ...]:
+    def notices(self, job: Job) -> tuple[str, ...]:
         """What its keys cannot do here, a line each with the key and what to set, for a person as a
-        run starts. Of what is measured later ``describe`` tells. Pure."""
+        run starts. Of what is measured later ``describe`` shows. Pure."""
         return ()
 
     def describe(self, job: Job) -> str:
         """What it makes of what was measured, for a person; empty if it has nothing to say."""
         return ""
 
-    def describe_homes(self, job: Job, homes: Sequence[Placement]) -> str:
-        """What is expected of the homes that ``homes(job)`` gave, for a person; empty if it has
+    def describe_owners(self, job: Job, owners: Sequence[Placement]) -> str:
+        """What is expected of the owners that ``owners(job)`` gave, for a person; empty if it has
         nothing to say. Pure."""
         return ""
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
-        """What is expected of rows by cell and expert under a plan, by what links carry and who
+        """What is expected of rows by EP rank and expert under a plan, by what links carry and who
         sends what to whom, also where plans are made by less; None where that is not known.
         Pure."""
-        pool = job.pool_of(layer)
-        if pool.links is None or plan.way is not Way.DIRECT:
+        cost_group = job.cost_group_of(layer)
+        if cost_group.links is None or plan.way is not Way.DIRECT:
             return None
         target, rule = plan.destination_of(rows_CE)
         sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
-        bytes_CC = pool.prices.row_bytes * sent_CC
-        row_s_C = np.array(pool.row_s_C or pool.prices.row_s)
+        bytes_CC = cost_group.prices.row_bytes * sent_CC
+        row_s_C = np.array(cost_group.row_s_C or cost_group.prices.row_s)
         frees = plan.rematerialize and job.follows(layer + 1)
         gathers, reductions = (plan.pieces_of(split) for split in plan.carried or (None, None))
         again = [plan.target] if frees else []
-        gather_s, reduce_s = _copies_s(
-            pool, job.node_C, plan.home, ([*gathers, *again], reductions)
+        gather_s, reduce_s = _replicas_s(
+            cost_group, job.node_C, plan.owner, ([*gathers, *again], reductions)
         )
         degrees = plan.forward_degree, plan.backward_degree
         return Forecast(
             exchange_s=sum(
-                TRIPS / 2 * pool.links.exchange_s(bytes_CC, job.node_C, degree)
+                NUM_EXCHANGES / 2 * cost_group.links.exchange_s(bytes_CC, job.node_C, degree)
                 for degree in (() if plan.destination.all_stay else degrees)
             ),
             expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
-            gather_s=gather_s + pool.added_s(plan, target, job.node_C),
+            gather_s=gather_s + cost_group.added_s(plan, target, job.node_C),
             reduce_s=reduce_s,
         )
 
 
-def _copies_s(
-    pool: Pool, node_C: np.ndarray, home: Placement, ways: Iterable[Sequence[Placement]]
+def _replicas_s(
+    cost_group: CostGroup, node_C: np.ndarray, owner: Placement, ways: Iterable[Sequence[Placement]]
 ) -> list[float]:
-    """Seconds of copies that travel piece by piece; of each way, which often have the same
+    """Seconds of replicas that travel piece by piece; of each way, which often have the same
     pieces."""
     known: dict[bytes, float] = {}
     sums = []
@@ -645,31 +656,33 @@ def _copies_s(
         keys = [piece.holds_EC.tobytes() for piece in pieces]
         for key, piece in zip(keys, pieces):
             if key not in known:
-                known[key] = pool.copies_s(home, piece, node_C)
+                known[key] = cost_group.replicas_s(owner, piece, node_C)
         sums.append(sum(known[key] for key in keys))
     return sums
 
 
-def layer_tasks(strategy: Strategy, site: Site, *, gated: bool) -> LayerTasks:
+def layer_tasks(strategy: Strategy, layer_context: LayerContext, *, gated: bool) -> LayerTasks:
     """All that runs of a layer, as the layer and ``schedule.step.whole_step`` take it. Pure."""
-    return LayerTasks(strategy.beside(site), *strategy.schedules(site, gated=gated))
+    return LayerTasks(
+        strategy.beside(layer_context), *strategy.schedules(layer_context, gated=gated)
+    )
 
 
-def along_nodes(ways: Iterable[Way]) -> tuple[tuple[str, Lane], ...]:
+def along_nodes(ways: Iterable[Way]) -> tuple[tuple[str, Stream], ...]:
     """What ways that lead by the nodes need of ``Strategy.uses``."""
     return () if BY_NODES.isdisjoint(ways) else tuple((axis, INTER) for axis in NODE_AXES)
 
 
-def cutting_of(site: Site, pipeline: Pipeline) -> Cutting:
-    """How the rows of a layer travel by its plan, in a pipeline's order and lanes."""
-    plan = site.plan
+def cutting_of(layer_context: LayerContext, pipeline: Pipeline) -> Cutting:
+    """How the rows of a layer travel by its plan, in a pipeline's order and streams."""
+    plan = layer_context.plan
     return Cutting(
         pipeline,
         plan.forward_degree,
         plan.backward_degree,
-        sharded=site.layout.grid.cell_size > 1,
+        sharded=layer_context.layout.grid.etp_size > 1,
         slices=Slices(*map(len, plan.reductions)),
-        once=site.sends_once,
+        once=layer_context.sends_once,
     )
 
 
@@ -699,8 +712,8 @@ class Overlay(Strategy):
     def by_share(self) -> Mapping[str, Strategy]:
         return {name: self.over(placing) for name, placing in self.placing.by_share.items()}
 
-    def with_homes_that_stay(self) -> Overlay:
-        return self.over(self.placing.with_homes_that_stay())
+    def with_owners_that_stay(self) -> Overlay:
+        return self.over(self.placing.with_owners_that_stay())
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Overlay:
         return self.over(self.placing.settled(devices, micro_batch))

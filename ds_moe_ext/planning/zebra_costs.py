@@ -294,8 +294,8 @@ def price_step(
         shape: of the group.
         num_samples: of a step, of all attention ranks.
         moved_L: experts that each expert rank has lost, by layer; None: none anywhere.
-        copied_L: copies that each expert rank gets of other expert ranks' experts, by layer; every
-            expert has equally many rows, so that none gains by them. None: none anywhere.
+        copied_L: replicas that each expert rank gets of other expert ranks' experts, by layer;
+            every expert has equally many rows, so that none gains by them. None: none anywhere.
         overlaps: both sides work at once; else it is DistEP.
     """
     moved_L = (0,) * ranks.model.num_layers if moved_L is None else tuple(moved_L)
@@ -339,7 +339,7 @@ def _task_seconds(
     moved_L: Sequence[int],
     copied_L: Sequence[int],
 ) -> Callable[[Task], float]:
-    """Seconds of a task, alone; an op is known by its name, whatever its lane."""
+    """Seconds of a task, alone; an op is known by its name, whatever its stream."""
     times = stripe_times(ranks, shape, num_samples)
     head_s = shape.stripe_samples(num_samples) * ranks.model.length * ranks.new.head_s
     of_one = shape.expert_ranks / ranks.model.num_experts  # an expert's part of an expert rank's

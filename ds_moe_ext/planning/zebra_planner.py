@@ -381,8 +381,8 @@ class Stock:
 def price_shape(
     ranks: TwoClasses, shape: ZebraShape, samples_per_rank: int, *, moves: bool = True
 ) -> PricedShape:
-    """A shape with its experts as Algorithm 1 moves them, or all at home if that is faster: with
-    few stripes what it moves may not pay (spec G8)."""
+    """A shape with its experts as Algorithm 1 moves them, or all at their owners if that is faster:
+    with few stripes what it moves may not pay (spec G8)."""
     num_samples = samples_per_rank * shape.attention_ranks
     times = stripe_times(ranks, shape, num_samples)
     assignments = sorted(_assignments(ranks, shape, times, moves=moves))
@@ -423,7 +423,7 @@ def best_shape(
 def _assignments(
     ranks: TwoClasses, shape: ZebraShape, times: LayerTimes, *, moves: bool
 ) -> set[tuple[int, ...]]:
-    """Algorithm 1's, and all experts at home, of those that fit."""
+    """Algorithm 1's, and all experts at their owners, of those that fit."""
     num_layers, num_experts = ranks.model.num_layers, ranks.model.num_experts
     if num_experts % shape.expert_ranks:
         raise ValueError(
@@ -433,7 +433,7 @@ def _assignments(
     homeless = 0  # experts, of all layers, that expert ranks have no memory for
     if ranks.old.room is not None:
         homeless = max(0, num_layers * num_experts - shape.expert_ranks * ranks.old.room)
-    at_home = set() if homeless else {(0,) * num_layers}
+    at_owner = set() if homeless else {(0,) * num_layers}
     sizes = shape.attention_ranks, shape.expert_ranks
     # A chunk of experts can leave and reach all ranks alike (spec rule 28).
     if moves and max(sizes) % min(sizes) == 0:
@@ -444,7 +444,7 @@ def _assignments(
             expert_ranks=shape.expert_ranks,
         )
         plan = assign_experts(group, times, min_moved=homeless, max_moved=ranks.new.room)
-        return at_home | {plan.moved_L}
+        return at_owner | {plan.moved_L}
     if homeless:
         raise ValueError(
             f"{shape.expert_ranks} expert ranks with room for {ranks.old.room} experts each lack "
@@ -452,4 +452,4 @@ def _assignments(
             f"{shape.attention_ranks} attention ranks; give more expert ranks or memory, or "
             "numbers of ranks of which one divides the other"
         )
-    return at_home
+    return at_owner

@@ -116,9 +116,9 @@ def price_zebra(
         ValueError: no groups fit the ranks, or the model does not fit into memory.
     """
 
-    def run(hardware: Hardware, num_cells: int) -> DescribedRun:
+    def run(hardware: Hardware, num_ep_ranks: int) -> DescribedRun:
         own = replace(training, num_ranks=hardware.num_ranks)
-        grid = Grid(hardware.num_ranks, num_cells)
+        grid = Grid(hardware.num_ranks, num_ep_ranks)
         return DescribedRun(hardware=hardware, shape=shape, training=own, grid=grid, passes=passes)
 
     fast, slow = sorted(clusters, key=lambda each: -run(each, 1).product.multiply_adds_per_s)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_moe_ext.report.markup import Html, in_words, note, shown_text
-from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.record import TracedTask
 from ds_moe_ext.report.summary import Bins
 from ds_moe_ext.report.units import TIMES, ratio_text, seconds_text
 from ds_moe_ext.schedule.simulator import in_order
@@ -41,18 +41,18 @@ _KINDS = {
     "reduction": "#d655b5",
     "join": "#d3d3cb",
     "plan": "#7b6bf2",
-    "cell_gather": "#dae198",
+    "etp_gather": "#dae198",
     "attention": "#3b7f86",
     "gradients": "#7a4a99",
-    "cell_scatter": "#4340e2",
+    "etp_scatter": "#4340e2",
 }
 """Of kinds of tasks: those that touch, of one stream, stay apart best for who sees no red or no
 green."""
 _OTHER = "#a8a8a3"
 _NEUTRAL, _SOFT, _INK = "#f2f2ef", "#5d5d58", "#1b1b19"
 _LOADS = ("#092e68", "#3e82c3", "#9ec6e6", _NEUTRAL, "#f7b88d", "#d14e34", "#62041e")
-_COPIES = (_NEUTRAL, "#abd9b0", "#2c8d69", "#043d35")
-_HOLDERS = {"nobody": _NEUTRAL, "home": _LOADS[1], "copy": "#2c8d69", "late": "#d14e34"}
+_REPLICAS = (_NEUTRAL, "#abd9b0", "#2c8d69", "#043d35")
+_HOLDERS = {"nobody": _NEUTRAL, "owner": _LOADS[1], "copy": "#2c8d69", "late": "#d14e34"}
 
 WIDE, HALF, SMALL = 1200, 570, 280  # pixels
 _PIXEL = 1 / 96  # inches
@@ -267,7 +267,7 @@ def line_chart(
         text: a value as a person reads it; of balances if none is given.
         least: where the scale begins; None for where it shows most.
         most: where it ends, at least.
-        moved_at: steps before which homes changed.
+        moved_at: steps before which owners changed.
         names: of the points, where they are no steps.
     """
     wide = SMALL if small else WIDE
@@ -275,7 +275,7 @@ def line_chart(
         line.name if line.mean is None else f"{line.name} {text(line.mean)}" for line in lines
     ]
     if moved_at and not small:
-        legend.append("homes changed")
+        legend.append("owners changed")
     top = _LINE * _legend_rows(legend, wide) + 10
 
     def draw(figure: Any) -> None:
@@ -308,12 +308,12 @@ def line_chart(
         axes.yaxis.set_major_formatter(lambda value, _: text(value))
         _add_legend(figure, handles[: len(legend)], legend)
 
-    told = f"{what} over the steps: {', '.join(legend)}"
+    reported = f"{what} over the steps: {', '.join(legend)}"
     if names:
         values = (zip(names, line.value_B.tolist()) for line in lines)
         points = (", ".join(f"{at} {text(value)}" for at, value in each) for each in values)
-        told = f"{what}: {'; '.join(f'{n}: {each}' for n, each in zip(legend, points))}"
-    return drawn(told, draw, wide=wide, tall=(84 if small else 220) + top + 24)
+        reported = f"{what}: {'; '.join(f'{n}: {each}' for n, each in zip(legend, points))}"
+    return drawn(reported, draw, wide=wide, tall=(84 if small else 220) + top + 24)
 
 
 def value_chart(
@@ -365,7 +365,7 @@ class Stack:
 
     name: str
     parts: Sequence[float]  # lengths, in the order of the colours
-    told: str  # what stands at its end
+    reported: str  # what stands at its end
     is_faint: bool = False  # it is shown, but cannot be
 
 
@@ -400,7 +400,7 @@ def stacked_bars(
             handles.append(bars[0])
             left += width
         for row, stack in enumerate(stacks):
-            axes.text(left[row], row, f" {_name(stack.told)}", va="center", alpha=faint[row])
+            axes.text(left[row], row, f" {_name(stack.reported)}", va="center", alpha=faint[row])
         if limit is not None:
             handles.append(axes.axvline(limit[0], color=_INK, lw=1, ls=(0, (2, 3))))
         axes.set_yticks(rows, [_name(stack.name) for stack in stacks], color=_INK)
@@ -411,11 +411,11 @@ def stacked_bars(
         axes.tick_params(length=0)
         _add_legend(figure, handles, legend)
 
-    told = "; ".join(
+    reported = "; ".join(
         f"{stack.name}: {', '.join(f'{n} {text(p)}' for n, p in zip(names, stack.parts))}"
         for stack in stacks
     )
-    return drawn(told, draw, wide=WIDE, tall=top + 4 + 24 * len(stacks))
+    return drawn(reported, draw, wide=WIDE, tall=top + 4 + 24 * len(stacks))
 
 
 # One number for every expert at every step.
@@ -423,27 +423,27 @@ def stacked_bars(
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The experts of one layer, those at home in one EP rank together."""
+    """The experts of one layer, those at their owners in one EP rank together."""
 
     order_E: np.ndarray  # their ids from top to bottom
-    home_E: np.ndarray  # of each of these
+    owner_E: np.ndarray  # of each of these
     load_C: Mapping[int, float]  # rows drawn by an EP rank's experts over the mean of all EP ranks
     columns: Sequence[str]  # names of the steps
 
     @classmethod
     def of(
-        cls, home_E: Sequence[int], rows_E: np.ndarray, num_cells: int, columns: Sequence[str]
+        cls, owner_E: Sequence[int], rows_E: np.ndarray, num_ep_ranks: int, columns: Sequence[str]
     ) -> Experts:
-        """Args: home_E: of each expert. rows_E: over the run. num_cells: EP ranks. columns: of the
-        drawing."""
-        homes = np.asarray(home_E, dtype=np.int64)
-        order_E = np.argsort(homes, kind="stable")
-        mean = rows_E.sum() / max(num_cells, 1)
+        """Args: owner_E: of each expert. rows_E: over the run. num_ep_ranks: EP ranks. columns: of
+        the drawing."""
+        owners = np.asarray(owner_E, dtype=np.int64)
+        order_E = np.argsort(owners, kind="stable")
+        mean = rows_E.sum() / max(num_ep_ranks, 1)
         load_C = {
-            int(cell): float(rows_E[homes == cell].sum() / mean) if mean else 1.0
-            for cell in np.unique(homes)
+            int(ep_rank): float(rows_E[owners == ep_rank].sum() / mean) if mean else 1.0
+            for ep_rank in np.unique(owners)
         }
-        return cls(order_E, homes[order_E], load_C, columns)
+        return cls(order_E, owners[order_E], load_C, columns)
 
     @property
     def high(self) -> int:
@@ -464,28 +464,30 @@ def load_heatmap(
     ratio_BE: np.ndarray,
     *,
     octaves: int,
-    copies_BE: np.ndarray | None = None,
-    most_copies: int = 1,
+    replicas_BE: np.ndarray | None = None,
+    most_replicas: int = 1,
     kind_EC: np.ndarray | None = None,
     half: bool = False,
 ) -> Html:
-    """Loads of a layer's experts over the steps; beside them their copies, and who held them in the
-    last step."""
+    """Loads of a layer's experts over the steps; beside them their replicas, and who held them in
+    the last step."""
     num_experts, wide = ratio_BE.shape[1], HALF if half else WIDE
-    told = f"loads of {num_experts} experts over the steps"
+    text = f"loads of {num_experts} experts over the steps"
     logs_EB = np.log2(np.clip(ratio_BE, 2.0**-octaves, 2.0**octaves)).T
     loads = _Image(logs_EB, "loads", (-octaves, octaves), experts.columns, (132, 14))
     images, top = {"": loads}, 6
-    if copies_BE is not None and kind_EC is not None:
-        told += ", their copies, and who held them in the last step"
-        copied = (0, max(most_copies, 1))
-        cells = [f"{cell}" for cell in range(kind_EC.shape[1])]
+    if replicas_BE is not None and kind_EC is not None:
+        text += ", their replicas, and who held them in the last step"
+        copied = (0, max(most_replicas, 1))
+        ep_ranks = [f"{ep_rank}" for ep_rank in range(kind_EC.shape[1])]
         images, top = (
             {
                 "loads": loads._replace(sides=(132, 626)),
-                "copies": _Image(copies_BE.T, "copies", copied, experts.columns, (wide - 610, 204)),
+                "replicas": _Image(
+                    replicas_BE.T, "replicas", copied, experts.columns, (wide - 610, 204)
+                ),
                 "held by EP ranks, last step": _Image(
-                    kind_EC, "holders", (0, 3), cells, (wide - 188, 14)
+                    kind_EC, "holders", (0, 3), ep_ranks, (wide - 188, 14)
                 ),
             },
             22,
@@ -498,13 +500,15 @@ def load_heatmap(
             if image.colours == "loads":
                 _name_experts(axes, experts)
 
-    ranks = ", ".join(f"EP rank {cell} {ratio_text(load)}" for cell, load in experts.load_C.items())
+    ranks = ", ".join(
+        f"EP rank {ep_rank} {ratio_text(load)}" for ep_rank, load in experts.load_C.items()
+    )
     tall = experts.high * num_experts + top + 24
-    return drawn(f"{told}; {ranks}", draw, wide=wide, tall=tall)
+    return drawn(f"{text}; {ranks}", draw, wide=wide, tall=tall)
 
 
-NOBODY, HOME, COPY, LATE = range(len(_HOLDERS))
-"""What an EP rank is to an expert: without it, its home, with a planned copy, with a copy that was
+NOBODY, OWNER, REPLICA, LATE = range(len(_HOLDERS))
+"""What an EP rank is to an expert: without it, its owner, with a planned copy, with a copy that was
 made after the gate."""
 
 
@@ -523,7 +527,7 @@ def _colour_map(name: str) -> Any:
 
     colours, number = {
         "loads": (_LOADS, 41),
-        "copies": (_COPIES, 120),
+        "replicas": (_REPLICAS, 120),
         "holders": ([*_HOLDERS.values()], 4),
     }[name]
     return LinearSegmentedColormap.from_list(name, colours, number)
@@ -535,7 +539,7 @@ def _add_image(axes: Any, image: _Image, title: str, experts: Experts) -> None:
     value_EX, (least, most) = image.value_EX[experts.order_E], image.ends
     axes.set_axis_off()
     axes.imshow(value_EX, aspect="auto", cmap=_colour_map(image.colours), vmin=least, vmax=most)
-    for row in np.flatnonzero(np.diff(experts.home_E)):
+    for row in np.flatnonzero(np.diff(experts.owner_E)):
         axes.axhline(row + 0.5, color="#ffffff", lw=2)
     last = value_EX.shape[1] - 1
     below = len(value_EX) - 0.5 + 5 / experts.high
@@ -555,11 +559,11 @@ def _name_experts(axes: Any, experts: Experts) -> None:
         return axes.transData + ScaledTranslation(-pixels * _PIXEL, 0, axes.figure.dpi_scale_trans)
 
     free_from = -np.inf
-    for cell, load in experts.load_C.items():
-        middle = float(np.flatnonzero(experts.home_E == cell).mean())
+    for ep_rank, load in experts.load_C.items():
+        middle = float(np.flatnonzero(experts.owner_E == ep_rank).mean())
         if middle >= free_from:
             free_from = middle + 13 / experts.high
-            name = f"EP rank {cell}  {ratio_text(load)}"
+            name = f"EP rank {ep_rank}  {ratio_text(load)}"
             axes.text(
                 -0.5, middle, name, transform=beside(128), va="center", fontsize=8.5, color=_SOFT
             )
@@ -570,17 +574,17 @@ def _name_experts(axes: Any, experts: Experts) -> None:
             )
 
 
-def load_scale(octaves: int, most_copies: int | None, *, has_late: bool = False) -> Html:
+def load_scale(octaves: int, most_replicas: int | None, *, has_late: bool = False) -> Html:
     """What the colours of such drawings mean."""
     ticks = {
         k: (f"{2**k}" if k >= 0 else f"1/{2**-k}") + TIMES for k in range(-octaves, octaves + 1)
     }
     about = "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
-    told = f"{about}: {', '.join(ticks.values())}"
-    kinds = {"home": "home", "copy": "planned copy" if has_late else "copy"}
+    text = f"{about}: {', '.join(ticks.values())}"
+    kinds = {"owner": "owner", "copy": "planned copy" if has_late else "copy"}
     kinds |= {"late": "copy made after the gate"} if has_late else {}
-    if most_copies is not None:
-        told += f"; copies of an expert beside its home: 0 to {most_copies}"
+    if most_replicas is not None:
+        text += f"; replicas of an expert beside its owner: 0 to {most_replicas}"
 
     def draw(figure: Any) -> None:
         from matplotlib.patches import Patch
@@ -596,14 +600,14 @@ def load_scale(octaves: int, most_copies: int | None, *, has_late: bool = False)
 
         axes = add("loads", 20, 540, (-1, 1), about)
         axes.set_xticks([k / octaves for k in ticks], list(ticks.values()))
-        if most_copies is not None:
-            most = max(most_copies, 1)
-            axes = add("copies", 600, 820, (0, most), "copies of an expert beside its home")
+        if most_replicas is not None:
+            most = max(most_replicas, 1)
+            axes = add("replicas", 600, 820, (0, most), "replicas of an expert beside its owner")
             axes.set_xticks(range(0, most + 1, -(-most // 8)))
             patches = [Patch(color=_HOLDERS[kind], label=name) for kind, name in kinds.items()]
             figure.legend(handles=patches, loc="center right", frameon=False)
 
-    return drawn(told, draw, wide=WIDE, tall=58, name="colours")
+    return drawn(text, draw, wide=WIDE, tall=58, name="colours")
 
 
 # Tasks over the time of a step.
@@ -622,7 +626,7 @@ class Box:
 
 
 def task_chart(
-    spans: Sequence[Span],
+    traced_tasks: Sequence[TracedTask],
     colours: Mapping[str, str],
     *,
     start_s: float,
@@ -632,16 +636,18 @@ def task_chart(
     lengths_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Html:
     """The tasks of some streams, a row each."""
-    lanes = in_order(span.lane for span in spans if span.name != HOST_WORK) or [""]
-    busy_s = dict.fromkeys(lanes, 0.0)
-    by_kind: dict[str, list[Span]] = {}
-    for span in spans:
-        by_kind.setdefault(span.name, []).append(span)
-        if span.name != HOST_WORK:
-            busy_s[span.lane] += span.end_s - span.start_s
+    streams = in_order(
+        traced_task.stream for traced_task in traced_tasks if traced_task.name != HOST_WORK
+    ) or [""]
+    busy_s = dict.fromkeys(streams, 0.0)
+    by_kind: dict[str, list[TracedTask]] = {}
+    for traced_task in traced_tasks:
+        by_kind.setdefault(traced_task.name, []).append(traced_task)
+        if traced_task.name != HOST_WORK:
+            busy_s[traced_task.stream] += traced_task.end_s - traced_task.start_s
     names = [
-        f"{lane} {100 * busy_s[lane] / max(lengths_s.get(lane, length_s), 1e-12):.0f} %"
-        for lane in lanes
+        f"{stream} {100 * busy_s[stream] / max(lengths_s.get(stream, length_s), 1e-12):.0f} %"
+        for stream in streams
     ]
     rows = [*(["layer"] if boxes else []), *names]
     kinds = sorted(by_kind, key=[*colours, HOST_WORK].index)
@@ -652,14 +658,17 @@ def task_chart(
 
         axes = _axes(figure, 20 + _LETTER * max(len(_name(row)) for row in rows), top)
         scale = 1e3 if length_s < 1 else 1.0
-        first = len(rows) - len(lanes)
+        first = len(rows) - len(streams)
         for kind in kinds:
             colour = colours.get(kind, _PALE)
-            for row, lane in enumerate(lanes, start=first):
+            for row, stream in enumerate(streams, start=first):
                 at = [
-                    (scale * (span.start_s - start_s), scale * (span.end_s - span.start_s))
-                    for span in by_kind[kind]
-                    if span.lane == lane
+                    (
+                        scale * (traced_task.start_s - start_s),
+                        scale * (traced_task.end_s - traced_task.start_s),
+                    )
+                    for traced_task in by_kind[kind]
+                    if traced_task.stream == stream
                 ]
                 if at:
                     axes.broken_barh(
@@ -667,8 +676,8 @@ def task_chart(
                         (row - 0.39, 0.78),
                         facecolors=colour,
                         edgecolors="#ffffff",
-                        linewidth=0.4 if len(spans) <= _MOST_BARS else 0,
-                        rasterized=len(spans) > _MOST_BARS,
+                        linewidth=0.4 if len(traced_tasks) <= _MOST_BARS else 0,
+                        rasterized=len(traced_tasks) > _MOST_BARS,
                     )
         letters = 1000 / (_LETTER * scale * length_s)  # that fit into a second
         for box in boxes:
@@ -689,5 +698,5 @@ def task_chart(
         patches = [Patch(color=colours.get(kind, _PALE)) for kind in kinds]
         _add_legend(figure, patches, kinds)
 
-    told = f"{what}: {', '.join(names)} busy; tasks: {', '.join(kinds)}"
-    return drawn(told, draw, wide=WIDE, tall=top + _ROW * len(rows) + 24)
+    text = f"{what}: {', '.join(names)} busy; tasks: {', '.join(kinds)}"
+    return drawn(text, draw, wide=WIDE, tall=top + _ROW * len(rows) + 24)

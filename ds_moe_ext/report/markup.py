@@ -100,8 +100,8 @@ def barred(about: str, body: Html) -> Html:
 
 def facts_line(facts: Iterable[str]) -> Html:
     """What a header says in short, below its title."""
-    spans = joined(Html("<span>{}</span>").format(fact) for fact in facts)
-    return Html('<p class="facts">{}</p>').format(spans)
+    traced_tasks = joined(Html("<span>{}</span>").format(fact) for fact in facts)
+    return Html('<p class="facts">{}</p>').format(traced_tasks)
 
 
 def multiples(title: str, charts: Sequence[Html]) -> Html:
@@ -119,7 +119,7 @@ class Panel:
     """One entry of a selector, and what it shows."""
 
     name: str
-    remark: str
+    notice: str
     body: Html
 
 
@@ -131,19 +131,19 @@ def selectable(name: str, panels: Sequence[Panel], *, first: int) -> Html:
     )
     return joined(
         panel.format(
-            name, Html(" open") if at == first else "", each.name, each.remark, each.name, each.body
+            name, Html(" open") if at == first else "", each.name, each.notice, each.name, each.body
         )
         for at, each in enumerate(panels)
     )
 
 
 WORDS = (
-    ("EP rank (cell)", "a rank of the expert-parallel group, or all that split experts"),
+    ("EP rank (EP rank)", "a rank of the expert-parallel group, or all that split experts"),
     ("routed token (row)", "one token for one of its top-k experts, as it is dispatched"),
     ("balance", "rows that the busiest EP rank computed over the mean; 1 is perfect"),
-    ("owner (home)", "the EP rank with an expert's weights and optimizer state"),
-    ("replica (copy)", "an expert's weights on another EP rank, for one step"),
-    ("stream (lane)", "a queue of tasks: a CUDA stream, or a thread on a CPU"),
+    ("owner", "the EP rank with an expert's weights and optimizer state"),
+    ("replica", "an expert's weights on another EP rank, for one step"),
+    ("stream (stream)", "a queue of tasks: a CUDA stream, or a thread on a CPU"),
 )
 """Our words beside those that users of the hosts know; docs/glossary.md has more."""
 

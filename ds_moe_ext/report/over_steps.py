@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of a page that follow the steps: time and memory of all ranks, and balance.
 
-Shape letters: I recorded steps, B columns of them, L layers, G points at which ranks told each
+Shape letters: I recorded steps, B columns of them, L layers, G points at which ranks reported each
 other, R ranks.
 """
 
@@ -112,7 +112,7 @@ _VALUES = (
     _Value("Communication", "sending", lambda pace: pace.sent_s_G, seconds_text),
 )
 _ABOUT_PACE = (
-    "Points are steps behind which ranks told each other. Memory is the most so far, on the "
+    "Points are steps behind which ranks exchanged reports. Memory is the most so far, on the "
     "fullest rank: in tensors on its device, held there by torch, and of its process on the host. "
     "Communication is of one timed step, mean of the ranks: what nothing hides; and exchanges of "
     "rows, until the last rank came (waiting) and from then on (sending). Legends give medians, of "
@@ -121,8 +121,8 @@ _ABOUT_PACE = (
 
 
 def paces_of(runs: Mapping[str, RunRecord]) -> dict[str, PaceRecord]:
-    """Of runs whose ranks told each other, at the steps that all of them have; by name. Empty where
-    one of them does not know."""
+    """Of runs whose ranks exchanged reports, at the steps that all of them have; by name. Empty
+    where one of them does not know."""
     paces = {name: run.ranks.pace for name, run in runs.items() if run.ranks is not None}
     steps = set.intersection(*(set(pace.steps_G) for pace in paces.values())) if paces else set()
     if not steps or len(paces) < len(runs):
@@ -201,7 +201,7 @@ def rank_name(ranks: RanksRecord, at: int) -> str:
     return f"EP rank {ep_rank}" if ep_rank == rank else f"EP rank {ep_rank} (rank {rank})"
 
 
-# Balance over the steps: of each layer, and what copies and new homes did for it.
+# Balance over the steps: of each layer, and what replicas and new owners did for it.
 
 _ROWS = "Rows of the busiest EP rank over the mean, at each recorded step."
 _KNOWN = " What was predicted is drawn where that is known of all layers of a chart."
@@ -209,7 +209,7 @@ _THINNED = "shows their mean and, as a band, the smallest and the largest"
 
 
 def balance(record: RunRecord, bins: Bins) -> Html:
-    """One chart for few layers, a band and small charts for many; a run with copies has these
+    """One chart for few layers, a band and small charts for many; a run with replicas has these
     above."""
     balance_IL = record.balance_IL()
     lines = [
@@ -244,19 +244,19 @@ def _each_layer(order: str, record: RunRecord, worth_L: np.ndarray, drawn: Seque
 
 
 def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
-    """Balance as computed beside that without copies: of all layers together, and of each."""
-    home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
+    """Balance as computed beside that without replicas: of all layers together, and of each."""
+    owner_IL, balance_IL = record.owner_balance_IL(), record.balance_IL()
     looks, every = record.looks, range(len(record.layers))
     known = {}
     if looks is not None:
         known = {"predicted": looks.predicted_IL, "by the paper's rule": looks.by_paper_IL}
-    tables = (home_IL, balance_IL, *known.values())
+    tables = (owner_IL, balance_IL, *known.values())
     most = max(float(np.nanmax(table_IL, initial=1.0)) for table_IL in tables)
 
     def chart(layers: Sequence[int], *, small: bool) -> Html:
         lines = [
             _line("as computed", balance_IL[:, layers], bins),
-            _line("at home only", home_IL[:, layers], bins),
+            _line("at the owner only", owner_IL[:, layers], bins),
         ]
         for name, known_IL in known.items():
             value_B = bins.known_mean(known_IL[:, layers]).mean(axis=1)
@@ -277,15 +277,15 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
     body = chart(every, small=False)
     if len(every) > 1:
         small = [chart([index], small=True) for index in every]
-        saved_L = (home_IL - balance_IL).mean(axis=0)
+        saved_L = (owner_IL - balance_IL).mean(axis=0)
         body += _each_layer("largest gain first", record, saved_L, small)
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
     about = (
-        f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "
-        f"at its home of that step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}"
-        f"{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
+        f"{_ROWS} At the owner only is what the same rows would have come to, had every expert "
+        "computed at its owner of that "
+        f"step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
     )
-    return section("Balance with copies, and at home only", note(about) + body)
+    return section("Balance with replicas, and at the owner only", note(about) + body)
 
 
 def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
@@ -311,7 +311,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(1, "at home only", lambda one: one.home_balance),
+    _Kind(1, "at the owner only", lambda one: one.owner_balance),
     _Kind(2, "predicted", lambda one: one.predicted),
     _Kind(0, "reached", lambda one: one.balance),
     _Kind(3, Html("by the paper's rule"), lambda one: one.by_paper),
@@ -332,9 +332,9 @@ def division(record: RunRecord, looks: LooksRecord) -> Html:
         ratios = [kind.of(one) for kind in shown]
         bars = [(kind.slot, ratio - 1) for kind, ratio in zip(shown, ratios)]
         parts = (one.left, one.crossed) if looks.num_nodes > 1 else (one.left,)
-        told = [EN_DASH if np.isnan(ratio) else ratio_text(ratio) for ratio in ratios]
-        told += [EN_DASH if np.isnan(part) else f"{100 * part:.1f} %" for part in parts]
-        return [dotted(name), *([thin_bars(bars, longest)] if bars else []), *told]
+        lines = [EN_DASH if np.isnan(ratio) else ratio_text(ratio) for ratio in ratios]
+        lines += [EN_DASH if np.isnan(part) else f"{100 * part:.1f} %" for part in parts]
+        return [dotted(name), *([thin_bars(bars, longest)] if bars else []), *lines]
 
     headings = ["layer", *([""] if shown else []), *(key(slot, name) for slot, name, _ in shown)]
     headings += ["left their EP rank", "crossed nodes"][: min(looks.num_nodes, 2)]
@@ -344,26 +344,26 @@ def division(record: RunRecord, looks: LooksRecord) -> Html:
     if len(rows) > OPEN:
         number = counted(len(rows), "layer")
         body = table(headings, [first]) + folded(number, table(headings, rows))
-    told: list[str] = []
+    lines: list[str] = []
     if shown:
-        told.append(
+        lines.append(
             "Predicted is what the plan came to for the rows that it was made for, reached what "
             "it came to for those that came; bars begin at 1. This is of "
             f"{predicted_steps(looks)}; the balance at the top of the page is of all."
         )
     if len(shown) == len(_KINDS):
-        told.append(
+        lines.append(
             Html(
-                "By the paper's rule is what the same copies would have come to, had they divided "
-                "the rows that came as the paper has it."
+                "By the paper's rule is what the same replicas would have come to, had they "
+                "divided the rows that came as the paper has it."
             )
         )
-    told.append("A row left its EP rank if another one computed it than the one it came from.")
+    lines.append("A row left its EP rank if another one computed it than the one it came from.")
     seen = int((~np.isnan(looks.left_IL)).sum())
     if seen < looks.left_IL.size:
-        told.append(
+        lines.append(
             f"Layers took turns: this is of {seen:,} of {looks.left_IL.size:,} pairs of a recorded "
             "step and a layer."
         )
     title = "Balance predicted and reached" if shown else "Where rows went"
-    return section(title, barred(Html(" ").join(told), body))
+    return section(title, barred(Html(" ").join(lines), body))

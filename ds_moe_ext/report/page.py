@@ -5,7 +5,7 @@
 their order. Its style sheet lies beside this file; nothing in a page runs.
 
 Shape letters: I recorded steps, B columns of them, L layers, E experts, C EP ranks, G points at
-which ranks told each other, R ranks.
+which ranks exchanged reports, R ranks.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _header(record: RunRecord, summary: Summary | None) -> Html:
         steps = f"{counted(len(record.steps_I), 'recorded step')}, {which}"
     facts = [
         counted(record.world_size, "rank"),
-        counted(record.num_cells, "EP rank"),
+        counted(record.num_ep_ranks, "EP rank"),
         counted(len(record.layers), "MoE layer"),
         steps,
     ]
@@ -178,27 +178,27 @@ def _in_balance(record: RunRecord, summary: Summary) -> Html:
     where = Html("; layer <code>{}</code> was worst, with <b>{:.2f}</b>").format(
         dotted(record.layers[summary.worst_layer].name), summary.mean_L[summary.worst_layer]
     )
-    told = Html(
-        "The busiest EP rank (cell) computed <b>{:.2f} times the mean</b> on average{}. An average "
-        "one waited for the busiest during {:.0f} % of the expert time."
+    text = Html(
+        "The busiest EP rank (EP rank) computed <b>{:.2f} times the mean</b> on average{}. An "
+        "average one waited for the busiest during {:.0f} % of the expert time."
     ).format(summary.mean, where if len(record.layers) > 1 else "", 100 * (1 - 1 / summary.mean))
     if record.placements is not None:
         outcome, added = outcome_of(record), record.placements.added
         late = ""
         if added is not None:
-            late = f", {added.copies_ILE.sum(axis=(1, 2)).mean():.1f} of them made after the gate"
-        moved = f", and homes changed {counted(outcome.num_moved, 'time')}"
-        told += Html(
-            " With every expert at its home only it would have computed <b>{:.2f} times the mean"
-            "</b>. There were {:.1f} copies a step{}{}."
-        ).format(outcome.home_balance, outcome.copies, late, moved if outcome.num_moved else "")
+            late = f", {added.replicas_ILE.sum(axis=(1, 2)).mean():.1f} of them made after the gate"
+        moved = f", and owners changed {counted(outcome.num_moved, 'time')}"
+        text += Html(
+            " With every expert at its owner only it would have computed <b>{:.2f} times the mean"
+            "</b>. There were {:.1f} replicas a step{}{}."
+        ).format(outcome.owner_balance, outcome.replicas, late, moved if outcome.num_moved else "")
     if summary.drift is None:
-        return told
+        return text
     first, last = summary.drift
     if abs(last - first) < _SAME * first:
-        return told + f" This ratio was about {last:.2f} in the first and in the last quarter."
+        return text + f" This ratio was about {last:.2f} in the first and in the last quarter."
     verb = "improved" if last < first else "grew worse"
-    return told + (
+    return text + (
         f" Over the run this ratio {verb}, from {first:.2f} in the first quarter to {last:.2f} in "
         "the last."
     )
@@ -219,9 +219,9 @@ def _tiles(record: RunRecord, summary: Summary) -> Html:
     ]
     if record.placements is not None:
         outcome = outcome_of(record)
-        shown[1:1] = [("at home only", ratio_text(outcome.home_balance), "without copies")]
-        moved = f"{outcome.num_moved:,} changed their homes"
-        shown[-2:-2] = [("copies", f"{outcome.copies:.1f}", f"a step; {moved}")]
+        shown[1:1] = [("at the owner only", ratio_text(outcome.owner_balance), "without replicas")]
+        moved = f"{outcome.num_moved:,} changed their owners"
+        shown[-2:-2] = [("replicas", f"{outcome.replicas:.1f}", f"a step; {moved}")]
     drawn = joined(
         Html("<div><span>{}</span><b>{}</b><span>{}</span></div>").format(name, value, dotted(more))
         for name, value, more in shown
@@ -246,9 +246,9 @@ def _layers(record: RunRecord, summary: Summary | None) -> Html:
         for index, layer in enumerate(record.layers)
     ]
     if record.placements is not None:
-        headings += ["at home only", "copies a step", "changed homes"]
+        headings += ["at the owner only", "replicas a step", "changed owners"]
         for row, outcome in zip(rows, outcomes_by_layer(record)):
-            row += [ratio_text(outcome.home_balance), f"{outcome.copies:.1f}"]
+            row += [ratio_text(outcome.owner_balance), f"{outcome.replicas:.1f}"]
             row += [f"{outcome.num_moved:,}"]
     body = table(headings, rows)
     if len(record.layers) > OPEN:
@@ -256,23 +256,23 @@ def _layers(record: RunRecord, summary: Summary | None) -> Html:
     return section("Replaced layers", body)
 
 
-# Loads of the experts, and their copies.
+# Loads of the experts, and their replicas.
 
 
 def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
-    octaves, most_copies = octaves_of([record], bins), None
+    octaves, most_replicas = octaves_of([record], bins), None
     about = f"Which experts drew the rows, step by step.{thinned(bins, 'adds up their rows')}"
     title, placements = "Load of the experts", record.placements
     if placements is not None:
-        title, most_copies = f"{title}, and their copies", most_copies_of(placements)
+        title, most_replicas = f"{title}, and their replicas", most_replicas_of(placements)
         about += (
-            " Beside them: how many copies they had beside their homes, and where in step "
-            f"{placements.last_step:,}, the last. Experts stand where their home was then."
+            " Beside them: how many replicas they had beside their owners, and where in step "
+            f"{placements.last_step:,}, the last. Experts stand where their owner was then."
         )
         if placements.added is not None:
             about += " Copies made after the gate are counted where any pass of the step had them."
     scale = charts.load_scale(
-        octaves, most_copies, has_late=placements is not None and placements.added is not None
+        octaves, most_replicas, has_late=placements is not None and placements.added is not None
     )
     panels = [
         Panel(
@@ -287,7 +287,7 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
 
 
 _DOWN = (
-    "Down: experts, grouped by the EP rank that owns them (home), with its rows over the mean's. "
+    "Down: experts, grouped by the EP rank that owns them (owner), with its rows over the mean's. "
     "Across: recorded steps."
 )
 
@@ -299,9 +299,9 @@ def octaves_of(records: Iterable[RunRecord], bins: Bins) -> int:
     )
 
 
-def most_copies_of(placements: PlacementRecord) -> int:
+def most_replicas_of(placements: PlacementRecord) -> int:
     """Of any expert at any step."""
-    return int(placements.all_copies_ILE.max(initial=0))
+    return int(placements.all_replicas_ILE.max(initial=0))
 
 
 def _ratio(record: RunRecord, index: int, bins: Bins) -> np.ndarray:
@@ -316,10 +316,10 @@ def _ratio(record: RunRecord, index: int, bins: Bins) -> np.ndarray:
 def layer_loads(
     record: RunRecord, index: int, bins: Bins, *, octaves: int, half: bool = False
 ) -> Html:
-    """Loads of one layer over the steps, and in a page of one run its copies."""
+    """Loads of one layer over the steps, and in a page of one run its replicas."""
     layer, placements = record.layers[index], None if half else record.placements
     rows_E = record.rows_ILE[:, index, : layer.num_experts].sum(axis=0)
-    experts = charts.Experts.of(layer.home_E, rows_E, record.num_cells, bins.labels())
+    experts = charts.Experts.of(layer.owner_E, rows_E, record.num_ep_ranks, bins.labels())
     ratio_BE = _ratio(record, index, bins)
     if placements is None:
         drawn = charts.load_heatmap(experts, ratio_BE, octaves=octaves, half=half)
@@ -328,11 +328,11 @@ def layer_loads(
             experts,
             ratio_BE,
             octaves=octaves,
-            copies_BE=bins.mean(placements.all_copies_ILE[:, index, : layer.num_experts]),
-            most_copies=most_copies_of(placements),
+            replicas_BE=bins.mean(placements.all_replicas_ILE[:, index, : layer.num_experts]),
+            most_replicas=most_replicas_of(placements),
             kind_EC=holders(record, placements, index),
         )
-    empty = record.num_cells - len(experts.load_C)
+    empty = record.num_ep_ranks - len(experts.load_C)
     return drawn + (
         note(f"{counted(empty, 'EP rank')} hold no expert of this layer.") if empty else ""
     )
@@ -341,13 +341,13 @@ def layer_loads(
 def holders(record: RunRecord, placements: PlacementRecord, index: int) -> np.ndarray:
     """What each EP rank was to each expert of a layer in the last step, ``[E, C]``."""
     layer = record.layers[index]
-    kind_EC = np.full((layer.num_experts, record.num_cells), charts.NOBODY)
-    kind_EC[np.arange(layer.num_experts), np.asarray(layer.home_E, dtype=np.int64)] = charts.HOME
-    for expert, cells in enumerate(placements.copied_to[index]):
-        kind_EC[expert, list(cells)] = charts.COPY
+    kind_EC = np.full((layer.num_experts, record.num_ep_ranks), charts.NOBODY)
+    kind_EC[np.arange(layer.num_experts), np.asarray(layer.owner_E, dtype=np.int64)] = charts.OWNER
+    for expert, ep_ranks in enumerate(placements.copied_to[index]):
+        kind_EC[expert, list(ep_ranks)] = charts.REPLICA
     if placements.added is not None:
         for expert, late in enumerate(placements.added.to[index]):
-            kind_EC[expert, [cell for cell, _ in late]] = charts.LATE
+            kind_EC[expert, [ep_rank for ep_rank, _ in late]] = charts.LATE
     return kind_EC
 
 
@@ -360,11 +360,11 @@ def _chosen(record: RunRecord) -> Html:
         return Html("")
     about = (
         "Plans were those of one strategy at a time. Before the first, until costs had been "
-        "measured, experts computed at home."
+        "measured, experts computed at the owner."
     )
     lines = joined(
         Html("<li>From step {:,}: <strong>{}</strong>. {}</li>").format(
-            each.step, each.name, each.told
+            each.step, each.name, each.reported
         )
         for each in record.choices
     )
@@ -375,23 +375,23 @@ def _chosen(record: RunRecord) -> Html:
         for index, each in enumerate(record.choices):
             seconds = [each.expected_s.get(name, NAN) for name in (BASE, each.name)]
             seconds.append(found_s(record, index))
-            told = (EN_DASH if math.isnan(one) else seconds_text(one) for one in seconds)
-            rows.append([f"{each.step:,}", each.name, *told])
+            reported = (EN_DASH if math.isnan(one) else seconds_text(one) for one in seconds)
+            rows.append([f"{each.step:,}", each.name, *reported])
         body += table(headings, rows)
     return section("What was chosen", body)
 
 
 def _expected(record: RunRecord) -> Html:
-    """What the strategy's model of costs said of the layers, beside what they took; nothing of a
-    run whose model was not checked."""
+    """What the strategy's model of costs predicted of the layers, beside what they took; nothing of
+    a run whose model was not checked."""
     if not record.terms:
         return Html("")
-    longest_s = max(max(term.said_s, term.found_s) for term in record.terms)
+    longest_s = max(max(term.predicted_s, term.found_s) for term in record.terms)
     rows = [
         [
             term.name,
-            thin_bars([(0, term.said_s), (1, term.found_s)], longest_s),
-            seconds_text(term.said_s),
+            thin_bars([(0, term.predicted_s), (1, term.found_s)], longest_s),
+            seconds_text(term.predicted_s),
             seconds_text(term.found_s),
             f"{100 * term.error:,.1f} %",
         ]
@@ -404,11 +404,11 @@ def _expected(record: RunRecord) -> Html:
         which += " checked, soon after costs had been measured."
     about = (
         f"{which} Expected is what measured costs say of the rows that "
-        "came and of who sends them, copies and gradients to whom. Seconds are of one layer in one "
-        "step, forward and backward, on average. Each exchange of rows is counted as its last rank "
-        "saw it, which waits for nobody; experts, where they took longest; copies and gradients, "
-        "as the mean rank saw them. The paper on Pro-Prophet claims a mean error of less than 5 % "
-        "on its cluster."
+        "came and of who sends them, replicas and gradients to whom. Seconds are of one layer in "
+        "one step, forward and backward, on average. Each exchange of rows is counted as its last "
+        "rank saw it, which waits for nobody; experts, where they took longest; replicas and "
+        "gradients, as the mean rank saw them. The paper on Pro-Prophet claims a mean error of "
+        "less than 5 % on its cluster."
     )
     headings = ["term", "", key(0, "expected"), key(1, "took"), "mean error"]
     return section("What the plan expected", barred(about, table(headings, rows)))
@@ -433,7 +433,7 @@ def _seconds(record: RunRecord) -> Html:
         for phase, kinds in sorted(seconds_by_phase(record).items(), reverse=True)  # forward first
     )
     about = (
-        "Time that this rank spent in tasks, a step on average, waiting included. Lanes may "
+        "Time that this rank spent in tasks, a step on average, waiting included. Streams may "
         "overlap, so these are not seconds on the clock. Percents are of all "
         f"{seconds_text(total)}."
     )
@@ -473,7 +473,7 @@ def _timeline(record: RunRecord) -> Html:
                 "</p>"
             ),
         )
-    colours = charts.colours_of(span.name for span in record.timeline)
+    colours = charts.colours_of(traced_task.name for traced_task in record.timeline)
     held: dict[str, list[Pass]] = {}
     for one in timeline.passes_of(record.timeline):
         held.setdefault(one.layer, []).append(one)
@@ -482,7 +482,7 @@ def _timeline(record: RunRecord) -> Html:
         took_s = sum(one.length_s for one in passes)
         panels.append(Panel(layer, seconds_text(took_s), timeline.layer_chart(passes, colours)))
     about = (
-        "Tasks of this rank, a row a lane, with the percent of the time that the lane was busy."
+        "Tasks of this rank, a row a stream, with the percent of the time that the stream was busy."
         f"{timeline.hidden(record.timeline)}{timeline.critical(record.timeline)}"
     )
     body = Html("{}<h3>The whole step</h3>{}{}").format(

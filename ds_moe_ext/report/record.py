@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: one record, and its form as JSON; ``page`` draws it.
 
-Shape letters: I recorded steps, L layers, E experts, C cells.
+Shape letters: I recorded steps, L layers, E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class LayerRecord:
     kind: str  # what was found there, as MixtralExperts or deepspeed.moe
     num_experts: Count  # experts E of the layer
     top_k: Count  # choices a token, 0 when the host's gate did not say before the first step
-    home_E: tuple[Count, ...]  # cell that is home to each expert, at the end of the run
+    owner_E: tuple[Count, ...]  # EP rank that owns each expert, at the end of the run
     expert_bytes: Count  # bytes of expert weights on this rank
 
 
 @dataclass(frozen=True)
-class Span:
+class TracedTask:
     """One task of the traced step on this rank; seconds from the start of the step.
 
     ``bound_by`` is the position in the timeline of the task that it waited for last; None if there
@@ -117,7 +117,7 @@ class Span:
     """
 
     name: str  # gate, order, dispatch, expert, combine, restore, ...
-    lane: str
+    stream: str
     phase: str  # "forward" or "backward"
     layer: str
     chunk: str  # finest chunks covered, as "0" or "0-2"
@@ -130,7 +130,7 @@ class Span:
 class TracedRecord:
     """A step whose tasks were kept."""
 
-    timeline: tuple[Span, ...] = ()  # they; empty when nothing was traced
+    timeline: tuple[TracedTask, ...] = ()  # they; empty when nothing was traced
     # how long the step was, the host's own work and its optimizer's included; 0 if that is not
     # known
     traced_s: Amount = 0.0
@@ -138,22 +138,24 @@ class TracedRecord:
 
 @dataclass(frozen=True)
 class Move:
-    """Experts of one layer that changed their homes between two steps."""
+    """Experts of one layer that changed their owners between two steps."""
 
-    step: Count  # the first with the new homes; where records are thinned, the last recorded before
+    step: (
+        Count  # the first with the new owners; where records are thinned, the last recorded before
+    )
     layer: Count  # its index among the layers of the run
     num_experts: Count
 
 
 @dataclass(frozen=True, eq=False)
 class AddedRecord:
-    """Copies that were made after the gate, as rows were known."""
+    """Replicas that were made after the gate, as rows were known."""
 
     # of each expert, in any pass of the step, int64 [I, L, E], padded with zeros
-    copies_ILE: Counts
+    replicas_ILE: Counts
     num_passes: Count  # of the last step; each may have made others
-    # cells with such a copy of each expert in that step, by layer and expert, each with the number
-    # of passes that had it
+    # EP ranks with such a replica of each expert in that step, by layer and expert, each with the
+    # number of passes that had it
     to: tuple[tuple[tuple[tuple[Count, Count], ...], ...], ...]
 
 
@@ -161,25 +163,28 @@ class AddedRecord:
 class PlacementRecord:
     """Where experts were, in a run that copied or moved some."""
 
-    # copies of each expert beyond its home, as planned before the step, int64 [I, L, E], padded
+    # replicas of each expert beyond its owner, as planned before the step, int64 [I, L, E], padded
     # with zeros
-    copies_ILE: Counts
-    # rows that each cell would have computed, had every expert computed at its home of that step
-    # only, int64 [I, L, C]
-    home_cell_rows_ILC: Counts
-    # changes of homes, in the order of steps; in thinned records those up to the next recorded step
-    # together
+    replicas_ILE: Counts
+    # rows that each EP rank would have computed, had every expert computed at its owner of that
+    # step only, int64 [I, L, C]
+    owner_ep_rank_rows_ILC: Counts
+    # changes of owners, in the order of steps; in thinned records those up to the next recorded
+    # step together
     moves: tuple[Move, ...]
     last_step: Count  # the last step, recorded or not
-    # cells with a copy of each expert beside its home in that step, by layer and expert, as planned
+    # EP ranks with a replica of each expert beside its owner in that step, by layer and expert, as
+    # planned
     copied_to: tuple[tuple[tuple[Count, ...], ...], ...]
-    # copies that were not planned; None if there were none, or that is not known
+    # replicas that were not planned; None if there were none, or that is not known
     added: AddedRecord | None = None
 
     @property
-    def all_copies_ILE(self) -> np.ndarray:
+    def all_replicas_ILE(self) -> np.ndarray:
         """Planned and added, int64 ``[I, L, E]``."""
-        return self.copies_ILE if self.added is None else self.copies_ILE + self.added.copies_ILE
+        return (
+            self.replicas_ILE if self.added is None else self.replicas_ILE + self.added.replicas_ILE
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +197,10 @@ class LooksRecord:
     # balance of the rows that came, with the same copies but by the paper's own rule; nan where no
     # other was followed, or not looked at
     by_paper_IL: KnownAmounts
-    # rows that another cell computed than they came from; nan where not looked at
+    # rows that another EP rank computed than they came from; nan where not looked at
     left_IL: KnownAmounts
     crossed_IL: KnownAmounts  # and one on another node
-    num_nodes: Positive  # that the cells are on
+    num_nodes: Positive  # that the EP ranks are on
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ class TermRecord:
     """One term of the strategy's model of costs, in the steps that were checked."""
 
     name: str  # for a person
-    said_s: Amount  # seconds a layer and step by the model, mean over layers and steps
+    predicted_s: Amount  # seconds a layer and step by the model, mean over layers and steps
     found_s: Amount  # seconds that it took
     error: Amount  # mean of the relative errors
     steps: tuple[Count, ...] = ()  # that were checked; empty if that is not known
@@ -215,7 +220,7 @@ class ChoiceRecord:
 
     step: Count  # from which on it planned
     name: str  # of it
-    told: str  # why
+    reported: str  # why
     # seconds of a step under each candidate, as they were expected then, by name; empty if that is
     # not known
     expected_s: dict[str, Amount] = field(default_factory=dict)
@@ -223,7 +228,8 @@ class ChoiceRecord:
 
 @dataclass(frozen=True, eq=False)
 class PaceRecord:
-    """How a run went on: a point for each step at which the ranks told each other, thinned evenly.
+    """How a run went on: a point for each step at which the ranks exchanged reports, thinned
+    evenly.
 
     Shape letter: G points. What is not known is nan."""
 
@@ -231,7 +237,7 @@ class PaceRecord:
     step_s_G: KnownAmounts  # median seconds of a step since the point before, on the slowest rank
     tokens_per_s_G: KnownAmounts  # of all ranks together, by step_s_G and the tokens of that step
     loss_G: Losses  # of that step, mean over micro-batches and ranks, where the host hands it over
-    # seconds of the last timed step in which exchanges of rows went on, or copies of experts were
+    # seconds of the last timed step in which exchanges of rows went on, or replicas of experts were
     # waited for, and nothing was computed in the layers; mean over the ranks
     exposed_s_G: KnownAmounts
     # of that step's exchanges of rows: until the last of the ranks that exchange had come; mean
@@ -291,13 +297,13 @@ class RunRecord:
 
     strategy: str  # JSON name of the strategy
     world_size: Positive  # ranks
-    num_cells: Positive  # cells C of the expert-parallel grid
+    num_ep_ranks: Positive  # EP ranks C of the expert-parallel grid
     layers: tuple[LayerRecord, ...]  # the replaced layers, in model order
     steps_I: tuple[Count, ...]  # optimizer step of each recorded step
     # rows routed to each expert, int64 [I, L, E], summed over the senders; layers with fewer
     # experts than others are padded with zeros
     rows_ILE: Counts
-    cell_rows_ILC: Counts  # rows that each cell computed, int64 [I, L, C]
+    ep_rank_rows_ILC: Counts  # rows that each EP rank computed, int64 [I, L, C]
     # mean seconds a step that this rank spent in each kind of task, by phase:kind, over the steps
     # that were timed
     seconds_by_kind: dict[str, Amount]
@@ -310,13 +316,13 @@ class RunRecord:
     looks: LooksRecord | None = None
     # which strategy planned from when on, where one chose between several
     choices: tuple[ChoiceRecord, ...] = ()
-    # what each rank took and needed; None before they told each other
+    # what each rank took and needed; None before they exchanged reports
     ranks: RanksRecord | None = None
     # one step, for the drawing
     traced: TracedRecord = field(default=TracedRecord(), metadata=NOT_A_KEY)
 
     @property
-    def timeline(self) -> tuple[Span, ...]:
+    def timeline(self) -> tuple[TracedTask, ...]:
         """The tasks of the traced step."""
         return self.traced.timeline
 
@@ -326,14 +332,14 @@ class RunRecord:
         return self.traced.traced_s
 
     def balance_IL(self) -> np.ndarray:
-        """Rows of the busiest cell over the mean of those that are home to experts, float
+        """Rows of the busiest EP rank over the mean of those that own experts, float
         ``[I, L]``; 1 is perfect."""
-        return balance_L(self._at_homes(self.cell_rows_ILC))
+        return balance_L(self._at_owners(self.ep_rank_rows_ILC))
 
-    def _at_homes(self, cell_rows_ILC: np.ndarray) -> np.ndarray:
-        """Without the cells that are home to no expert of any layer."""
-        homes = sorted({cell for layer in self.layers for cell in layer.home_E})
-        return cell_rows_ILC[..., homes] if homes else cell_rows_ILC
+    def _at_owners(self, ep_rank_rows_ILC: np.ndarray) -> np.ndarray:
+        """Without the EP ranks that own no expert of any layer."""
+        owners = sorted({ep_rank for layer in self.layers for ep_rank in layer.owner_E})
+        return ep_rank_rows_ILC[..., owners] if owners else ep_rank_rows_ILC
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the recorded steps of ``balance_IL``, by layer name."""
@@ -342,11 +348,11 @@ class RunRecord:
         mean_L = self.balance_IL().mean(axis=0)
         return {layer.name: float(mean) for layer, mean in zip(self.layers, mean_L)}
 
-    def home_balance_IL(self) -> np.ndarray:
-        """``balance_IL`` had every expert computed at its home only, float ``[I, L]``."""
+    def owner_balance_IL(self) -> np.ndarray:
+        """``balance_IL`` had every expert computed at its owner only, float ``[I, L]``."""
         if self.placements is None:
             return self.balance_IL()
-        return balance_L(self._at_homes(self.placements.home_cell_rows_ILC))
+        return balance_L(self._at_owners(self.placements.owner_ep_rank_rows_ILC))
 
     def to_json(self) -> str:
         """The record as JSON text."""
@@ -377,7 +383,7 @@ _FILE = "report"  # in errors
 
 
 def _with_memory(data: dict[str, Any]) -> dict[str, Any]:
-    """Earlier versions did not tell what memory was needed over the steps."""
+    """Earlier versions did not report what memory was needed over the steps."""
     match data:
         case {"ranks": {"pace": {"steps_G": list(steps)}}}:
             names = "allocated_G", "reserved_G", "resident_G"
@@ -388,21 +394,21 @@ def _with_memory(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(record: RunRecord) -> RunRecord:
-    """With tables of the shapes that the run has, which lists without entries do not tell."""
+    """With tables of the shapes that the run has, which lists without entries do not report."""
     ranks, placements, layers = record.ranks, record.placements, record.layers
-    sizes = {"I": len(record.steps_I), "L": len(layers), "C": record.num_cells}
+    sizes = {"I": len(record.steps_I), "L": len(layers), "C": record.num_ep_ranks}
     sizes |= {"E": max((layer.num_experts for layer in layers), default=0)}
     _check_ascending("report.steps_I", record.steps_I)
     for at, layer in enumerate(layers):
-        _check_length(f"report.layers[{at}].home_E", layer.home_E, layer.num_experts)
-        _check_below(f"report.layers[{at}].home_E", layer.home_E, record.num_cells)
-    _check_spans("report.timeline", record.timeline)
+        _check_length(f"report.layers[{at}].owner_E", layer.owner_E, layer.num_experts)
+        _check_below(f"report.layers[{at}].owner_E", layer.owner_E, record.num_ep_ranks)
+    _check_traced_tasks("report.timeline", record.timeline)
     if placements is not None:
         _check_below("report.placements.moves", [m.layer for m in placements.moves], len(layers))
-        _check_copies("report.placements.copied_to", placements.copied_to, record)
+        _check_replicas("report.placements.copied_to", placements.copied_to, record)
     if placements is not None and placements.added is not None:
-        to = [[[cell for cell, _ in late] for late in of] for of in placements.added.to]
-        _check_copies("report.placements.added.to", to, record)
+        to = [[[ep_rank for ep_rank, _ in late] for late in of] for of in placements.added.to]
+        _check_replicas("report.placements.added.to", to, record)
     if ranks is not None:
         sizes |= {"R": len(ranks.ranks_R), "K": len(ranks.kinds_K), "G": len(ranks.pace.steps_G)}
         _check_ascending("report.ranks.ranks_R", ranks.ranks_R)
@@ -454,31 +460,33 @@ def _check_ascending(key: str, values: Sequence[int]) -> None:
             raise ValueError(f"{key}[{at}] is {value}, but must be more than {before}, before it")
 
 
-def _check_copies(key: str, to: Sequence[Sequence[Sequence[int]]], record: RunRecord) -> None:
-    """Cells by layer and expert."""
+def _check_replicas(key: str, to: Sequence[Sequence[Sequence[int]]], record: RunRecord) -> None:
+    """EP ranks by layer and expert."""
     _check_length(key, to, len(record.layers))
     for at, (layer, of_layer) in enumerate(zip(record.layers, to)):
         _check_length(f"{key}[{at}]", of_layer, layer.num_experts)
-        for expert, cells in enumerate(of_layer):
-            _check_below(f"{key}[{at}][{expert}]", cells, record.num_cells)
+        for expert, ep_ranks in enumerate(of_layer):
+            _check_below(f"{key}[{at}][{expert}]", ep_ranks, record.num_ep_ranks)
 
 
-def _check_spans(key: str, spans: Sequence[Span]) -> None:
+def _check_traced_tasks(key: str, traced_tasks: Sequence[TracedTask]) -> None:
     """A chain of tasks that waited for each other has an end."""
     ends: set[int] = set()  # of tasks whose chain has one
-    for at, span in enumerate(spans):
-        if span.end_s < span.start_s:
-            raise ValueError(f"{key}[{at}].end_s is {span.end_s}, before start_s {span.start_s}")
+    for at, traced_task in enumerate(traced_tasks):
+        if traced_task.end_s < traced_task.start_s:
+            raise ValueError(
+                f"{key}[{at}].end_s is {traced_task.end_s}, before start_s {traced_task.start_s}"
+            )
         chain: dict[int, None] = {}
         by: int | None = at
         while by is not None and by not in ends:
-            if by in chain or by >= len(spans):
+            if by in chain or by >= len(traced_tasks):
                 raise ValueError(
-                    f"{key}[{[*chain][-1]}].bound_by is {by}, but must be a task of {len(spans)} "
-                    "that did not wait for this one"
+                    f"{key}[{[*chain][-1]}].bound_by is {by}, but must be a task of "
+                    f"{len(traced_tasks)} that did not wait for this one"
                 )
             chain |= {by: None}
-            by = spans[by].bound_by
+            by = traced_tasks[by].bound_by
         ends |= chain.keys()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a run as it goes: loads of every step, times of some, one timeline.
 
-Shape letters: L layers, E experts, C cells.
+Shape letters: L layers, E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ds_moe_ext.report.record import (
     Move,
     PlacementRecord,
     RunRecord,
-    Span,
     TermRecord,
     TracedRecord,
+    TracedTask,
 )
 from ds_moe_ext.report.summary import REDUCTION
 from ds_moe_ext.report.timeline import bound_by, seen_after
-from ds_moe_ext.schedule.executor import Lanes, Mark
+from ds_moe_ext.schedule.executor import Mark, ScheduleStreams
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
@@ -79,24 +79,24 @@ class StepTracer(Protocol):
 # each step where they are few and small, else some, each as often as the others.
 
 MOST_LAYERS = 4  # in a step
-MOST_ENTRIES = 64 * 256  # of their tables: one layer of 64 cells and 256 experts
+MOST_ENTRIES = 64 * 256  # of their tables: one layer of 64 EP ranks and 256 experts
 
 
 class Look(NamedTuple):
     """At one layer in one step."""
 
-    # rows that each cell would have computed by the plan, had the rows come that it was made for,
-    # int64; None where it was made for none
+    # rows that each EP rank would have computed by the plan, had the rows come that it was made
+    # for, int64; None where it was made for none
     predicted_C: np.ndarray | None
-    # rows that each would have computed of those that came, by the same copies and the paper's own
-    # rule, int64; None where no other was followed
+    # rows that each would have computed of those that came, by the same replicas and the paper's
+    # own rule, int64; None where no other was followed
     by_paper_C: np.ndarray | None
-    num_left: int  # rows that another cell computed than they came from
+    num_left: int  # rows that another EP rank computed than they came from
     num_crossed: int  # and one on another node
 
     @classmethod
     def at(cls, plan: Plan, seen: Rows, node_C: np.ndarray) -> Look:
-        """Args: plan: that the layer ran by. seen: what it routed. node_C: node of each cell."""
+        """Args: plan: that the layer ran by. seen: what it routed. node_C: node of each EP rank."""
         between_CC = np.zeros((len(node_C), len(node_C)), dtype=np.int64)
         for rows_CE, (_, share) in seen.passes:
             between_CC += share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
@@ -125,7 +125,10 @@ def in_turn(step: int, rows: Sequence[Rows]) -> range:
 
 
 def looks_record(
-    looks_I: Sequence[Mapping[int, Look]], num_layers: int, homes: Sequence[int], node_C: np.ndarray
+    looks_I: Sequence[Mapping[int, Look]],
+    num_layers: int,
+    owners: Sequence[int],
+    node_C: np.ndarray,
 ) -> LooksRecord:
     """All looks of a run."""
     predicted_IL, by_paper_IL, left_IL, crossed_IL = np.full((4, len(looks_I), num_layers), np.nan)
@@ -134,9 +137,9 @@ def looks_record(
             at = index, layer
             left_IL[at], crossed_IL[at] = look.num_left, look.num_crossed
             if look.predicted_C is not None:
-                predicted_IL[at] = balance_L(look.predicted_C[homes])
+                predicted_IL[at] = balance_L(look.predicted_C[owners])
             if look.by_paper_C is not None:
-                by_paper_IL[at] = balance_L(look.by_paper_C[homes])
+                by_paper_IL[at] = balance_L(look.by_paper_C[owners])
     num_nodes = len(np.unique(node_C))
     return LooksRecord(predicted_IL, by_paper_IL, left_IL, crossed_IL, num_nodes)
 
@@ -150,10 +153,10 @@ class StepLoads:
 
     step: int  # its number
     rows_LE: np.ndarray  # rows routed to each expert, int64, padded with zeros
-    cell_rows_LC: np.ndarray  # rows that each cell computed, int64
-    home_cell_rows_LC: np.ndarray  # rows that each would have computed without copies, int64
-    # copies of each expert beside its home, as planned, int16, padded with zeros
-    copies_LE: np.ndarray
+    ep_rank_rows_LC: np.ndarray  # rows that each EP rank computed, int64
+    owner_ep_rank_rows_LC: np.ndarray  # rows that each would have computed without replicas, int64
+    # replicas of each expert beside its owner, as planned, int16, padded with zeros
+    replicas_LE: np.ndarray
     added_LE: np.ndarray  # others that were there in any pass, likewise
     num_passes: int  # micro-batches
     looks: Mapping[int, Look]  # at some of the layers
@@ -168,29 +171,31 @@ class StepLoads:
         looks: Mapping[int, Look],
     ) -> StepLoads:
         """Of what each layer ran by and routed; ``added`` as ``added_EC`` says, by layer."""
-        num_experts = max(plan.home.num_experts for plan in plans)
-        num_layers, num_cells = len(plans), plans[0].home.num_cells
+        num_experts = max(plan.owner.num_experts for plan in plans)
+        num_layers, num_ep_ranks = len(plans), plans[0].owner.num_ep_ranks
         rows_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
-        copies_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
-        added_LE = np.zeros_like(copies_LE)
+        replicas_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
+        added_LE = np.zeros_like(replicas_LE)
         for index, passes_EC in added.items():
             added_LE[index, : len(passes_EC)] = (passes_EC > 0).sum(axis=1)
         for index, (plan, seen) in enumerate(zip(plans, rows)):
-            own = slice(plan.home.num_experts)
+            own = slice(plan.owner.num_experts)
             rows_LE[index, own] = seen.total_E
-            if plan.target is not plan.home:
-                copies_LE[index, own] = plan.target.num_holders_E - plan.home.num_holders_E
-        homes = [plan.home.owner_E + num_cells * index for index, plan in enumerate(plans)]
-        routed = [rows_E[: len(home)] for rows_E, home in zip(rows_LE, homes)]
+            if plan.target is not plan.owner:
+                replicas_LE[index, own] = plan.target.num_holders_E - plan.owner.num_holders_E
+        owners = [plan.owner.owner_E + num_ep_ranks * index for index, plan in enumerate(plans)]
+        routed = [rows_E[: len(owner)] for rows_E, owner in zip(rows_LE, owners)]
         # Sums in float64: whole numbers, and exact.
-        size = num_layers * num_cells
-        home_cell_rows = np.bincount(np.concatenate(homes), np.concatenate(routed), size)
+        size = num_layers * num_ep_ranks
+        owner_ep_rank_rows = np.bincount(np.concatenate(owners), np.concatenate(routed), size)
         return cls(
             step=step,
             rows_LE=rows_LE,
-            cell_rows_LC=np.stack([seen.computed_C for seen in rows]),
-            home_cell_rows_LC=home_cell_rows.astype(np.int64).reshape(num_layers, num_cells),
-            copies_LE=copies_LE,
+            ep_rank_rows_LC=np.stack([seen.computed_C for seen in rows]),
+            owner_ep_rank_rows_LC=owner_ep_rank_rows.astype(np.int64).reshape(
+                num_layers, num_ep_ranks
+            ),
+            replicas_LE=replicas_LE,
             added_LE=added_LE,
             num_passes=max(len(seen.passes) for seen in rows),
             looks=looks,
@@ -236,9 +241,9 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Changes:
-    """Of homes, and of the strategy that plans."""
+    """Of owners, and of the strategy that plans."""
 
-    # experts with new homes, by step and layer
+    # experts with new owners, by step and layer
     moved: Counter[tuple[int, int]] = field(default_factory=Counter)
     choices: list[ChoiceRecord] = field(default_factory=list)  # of the strategy
     latest: Choice | None = None  # of these
@@ -258,7 +263,7 @@ class _Changes:
         """By which a step ran, if a person would call it another than before."""
         if choice is not None and not choice.is_like(self.latest):
             self.latest, expected_s = choice, dict(choice.among_s)
-            self.choices.append(ChoiceRecord(step, choice.name, choice.told, expected_s))
+            self.choices.append(ChoiceRecord(step, choice.name, choice.reported, expected_s))
 
 
 @dataclass(eq=False)
@@ -273,7 +278,7 @@ class Recorder:
     terms: how good the strategy's model of costs is, once that is known.
     beside: adds what another rank did in a timed step; collective over the two.
     ranks: what all ranks take and need; None where nobody asks them.
-    lanes: tell when the traced step began and ended; None: nobody knows.
+    streams: report when the traced step began and ended; None: nobody knows.
     """
 
     strategy: str
@@ -283,13 +288,13 @@ class Recorder:
     max_steps: int = 400
     tracer: StepTracer | None = None
     terms: tuple[TermRecord, ...] = ()
-    beside: Callable[[list[Span]], list[Span]] | None = None
+    beside: Callable[[list[TracedTask]], list[TracedTask]] | None = None
     ranks: RanksSeen | None = None
-    lanes: Lanes | None = None
+    streams: ScheduleStreams | None = None
     _kept: _Kept = field(init=False)
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # by which the latest step ran
-    # by layer, the copies in it that were not planned
+    # by layer, the replicas in it that were not planned
     _added: Mapping[int, np.ndarray] = field(default_factory=dict)
     _changes: _Changes = field(default_factory=_Changes)
     _times: _Times = field(default_factory=_Times)
@@ -321,7 +326,7 @@ class Recorder:
         self._time(step + 1)
 
     def latest_balance(self) -> float:
-        """Rows of the busiest cell over the mean of those that are home to experts, in the latest
+        """Rows of the busiest EP rank over the mean of those that own experts, in the latest
         step, mean over layers."""
         return float(self.latest_balance_L().mean())
 
@@ -329,50 +334,54 @@ class Recorder:
         """The same of each layer, float ``[L]``."""
         if self._latest is None:
             return np.ones(len(self.layers))
-        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._plans]))
-        return balance_L(self._latest.cell_rows_LC[:, homes])
+        owners = np.unique(np.concatenate([plan.owner.owner_E for plan in self._plans]))
+        return balance_L(self._latest.ep_rank_rows_LC[:, owners])
 
-    def latest_copies(self) -> int:
-        """Copies of experts beside their homes in the latest step, of all layers."""
+    def latest_replicas(self) -> int:
+        """Replicas of experts beside their owners in the latest step, of all layers."""
         latest = self._latest
-        return 0 if latest is None else int(latest.copies_LE.sum() + latest.added_LE.sum())
+        return 0 if latest is None else int(latest.replicas_LE.sum() + latest.added_LE.sum())
 
     def latest_choice(self) -> Choice | None:
         """By which the latest step ran, where one strategy chooses between several."""
         return self._plans[0].choice if self._plans else None
 
     def _tokens(self, rows: Sequence[Rows]) -> float:
-        """That came from this rank in a step, by the rows of the first layer; nan where nobody said
-        how many a token makes."""
+        """That came from this rank in a step, by the rows of the first layer; nan where nobody
+        stated how many a token makes."""
         layer = self.layers[0].routed
-        layout, top_k = layer.site.layout, layer.rows.top_k
+        layout, top_k = layer.layer_context.layout, layer.rows.top_k
         if not top_k:
             return NAN
         sent = int(rows[0].routed_CE[layout.index("ep")].sum())
-        return sent / (top_k * layout.grid.cell_size)
+        return sent / (top_k * layout.grid.etp_size)
 
     def balance_by_layer(self) -> dict[str, float]:
-        """Mean over the kept steps of the busiest cell's rows over the mean, by layer."""
+        """Mean over the kept steps of the busiest EP rank's rows over the mean, by layer."""
         return self.record().balance_by_layer()
 
     def record(self) -> RunRecord:
         """The run up to now."""
         layers = tuple(layer.record() for layer in self.layers)
-        if self._plans:  # the layers may already have the homes of the next step
-            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._plans)
-            layers = tuple(replace(layer, home_E=home_E) for layer, home_E in zip(layers, homes))
-        num_cells = self.layers[0].routed.site.plan.home.num_cells
+        if self._plans:  # the layers may already have the owners of the next step
+            owners = (tuple(plan.owner.owner_E.tolist()) for plan in self._plans)
+            layers = tuple(
+                replace(layer, owner_E=owner_E) for layer, owner_E in zip(layers, owners)
+            )
+        num_ep_ranks = self.layers[0].routed.layer_context.plan.owner.num_ep_ranks
         num_experts = max(layer.num_experts for layer in layers)
         kept = self._kept.steps
         shape_IL = len(kept), len(layers)
         return RunRecord(
             strategy=self.strategy,
             world_size=self.world_size,
-            num_cells=num_cells,
+            num_ep_ranks=num_ep_ranks,
             layers=layers,
             steps_I=tuple(loads.step for loads in kept),
             rows_ILE=_stacked([loads.rows_LE for loads in kept], (*shape_IL, num_experts)),
-            cell_rows_ILC=_stacked([loads.cell_rows_LC for loads in kept], (*shape_IL, num_cells)),
+            ep_rank_rows_ILC=_stacked(
+                [loads.ep_rank_rows_LC for loads in kept], (*shape_IL, num_ep_ranks)
+            ),
             seconds_by_kind={
                 kind: seconds / self._times.num_steps
                 for kind, seconds in self._times.seconds.items()
@@ -383,7 +392,7 @@ class Recorder:
             looks=looks_record(
                 [loads.looks for loads in kept],
                 len(layers),
-                sorted({cell for layer in layers for cell in layer.home_E}),
+                sorted({ep_rank for layer in layers for ep_rank in layer.owner_E}),
                 self._node_C,
             ),
             choices=tuple(self._changes.choices),
@@ -393,31 +402,33 @@ class Recorder:
 
     @cached_property
     def _node_C(self) -> np.ndarray:
-        """Node of each cell."""
-        return self.layers[0].routed.site.layout.node_C
+        """Node of each EP rank."""
+        return self.layers[0].routed.layer_context.layout.node_C
 
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:
         """Where experts were, if any was ever copied or moved."""
         kept = self._kept.steps
         seen = (*kept, latest)
         has_added = any(loads.added_LE.any() for loads in seen)
-        has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
-        if not self._changes.moved and not has_copies:
+        has_replicas = has_added or any(loads.replicas_LE.any() for loads in seen)
+        if not self._changes.moved and not has_replicas:
             return None
-        shape_ILE, added = (len(kept), *latest.copies_LE.shape), None
+        shape_ILE, added = (len(kept), *latest.replicas_LE.shape), None
         if has_added:
             added = AddedRecord(
-                copies_ILE=_stacked([loads.added_LE for loads in kept], shape_ILE),
+                replicas_ILE=_stacked([loads.added_LE for loads in kept], shape_ILE),
                 num_passes=latest.num_passes,
                 to=tuple(
-                    tuple(map(_named, self._added.get(index, np.zeros_like(plan.home.holds_EC))))
+                    tuple(map(_named, self._added.get(index, np.zeros_like(plan.owner.holds_EC))))
                     for index, plan in enumerate(self._plans)
                 ),
             )
-        shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
+        shape_ILC = len(kept), *latest.owner_ep_rank_rows_LC.shape
         return PlacementRecord(
-            copies_ILE=_stacked([loads.copies_LE for loads in kept], shape_ILE),
-            home_cell_rows_ILC=_stacked([loads.home_cell_rows_LC for loads in kept], shape_ILC),
+            replicas_ILE=_stacked([loads.replicas_LE for loads in kept], shape_ILE),
+            owner_ep_rank_rows_ILC=_stacked(
+                [loads.owner_ep_rank_rows_LC for loads in kept], shape_ILC
+            ),
             moves=self._changes.moves,
             last_step=latest.step,
             copied_to=tuple(
@@ -438,18 +449,18 @@ class Recorder:
 
     def _mark(self, step: int) -> Mark | None:
         """This moment, if the step is traced for the page."""
-        return self.lanes.mark() if self.lanes is not None and step == self.trace_step else None
+        return self.streams.mark() if self.streams is not None and step == self.trace_step else None
 
     def _is_sample(self, step: int) -> bool:
         """Whether the tasks of a step are timed, by all ranks."""
         return step % TIME_EVERY == TIME_EVERY // 2 or step == self.trace_step
 
     def _take_plans(self, step: int) -> None:
-        plans = tuple(layer.routed.site.plan for layer in self.layers)
+        plans = tuple(layer.routed.layer_context.plan for layer in self.layers)
         for index, (before, plan) in enumerate(zip(self._plans, plans)):
-            if plan.home is before.home:
+            if plan.owner is before.owner:
                 continue
-            num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
+            num_moved = int((plan.owner.owner_E != before.owner.owner_E).sum())
             if num_moved:
                 self._changes.moved[self._kept.kept_before(step), index] += num_moved
         self._plans = plans
@@ -476,34 +487,38 @@ class Recorder:
         origin = timed[0] if timed else None
         if origin is not None and self._times.began is not None:
             origin = replace(origin, start=self._times.began)
-        spans = [] if origin is None else spans_of(timed, origin, names, has_waits=is_traced)
+        traced_tasks = (
+            [] if origin is None else traced_tasks_of(timed, origin, names, has_waits=is_traced)
+        )
         if self._is_sample(step):  # also of a rank that timed nothing: others wait for it
             if self.ranks is not None:
                 apart = {name for name, seen in zip(names, rows) if seen.all_stayed}
-                self.ranks.own.saw_tasks(spans, apart)
+                self.ranks.own.saw_tasks(traced_tasks, apart)
             if self.beside is not None:
-                spans = self.beside(spans)
-        if not spans:
+                traced_tasks = self.beside(traced_tasks)
+        if not traced_tasks:
             return
         self._times.num_steps += 1
-        for span in spans:
-            self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
+        for traced_task in traced_tasks:
+            self._times.seconds[f"{traced_task.phase}:{traced_task.name}"] += (
+                traced_task.end_s - traced_task.start_s
+            )
         if is_traced:
             length_s = 0.0
             if ended is not None and origin is not None:
                 length_s = replace(origin, end=ended).seconds_from(origin)[1]
-            self._times.traced = TracedRecord(tuple(spans), length_s)
+            self._times.traced = TracedRecord(tuple(traced_tasks), length_s)
 
 
 def copied_EC(plan: Plan) -> np.ndarray:
-    """Where experts have copies beside their homes, bool ``[E, C]``."""
-    copied: np.ndarray = plan.target.holds_EC & ~plan.home.holds_EC
+    """Where experts have replicas beside their owners, bool ``[E, C]``."""
+    copied: np.ndarray = plan.target.holds_EC & ~plan.owner.holds_EC
     return copied
 
 
 def added_EC(plan: Plan, seen: Rows) -> np.ndarray:
-    """In how many passes each cell had a copy of each expert that was not planned, int64 ``[E,
-    C]``."""
+    """In how many passes each EP rank had a replica of each expert that was not planned, int64
+    ``[E, C]``."""
     passes_EC = np.zeros(plan.target.holds_EC.shape, dtype=np.int64)
     for _, (target, _) in seen.passes:
         if target is not plan.target:
@@ -512,8 +527,8 @@ def added_EC(plan: Plan, seen: Rows) -> np.ndarray:
 
 
 def _named(passes_C: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """The cells that had a copy, and in how many passes."""
-    return tuple((int(cell), int(passes_C[cell])) for cell in np.flatnonzero(passes_C))
+    """The EP ranks that had a replica, and in how many passes."""
+    return tuple((int(ep_rank), int(passes_C[ep_rank])) for ep_rank in np.flatnonzero(passes_C))
 
 
 def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
@@ -525,13 +540,13 @@ def phase_of(task: TimedTask) -> str:
     return "backward" if task.task.adjoint_of or task.task.op == GRADIENTS else "forward"
 
 
-def spans_of(
+def traced_tasks_of(
     timed: Iterable[TimedTask],
     origin: TimedTask,
     layer_names: Sequence[str],
     *,
     has_waits: bool = False,
-) -> list[Span]:
+) -> list[TracedTask]:
     """Tasks as the page draws them, in the order in which they began.
 
     Weights may be gathered for backward too. That is nobody's adjoint: it belongs to the phase of
@@ -541,35 +556,40 @@ def spans_of(
         timed: the tasks.
         origin: at whose start seconds begin.
         layer_names: of the run.
-        has_waits: whether it is said who waited for whom.
+        has_waits: whether it is stated who waited for whom.
     """
-    found = [(span_of(task, origin, layer_names), task.task) for task in timed]
+    found = [(traced_task_of(task, origin, layer_names), task.task) for task in timed]
     found.sort(key=lambda each: each[0].start_s)
-    spans = [span for span, _ in found]
+    traced_tasks = [traced_task for traced_task, _ in found]
     phase = None
-    for position in reversed(range(len(spans))):
-        span = spans[position]
-        if span.lane == COMPUTE.name:
-            phase = span.phase
-        elif (span.name, span.lane) == (GATHER.name, PARAM.name) and phase is not None:
-            spans[position] = replace(span, phase=phase)
+    for position in reversed(range(len(traced_tasks))):
+        traced_task = traced_tasks[position]
+        if traced_task.stream == COMPUTE.name:
+            phase = traced_task.phase
+        elif (traced_task.name, traced_task.stream) == (
+            GATHER.name,
+            PARAM.name,
+        ) and phase is not None:
+            traced_tasks[position] = replace(traced_task, phase=phase)
     if has_waits:
-        tasks, moments = [task for _, task in found], [(s.start_s, s.end_s) for s in spans]
+        tasks, moments = [task for _, task in found], [(s.start_s, s.end_s) for s in traced_tasks]
         bound = bound_by(tasks, seen_after(tasks), moments)
-        spans = [replace(span, bound_by=by) for span, by in zip(spans, bound)]
-    return spans
+        traced_tasks = [
+            replace(traced_task, bound_by=by) for traced_task, by in zip(traced_tasks, bound)
+        ]
+    return traced_tasks
 
 
-def span_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[str]) -> Span:
+def traced_task_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[str]) -> TracedTask:
     """One task, seconds from the start of ``origin``."""
     (start_s, end_s), task = timed.seconds_from(origin), timed.task
     is_reduction = task.op == GATHER and task.adjoint_of
-    return Span(
+    return TracedTask(
         name=REDUCTION if is_reduction else task.op.name,
-        lane=task.lane.name,
+        stream=task.stream.name,
         phase=phase_of(timed),
         layer=HEAD_NAME if task.layer == len(layer_names) else layer_names[task.layer],
-        chunk=str(task.span),
+        chunk=str(task.chunk_range),
         start_s=start_s,
         end_s=end_s,
     )
@@ -591,7 +611,7 @@ def scalars_of(recorder: Recorder, news: Point | None) -> dict[str, float]:
 
     Args:
         recorder: of the run.
-        news: what ranks have told each other since the last time; None for nothing.
+        news: what ranks have exchanged reports since the last time; None for nothing.
     """
     balance_L = recorder.latest_balance_L()
     found = {
@@ -601,7 +621,7 @@ def scalars_of(recorder: Recorder, news: Point | None) -> dict[str, float]:
             f"balance/of/{layer.name}": float(balance)
             for layer, balance in zip(recorder.layers, balance_L)
         },
-        "copies": float(recorder.latest_copies()),
+        "replicas": float(recorder.latest_replicas()),
     }
     choice = recorder.latest_choice()
     if choice is not None:

@@ -40,7 +40,7 @@ def keep_earlier(folder: Path) -> str:
     that is resumed has the same folder.
 
     Returns:
-        What to tell of it; empty where there are none.
+        What to report of it; empty where there are none.
 
     Raises:
         OSError: they cannot be renamed.

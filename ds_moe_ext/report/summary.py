@@ -2,7 +2,7 @@
 """What a run comes to: its headline numbers, what copies saved, and whether it gained. Pure.
 
 Terminals and pages show the same lines. Shape letters: I recorded steps, B columns of them, L
-layers, E experts, C cells, G points, R ranks.
+layers, E experts, C EP ranks, G points, R ranks.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, seconds_text, 
 from ds_moe_ext.schedule.stripes import OFFLOADED_JOIN
 from ds_moe_ext.schedule.task import EXPERT, GATHER, HAVE_AGAIN, JOIN, START
 
-BASE = "ep"  # computes every expert at its home
+BASE = "ep"  # computes every expert at its owner
 ON_CPU = "cpu"
 NAN = float("nan")
 REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
 TRAVELS = frozenset((GATHER.name, REDUCTION))
-"""Copies of experts on their way, and their gradients."""
+"""Replicas of experts on their way, and their gradients."""
 WAITS = frozenset(op.name for op in (START, JOIN, HAVE_AGAIN, OFFLOADED_JOIN))
-"""Tasks that only wait for copies of experts, or for their gradients."""
+"""Tasks that only wait for replicas of experts, or for their gradients."""
 
 OVER = " over "  # between the names of two strategies
 NOTICED = 0.005  # part of a step, from which on it is called a gain
-WORTH = 0.02  # likewise, from which on copies could be worth trying
+WORTH = 0.02  # likewise, from which on replicas could be worth trying
 
 
 class Division(NamedTuple):
     """What was predicted of rows, and where they went, in some layers; nan where nobody knows."""
 
-    home_balance: float  # as in Outcome, of the looks where something was predicted
+    owner_balance: float  # as in Outcome, of the looks where something was predicted
     predicted: float  # balance of the rows that plans were made for, mean of these looks
     balance: float  # of the rows that came, as they were computed
     # and by the paper's own rule, with the same copies; nan where no other was followed
     by_paper: float
-    left: float  # part of all rows that another cell computed than they came from
+    left: float  # part of all rows that another EP rank computed than they came from
     crossed: float  # and one on another node
 
 
 class Outcome(NamedTuple):
-    """What copies and new homes came to, in one layer or in all."""
+    """What replicas and new owners came to, in one layer or in all."""
 
-    # rows of the busiest cell over the mean, had every expert computed at its home only; mean over
-    # the recorded steps (and layers)
-    home_balance: float
+    # rows of the busiest EP rank over the mean, had every expert computed at its owner only; mean
+    # over the recorded steps (and layers)
+    owner_balance: float
     balance: float  # the same, as it was computed
-    copies: float  # copies beside the homes, a step on average (all layers together)
-    num_moved: int  # experts that changed their homes, over the run
+    replicas: float  # replicas beside the owners, a step on average (all layers together)
+    num_moved: int  # experts that changed their owners, over the run
 
 
 class Largest(NamedTuple):
@@ -76,7 +76,7 @@ class Largest(NamedTuple):
 class Summary:
     """The headline numbers of a run; no record is made of a run without steps or layers."""
 
-    mean_L: np.ndarray  # rows of the busiest cell over the mean, mean of the steps, float [L]
+    mean_L: np.ndarray  # rows of the busiest EP rank over the mean, mean of the steps, float [L]
     mean: float  # of it
     worst_layer: int  # index of the layer with the largest mean
     moment: Largest  # the worst balance, and its step
@@ -169,25 +169,25 @@ def summarize(record: RunRecord) -> Summary | None:
 def outcome_of(record: RunRecord) -> Outcome:
     """Of all layers together; a run without steps is balanced."""
     of_layers = outcomes_by_layer(record)
-    home, balance, copies, num_moved = zip(*of_layers) if of_layers else ((), (), (), ())
-    return Outcome(_mean(home), _mean(balance), sum(copies), sum(num_moved))
+    owner, balance, replicas, num_moved = zip(*of_layers) if of_layers else ((), (), (), ())
+    return Outcome(_mean(owner), _mean(balance), sum(replicas), sum(num_moved))
 
 
 def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
     """Of each layer, in model order."""
     placements = record.placements
-    home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
-    copies_IL = (
-        np.zeros(home_IL.shape) if placements is None else placements.all_copies_ILE.sum(axis=2)
+    owner_IL, balance_IL = record.owner_balance_IL(), record.balance_IL()
+    replicas_IL = (
+        np.zeros(owner_IL.shape) if placements is None else placements.all_replicas_ILE.sum(axis=2)
     )
     num_moved_L = np.zeros(len(record.layers), dtype=np.int64)
     for move in () if placements is None else placements.moves:
         num_moved_L[move.layer] += move.num_experts
     return tuple(
         Outcome(
-            home_balance=_mean(home_IL[:, index]),
+            owner_balance=_mean(owner_IL[:, index]),
             balance=_mean(balance_IL[:, index]),
-            copies=float(copies_IL[:, index].mean()) if record.steps_I else 0.0,
+            replicas=float(replicas_IL[:, index].mean()) if record.steps_I else 0.0,
             num_moved=int(num_moved_L[index]),
         )
         for index in range(len(record.layers))
@@ -200,12 +200,12 @@ def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) ->
         table_IL[:, layers]
         for table_IL in (looks.predicted_IL, looks.by_paper_IL, looks.left_IL, looks.crossed_IL)
     )
-    home_IL, balance_IL = record.home_balance_IL()[:, layers], record.balance_IL()[:, layers]
+    owner_IL, balance_IL = record.owner_balance_IL()[:, layers], record.balance_IL()[:, layers]
     was_predicted, was_seen = ~np.isnan(predicted_IL), ~np.isnan(left_IL)
     has_rule = was_predicted & ~np.isnan(by_paper_IL)
     num_rows = record.rows_ILE.sum(axis=2)[:, layers][was_seen].sum() or np.nan
     return Division(
-        home_balance=_known(home_IL[was_predicted]),
+        owner_balance=_known(owner_IL[was_predicted]),
         predicted=_known(predicted_IL[was_predicted]),
         balance=_known(balance_IL[was_predicted]),
         by_paper=_known(by_paper_IL[has_rule]),
@@ -251,33 +251,33 @@ def scores_line(record: RunRecord) -> str:
 
 
 def ranks_line(record: RunRecord) -> str:
-    """What all ranks took and needed, for a person; empty before they told each other."""
+    """What all ranks took and needed, for a person; empty before they exchanged reports."""
     ranks = record.ranks
     if ranks is None or not ranks.pace.steps_G:
         return ""
-    told = [line] if (line := took_line(record)) else []
+    lines = [line] if (line := took_line(record)) else []
     if known := [at for at, loss in enumerate(ranks.pace.loss_G) if not np.isnan(loss)]:
         first, last = (
             f"{ranks.pace.loss_G[at]:.4g} in step {ranks.pace.steps_G[at]:,}"
             for at in (known[0], known[-1])
         )
         both = first if known[0] == known[-1] else f"{first} -> {last}"
-        told.append(f"loss {both}, counted from 0")
+        lines.append(f"loss {both}, counted from 0")
     exposed_s, waited_s, sent_s = (
         seconds_text(float(each_R.mean()))
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)
     )
     if ranks.num_last_R.any():
-        told.append(f"{exposed_s} of communication that nothing hides")
-        told.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
+        lines.append(f"{exposed_s} of communication that nothing hides")
+        lines.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
         latest = int(ranks.num_last_R.argmax())
         share = ranks.num_last_R[latest] / ranks.num_exchanges
-        told.append(f"rank {ranks.ranks_R[latest]} comes last most often, to {100 * share:.0f} %")
+        lines.append(f"rank {ranks.ranks_R[latest]} comes last most often, to {100 * share:.0f} %")
     is_device = bool(ranks.allocated_R.any())
     most_R = ranks.allocated_R if is_device else ranks.resident_R
     where, most = "of its device" if is_device else "of the host's memory", int(most_R.argmax())
-    told.append(f"rank {ranks.ranks_R[most]} needs most, {bytes_text(int(most_R[most]))} {where}")
-    return "; ".join(told)
+    lines.append(f"rank {ranks.ranks_R[most]} needs most, {bytes_text(int(most_R[most]))} {where}")
+    return "; ".join(lines)
 
 
 def _known(balances: np.ndarray) -> float:
@@ -310,7 +310,7 @@ def division_line(record: RunRecord) -> str:
         return went
     by_paper = "" if np.isnan(whole.by_paper) else f" ({whole.by_paper:.2f} by the paper's rule)"
     return (
-        f"balance {whole.home_balance:.2f} without copies -> {whole.predicted:.2f} predicted -> "
+        f"balance {whole.owner_balance:.2f} without replicas -> {whole.predicted:.2f} predicted -> "
         f"{whole.balance:.2f} reached{by_paper}, in {predicted_steps(looks)}"
         f"{_no_gain(record, whole)}; {went}"
     )
@@ -324,19 +324,19 @@ def predicted_steps(looks: LooksRecord) -> str:
 
 
 def _no_gain(record: RunRecord, whole: Division) -> str:
-    """Why copies did not help, where balances as they are shown tell of no gain; else empty."""
-    reached, predicted, at_home = (
-        round(ratio, 2) for ratio in (whole.balance, whole.predicted, whole.home_balance)
+    """Why replicas did not help, where balances as they are shown report of no gain; else empty."""
+    reached, predicted, at_owner = (
+        round(ratio, 2) for ratio in (whole.balance, whole.predicted, whole.owner_balance)
     )
-    if reached < at_home:
+    if reached < at_owner:
         return ""
     outcome = outcome_of(record)
-    if not outcome.copies:
+    if not outcome.replicas:
         none = "; no expert was copied: none paid, or there was no time or room for it"
         return "" if outcome.num_moved else none
-    if predicted < at_home:
-        return "; copies did not help: other rows came than were predicted"
-    return "; copies did not help, and the plan predicted no gain"
+    if predicted < at_owner:
+        return "; replicas did not help: other rows came than were predicted"
+    return "; replicas did not help, and the plan predicted no gain"
 
 
 # What copies saved.
@@ -356,35 +356,35 @@ def no_measure_of(record: RunRecord) -> str:
 
 
 class Saved(NamedTuple):
-    """What copies did for the waiting of an average rank, in seconds of a step."""
+    """What replicas did for the waiting of an average rank, in seconds of a step."""
 
     # that a rank computed in experts, forward and backward, mean of those that have some (measured)
     expert_s: float
-    home_balance: float  # rows of the busiest cell over the mean, had there been no copies
+    owner_balance: float  # rows of the busiest EP rank over the mean, had there been no replicas
     balance: float  # and as they were computed
-    # that copies and their gradients were on their way, beside what is computed or not; mean of all
-    # ranks (measured)
+    # that replicas and their gradients were on their way, beside what is computed or not; mean of
+    # all ranks (measured)
     travelled_s: float
     # that a rank waited for them in the layers, likewise. What it waits for gradients where the
     # backward of a block of the host ends is not timed
-    copies_s: float
+    replicas_s: float
 
     @property
     def saved_s(self) -> float:
-        """That ranks would have waited longer for the busiest without copies (estimated: seconds of
-        experts scale with rows)."""
-        return self.expert_s * (self.home_balance - self.balance)
+        """That ranks would have waited longer for the busiest without replicas (estimated: seconds
+        of experts scale with rows)."""
+        return self.expert_s * (self.owner_balance - self.balance)
 
 
 def saved_of(record: RunRecord) -> Saved | None:
-    """None where nothing was copied, or ranks have not told what they took."""
+    """None where nothing was copied, or ranks have not reported what they took."""
     ranks, outcome = record.ranks, outcome_of(record)
     expert_s = expert_s_of(record)
-    if ranks is None or not outcome.copies or np.isnan(expert_s):
+    if ranks is None or not outcome.replicas or np.isnan(expert_s):
         return None
     return Saved(
         expert_s,
-        outcome.home_balance,
+        outcome.owner_balance,
         outcome.balance,
         float(_seconds_R(ranks, TRAVELS).mean()),
         float(_seconds_R(ranks, WAITS).mean()),
@@ -414,16 +414,16 @@ def saved_line(record: RunRecord) -> str:
         return ""
     by = (
         f"found, estimated from this run's own {seconds_text(saved.expert_s)} of experts a rank, "
-        f"times balance {saved.home_balance:.2f} less {saved.balance:.2f}"
+        f"times balance {saved.owner_balance:.2f} less {saved.balance:.2f}"
     )
     if saved.saved_s > 0:
         less = f"{seconds_text(saved.saved_s)} less in each step"
-        told = f"ranks waited {less} than with every expert at its home, as under {BASE}"
+        text = f"ranks waited {less} than with every expert at its owner, as under {BASE}"
     else:
-        told = "copies saved no waiting for experts"
-    told += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
+        text = "copies saved no waiting for experts"
+    text += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
     why = no_measure_of(record)
-    return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+    return text + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
 
 
 def _foreseen(record: RunRecord, saved: Saved) -> str:
@@ -431,23 +431,23 @@ def _foreseen(record: RunRecord, saved: Saved) -> str:
     whole = whole_division(record)
     if whole is None or np.isnan(whole.predicted):
         return ""
-    predicted_s = max(0.0, saved.expert_s * (whole.home_balance - whole.predicted))
+    predicted_s = max(0.0, saved.expert_s * (whole.owner_balance - whole.predicted))
     return f"; predicted: {seconds_text(predicted_s)}, by balance {whole.predicted:.2f}"
 
 
 def _cost(saved: Saved) -> str:
-    """Of copies, in the steps that were timed."""
+    """Of replicas, in the steps that were timed."""
     if not saved.travelled_s:
-        return "; no step with copies was timed, so what they took is not known"
-    told = (
-        f"; copies and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
-        f"ranks waited {seconds_text(saved.copies_s)} in the layers (measured)"
+        return "; no step with replicas was timed, so what they took is not known"
+    text = (
+        f"; replicas and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
+        f"ranks waited {seconds_text(saved.replicas_s)} in the layers (measured)"
     )
-    if saved.copies_s > max(saved.saved_s, 0.0):
-        told += ": copying cost more than it saved"
+    if saved.replicas_s > max(saved.saved_s, 0.0):
+        text += ": copying cost more than it saved"
     elif saved.travelled_s > saved.saved_s:
-        told += ": were the rest not hidden, copying would have cost more than it saved"
-    return told
+        text += ": were the rest not hidden, copying would have cost more than it saved"
+    return text
 
 
 def found_s(record: RunRecord, index: int) -> float:
@@ -495,27 +495,27 @@ def verdict(record: RunRecord) -> str:
     if not record.steps_I:
         return "nothing to compare: no step was recorded"
     outcome = outcome_of(record)
-    if outcome.copies:
-        text, has_seconds = _with_copies(record, outcome)
+    if outcome.replicas:
+        text, has_seconds = _with_replicas(record, outcome)
     elif record.strategy == BASE:
         text, has_seconds = _without_strategy(record, outcome)
     else:
-        text, has_seconds = _without_copies(record, outcome), False
+        text, has_seconds = _without_replicas(record, outcome), False
     why = no_measure_of(record) if has_seconds else ""
     return text + (f"; seconds on a CPU are no measure of a cluster: {why}" if why else "")
 
 
-def _with_copies(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
-    """And whether it is said by seconds."""
+def _with_replicas(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
+    """And whether it is stated by seconds."""
     balances = (
-        f"the busiest rank had {outcome.home_balance:.2f} times the mean without copies and "
+        f"the busiest rank had {outcome.owner_balance:.2f} times the mean without replicas and "
         f"{outcome.balance:.2f} with them"
     )
     saved = saved_of(record)
     if saved is None or not saved.travelled_s:
         steps = counted(len(record.steps_I), "recorded step")
-        return f"gain not known, as no step with copies was timed in {steps}: {balances}", False
-    gained_s, step_s = saved.saved_s - saved.copies_s, step_s_of(record)
+        return f"gain not known, as no step with replicas was timed in {steps}: {balances}", False
+    gained_s, step_s = saved.saved_s - saved.replicas_s, step_s_of(record)
     laid, over, _ = record.strategy.partition(OVER)
     base = laid if over else BASE
     ratio = 1 + gained_s / step_s if step_s > 0 else math.nan
@@ -531,30 +531,31 @@ def _with_copies(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
 def _why(saved: Saved) -> str:
     """Why copies gained nothing."""
     if saved.saved_s <= 0:
-        return "copies did not relieve it"
-    if saved.copies_s < saved.saved_s:
+        return "replicas did not relieve it"
+    if saved.replicas_s < saved.saved_s:
         return "that hardly counts in a step"
-    return "copies cost more than that saved"
+    return "replicas cost more than that saved"
 
 
 def _without_strategy(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
-    """Of plain expert parallelism: what copies could gain. And whether it is said by seconds."""
+    """Of plain expert parallelism: what replicas could gain. And whether it is stated by
+    seconds."""
     busiest = f"the busiest rank had {outcome.balance:.2f} times the mean"
     step_s, waits_s = step_s_of(record), expert_s_of(record) * (outcome.balance - 1)
     if not 0 <= waits_s < step_s:  # nobody knows one of them
         steps = counted(len(record.steps_I), "recorded step")
-        return f"gain of copies not known, as no time was measured in {steps}: {busiest}", False
+        return f"gain of replicas not known, as no time was measured in {steps}: {busiest}", False
     most = f"{step_s / (step_s - waits_s):.2f} times as fast, estimated"
     if waits_s < WORTH * step_s:
-        return f"little to gain by copies: {busiest}; without that a step would be {most}", True
-    return f"copies could gain, a step at most {most}, if they cost nothing: {busiest}", True
+        return f"little to gain by replicas: {busiest}; without that a step would be {most}", True
+    return f"replicas could gain, a step at most {most}, if they cost nothing: {busiest}", True
 
 
-def _without_copies(record: RunRecord, outcome: Outcome) -> str:
+def _without_replicas(record: RunRecord, outcome: Outcome) -> str:
     """Of what gains otherwise, or found nothing to copy."""
     steps = counted(len(record.steps_I), "recorded step")
     return (
-        f"no gain by copies, as none was made in {steps}: the busiest rank had "
+        f"no gain by replicas, as none was made in {steps}: the busiest rank had "
         f"{outcome.balance:.2f} times the mean; what else {record.strategy} gained, a run with "
-        f"{BASE} and ds-moe-ext compare tell"
+        f"{BASE} and ds-moe-ext compare report"
     )

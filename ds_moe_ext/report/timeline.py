@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_moe_ext.report.charts import HOST_WORK, Box, task_chart
 from ds_moe_ext.report.markup import Html
-from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.record import TracedTask
 from ds_moe_ext.report.units import counted, seconds_text, short_names
 from ds_moe_ext.schedule.simulator import in_order
 from ds_moe_ext.schedule.task import (
@@ -24,8 +24,8 @@ from ds_moe_ext.schedule.task import (
     JOIN,
     PARAM,
     PLAN,
-    Lane,
     Schedule,
+    Stream,
     Task,
 )
 
@@ -40,15 +40,15 @@ class Pass:
 
     layer: str
     phase: str
-    spans: tuple[Span, ...]
+    traced_tasks: tuple[TracedTask, ...]
 
     @property
     def start_s(self) -> float:
-        return min(span.start_s for span in self.spans)
+        return min(traced_task.start_s for traced_task in self.traced_tasks)
 
     @property
     def end_s(self) -> float:
-        return max(span.end_s for span in self.spans)
+        return max(traced_task.end_s for traced_task in self.traced_tasks)
 
     @property
     def length_s(self) -> float:
@@ -58,43 +58,51 @@ class Pass:
     @property
     def own(self) -> Pass:
         """Of its own tasks, as ``stretches`` has them."""
-        return replace(self, spans=tuple(_own(self.spans)))
+        return replace(self, traced_tasks=tuple(_own(self.traced_tasks)))
 
 
-def passes_of(timeline: Iterable[Span]) -> list[Pass]:
+def passes_of(timeline: Iterable[TracedTask]) -> list[Pass]:
     """The timeline by layer and phase, in the order in which they start."""
-    held: dict[tuple[str, str], list[Span]] = {}
-    for span in timeline:
-        held.setdefault((span.layer, span.phase), []).append(span)
-    passes = [Pass(layer, phase, tuple(spans)) for (layer, phase), spans in held.items()]
+    held: dict[tuple[str, str], list[TracedTask]] = {}
+    for traced_task in timeline:
+        held.setdefault((traced_task.layer, traced_task.phase), []).append(traced_task)
+    passes = [
+        Pass(layer, phase, tuple(traced_tasks)) for (layer, phase), traced_tasks in held.items()
+    ]
     return sorted(passes, key=lambda one: one.start_s)
 
 
-def stretches(timeline: Sequence[Span]) -> list[Pass]:
+def stretches(timeline: Sequence[TracedTask]) -> list[Pass]:
     """Which layer was at work when, in one phase: what is done in a row of its own tasks, in the
     order in which they begin. A layer comes once a micro-batch; where tasks of many layers take
     turns, once."""
-    held: list[list[Span]] = []
-    for span in sorted(_own(timeline), key=lambda span: span.start_s):
-        if held and (held[-1][0].layer, held[-1][0].phase) == (span.layer, span.phase):
-            held[-1].append(span)
+    held: list[list[TracedTask]] = []
+    for traced_task in sorted(_own(timeline), key=lambda traced_task: traced_task.start_s):
+        if held and (held[-1][0].layer, held[-1][0].phase) == (
+            traced_task.layer,
+            traced_task.phase,
+        ):
+            held[-1].append(traced_task)
         else:
-            held.append([span])
+            held.append([traced_task])
     if len(held) > _MOST_STRETCHES:
         return [one.own for one in passes_of(timeline)]
-    return [Pass(spans[0].layer, spans[0].phase, tuple(spans)) for spans in held]
+    return [
+        Pass(traced_tasks[0].layer, traced_tasks[0].phase, tuple(traced_tasks))
+        for traced_tasks in held
+    ]
 
 
-def _own(spans: Sequence[Span]) -> Sequence[Span]:
+def _own(traced_tasks: Sequence[TracedTask]) -> Sequence[TracedTask]:
     """Without what may happen while another layer is at work: weights travel, and the host
     plans."""
-    return tuple(s for s in spans if s.lane not in (PARAM.name, HOST.name)) or spans
+    return tuple(s for s in traced_tasks if s.stream not in (PARAM.name, HOST.name)) or traced_tasks
 
 
 # Who waited for whom.
 
 Moment = tuple[float, float]  # start and end of a task, seconds
-_ROUNDING_S = 2e-6  # events of a device are told no finer
+_ROUNDING_S = 2e-6  # events of a device are reported no finer
 
 
 def bound_by(
@@ -102,21 +110,21 @@ def bound_by(
 ) -> list[int | None]:
     """Of each task, the position of the one that it waited for last.
 
-    By the rule of time: a task starts when the task before it in its lane and all that it waits for
-    have ended. One that only waits hands on what it waited for, until its own end.
+    By the rule of time: a task starts when the task before it in its stream and all that it waits
+    for have ended. One that only waits hands on what it waited for, until its own end.
 
     Args:
-        tasks: of one rank, each lane's in the order in which it did them.
+        tasks: of one rank, each stream's in the order in which it did them.
         after: for each task, the positions of those that it waits for.
         moments: of each task.
 
     Returns:
         A position before the task's own; None where nothing had ended yet that it waits for.
     """
-    latest: dict[Lane, int] = {}
+    latest: dict[Stream, int] = {}
     found: list[int | None] = []
     for position, (task, awaited, (start_s, end_s)) in enumerate(zip(tasks, after, moments)):
-        before = {*awaited, latest.get(task.lane, position)} - {position}
+        before = {*awaited, latest.get(task.stream, position)} - {position}
         work = {found[other] if tasks[other].op.is_wait else other for other in before}
         by_s = (end_s if task.op.is_wait else start_s) + _ROUNDING_S
         ended = [
@@ -125,7 +133,7 @@ def bound_by(
             if other is not None and moments[other][1] <= by_s
         ]
         found.append(max(ended)[1] if ended else None)
-        latest[task.lane] = position
+        latest[task.stream] = position
     return found
 
 
@@ -143,73 +151,75 @@ def seen_after(tasks: Sequence[Task]) -> list[Iterable[int]]:
         # Values of both directions have the same names.
         is_given = all(bool(tasks[w].adjoint_of) != bool(task.adjoint_of) for w in writers)
         after.append((*writers, computed) if is_given and computed is not None else writers)
-        computed = position if task.lane == COMPUTE else computed
+        computed = position if task.stream == COMPUTE else computed
     return after
 
 
 # In words.
 
 
-def hidden(timeline: Sequence[Span]) -> str:
+def hidden(timeline: Sequence[TracedTask]) -> str:
     """How long copies travelled, dense gradients were reduced in slices and the next step was
     planned, and how much of each was hidden; nothing of what there was none of."""
-    computed = [s for s in timeline if s.lane == COMPUTE.name and s.name not in _WAITS]
-    sent = [span for span in timeline if span.lane in (INTER.name, INTRA.name)]
-    told = ""
-    if travels := [span for span in timeline if span.lane == PARAM.name]:
-        told += (
-            f" Weights and gradients of copies travelled for {_beside(travels, computed)} this "
+    computed = [s for s in timeline if s.stream == COMPUTE.name and s.name not in _WAITS]
+    sent = [
+        traced_task for traced_task in timeline if traced_task.stream in (INTER.name, INTRA.name)
+    ]
+    text = ""
+    if travels := [traced_task for traced_task in timeline if traced_task.stream == PARAM.name]:
+        text += (
+            f" Weights and gradients of replicas travelled for {_beside(travels, computed)} this "
             "rank computed. They may travel while another layer is at work; a layer's drawing has "
             "them all."
         )
-    if slices := [span for span in timeline if span.name == GRADIENTS.name]:
-        told += (
+    if slices := [traced_task for traced_task in timeline if traced_task.name == GRADIENTS.name]:
+        text += (
             " Slices of the dense gradients were reduced for "
             f"{_beside(slices, computed)} this rank computed."
         )
-    if plans := [span for span in timeline if span.name == PLAN.name]:
-        told += (
+    if plans := [traced_task for traced_task in timeline if traced_task.name == PLAN.name]:
+        text += (
             f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
         )
-    return told
+    return text
 
 
-def _beside(spans: Sequence[Span], others: Iterable[Span]) -> str:
-    """How long some spans took, and which share of that others ran beside them."""
+def _beside(traced_tasks: Sequence[TracedTask], others: Iterable[TracedTask]) -> str:
+    """How long some chunk ranges took, and which share of that others ran beside them."""
     at_s, busy_s = [0.0], [0.0]  # moments, and seconds until then during which any of others ran
-    for other in sorted(others, key=lambda span: span.start_s):
+    for other in sorted(others, key=lambda traced_task: traced_task.start_s):
         start_s = max(other.start_s, at_s[-1])
         length_s = max(other.end_s - start_s, 0.0)
         at_s += [start_s, start_s + length_s]
         busy_s += [busy_s[-1], busy_s[-1] + length_s]
-    ends = np.array([(span.start_s, span.end_s) for span in spans])
+    ends = np.array([(traced_task.start_s, traced_task.end_s) for traced_task in traced_tasks])
     beside_s = np.diff(np.interp(ends, at_s, busy_s)).sum()
     total_s = float(np.diff(ends).sum())
     share = 100 * beside_s / max(total_s, 1e-12)
     return f"{seconds_text(total_s)}, during {share:.0f} % of which"
 
 
-def critical_path(spans: Sequence[Span]) -> list[Span]:
+def critical_path(traced_tasks: Sequence[TracedTask]) -> list[TracedTask]:
     """The last task, the one that it waited for last, and so on; none where that is not known."""
-    if all(span.bound_by is None for span in spans):
+    if all(traced_task.bound_by is None for traced_task in traced_tasks):
         return []
-    at: int | None = max(range(len(spans)), key=lambda at: spans[at].end_s)
+    at: int | None = max(range(len(traced_tasks)), key=lambda at: traced_tasks[at].end_s)
     chain = []
     while at is not None:
-        chain.append(spans[at])
-        at = spans[at].bound_by
+        chain.append(traced_tasks[at])
+        at = traced_tasks[at].bound_by
     return chain
 
 
-def critical(spans: Sequence[Span]) -> str:
+def critical(traced_tasks: Sequence[TracedTask]) -> str:
     """What the step spent its time on, from its last task back, each to the one that it waited for
     last; nothing where that is not known."""
-    chain = critical_path(spans)
+    chain = critical_path(traced_tasks)
     if not chain:
         return ""
     seconds: dict[str, float] = defaultdict(float)
-    for span in chain:
-        seconds[span.name] += span.end_s - span.start_s
+    for traced_task in chain:
+        seconds[traced_task.name] += traced_task.end_s - traced_task.start_s
     total_s = max(chain[0].end_s - chain[-1].start_s, 1e-12)
     parts = [
         f"{name} {100 * own_s / total_s:.0f} %"
@@ -231,7 +241,7 @@ def critical(spans: Sequence[Span]) -> str:
 class Step:
     """What is drawn of a step."""
 
-    spans: Sequence[Span]  # the tasks of one rank
+    traced_tasks: Sequence[TracedTask]  # the tasks of one rank
     length_s: float = 0.0  # from the start of the step to its end; 0 if that is not known
     shown_s: float = 0.0  # what is drawn at least, to compare it with another
 
@@ -239,30 +249,32 @@ class Step:
     def window(self) -> tuple[float, float]:
         """Where the drawing begins and how long it is: from the start of the step, or its first
         task, to its end, or that of its last task."""
-        start_s = 0.0 if self.length_s else min(span.start_s for span in self.spans)
-        end_s = max(self.length_s, *(span.end_s for span in self.spans))
+        start_s = (
+            0.0 if self.length_s else min(traced_task.start_s for traced_task in self.traced_tasks)
+        )
+        end_s = max(self.length_s, *(traced_task.end_s for traced_task in self.traced_tasks))
         return start_s, max(end_s - start_s, self.shown_s, 1e-9)
 
-    def others(self) -> list[Span]:
+    def others(self) -> list[TracedTask]:
         """What the model does when no layer of ours is at work; none where nobody knows how long
         the step was."""
         if not self.length_s:
             return []
-        ordered = sorted(self.spans, key=lambda span: span.start_s)
-        lanes = in_order(span.lane for span in ordered)
-        lane = COMPUTE.name if COMPUTE.name in lanes else lanes[0]
+        ordered = sorted(self.traced_tasks, key=lambda traced_task: traced_task.start_s)
+        streams = in_order(traced_task.stream for traced_task in ordered)
+        stream = COMPUTE.name if COMPUTE.name in streams else streams[0]
         before, ended_s, found = None, 0.0, []
         for after in (*ordered, None):
             start_s = self.length_s if after is None else after.start_s
             where = _between(before, after)
             if start_s > ended_s and where:
-                found.append(Span(HOST_WORK, lane, "", where, "", ended_s, start_s))
+                found.append(TracedTask(HOST_WORK, stream, "", where, "", ended_s, start_s))
             if after is not None and after.end_s > ended_s:
                 before, ended_s = after, after.end_s
         return found
 
 
-def _between(before: Span | None, after: Span | None) -> str:
+def _between(before: TracedTask | None, after: TracedTask | None) -> str:
     """What the host's model does between two tasks; empty within a layer."""
     if after is None:
         return "behind the last layer: gradients, optimizer"
@@ -279,17 +291,19 @@ def overview(step: Step, colours: Mapping[str, str], *, what: str = "the whole s
     """The whole step: which layer was at work, every task of every stream, the rest of the model,
     and the critical path where that is known."""
     start_s, length_s = step.window
-    short = short_names(list(dict.fromkeys(span.layer for span in step.spans)))
-    path = [replace(span, lane=CRITICAL) for span in critical_path(step.spans)]
+    short = short_names(list(dict.fromkeys(traced_task.layer for traced_task in step.traced_tasks)))
+    path = [
+        replace(traced_task, stream=CRITICAL) for traced_task in critical_path(step.traced_tasks)
+    ]
     return task_chart(
-        [*step.spans, *step.others(), *path],
+        [*step.traced_tasks, *step.others(), *path],
         colours,
         start_s=start_s,
         length_s=length_s,
         what=what,
         boxes=[
             Box(f"{short[one.layer]} {one.phase}", one.start_s, one.end_s)
-            for one in stretches(step.spans)
+            for one in stretches(step.traced_tasks)
         ],
     )
 
@@ -299,36 +313,36 @@ CRITICAL = "critical path"  # a row of its own
 
 def layer_chart(passes: Sequence[Pass], colours: Mapping[str, str]) -> Html:
     """The tasks of one layer, each phase from its own start, on one scale."""
-    told = Html("")
-    spans: list[Span] = []
+    text = Html("")
+    traced_tasks: list[TracedTask] = []
     lengths_s: dict[str, float] = {}
     for one in passes:
-        busy_s = sum(span.end_s - span.start_s for span in one.spans)
-        told += Html(
-            '<p class="note"><b>{}</b> {} in {}, from {} into the step; {:.2f} lanes at work on '
+        busy_s = sum(traced_task.end_s - traced_task.start_s for traced_task in one.traced_tasks)
+        text += Html(
+            '<p class="note"><b>{}</b> {} in {}, from {} into the step; {:.2f} streams at work on '
             "average</p>"
         ).format(
             one.phase,
-            counted(len(one.spans), "task"),
+            counted(len(one.traced_tasks), "task"),
             seconds_text(one.length_s),
             seconds_text(one.start_s),
             busy_s / max(one.length_s, 1e-12),
         )
-        lanes = in_order(span.lane for span in one.spans)
-        lengths_s |= {f"{one.phase} {lane}": one.length_s for lane in lanes}
-        spans += [
+        streams = in_order(traced_task.stream for traced_task in one.traced_tasks)
+        lengths_s |= {f"{one.phase} {stream}": one.length_s for stream in streams}
+        traced_tasks += [
             replace(
-                span,
-                lane=f"{one.phase} {span.lane}",
-                start_s=span.start_s - one.start_s,
-                end_s=span.end_s - one.start_s,
+                traced_task,
+                stream=f"{one.phase} {traced_task.stream}",
+                start_s=traced_task.start_s - one.start_s,
+                end_s=traced_task.end_s - one.start_s,
             )
-            for lane in lanes
-            for span in one.spans
-            if span.lane == lane
+            for stream in streams
+            for traced_task in one.traced_tasks
+            if traced_task.stream == stream
         ]
     longest_s = max(*(one.length_s for one in passes), 1e-9)
     what = f"tasks of {passes[0].layer}"
-    return told + task_chart(
-        spans, colours, start_s=0.0, length_s=longest_s, what=what, lengths_s=lengths_s
+    return text + task_chart(
+        traced_tasks, colours, start_s=0.0, length_s=longest_s, what=what, lengths_s=lengths_s
     )

@@ -82,15 +82,15 @@ def at_steps(record: RunRecord, steps: Sequence[int]) -> RunRecord:
         added = placements.added
         placements = replace(
             placements,
-            copies_ILE=placements.copies_ILE[at],
-            home_cell_rows_ILC=placements.home_cell_rows_ILC[at],
-            added=None if added is None else replace(added, copies_ILE=added.copies_ILE[at]),
+            replicas_ILE=placements.replicas_ILE[at],
+            owner_ep_rank_rows_ILC=placements.owner_ep_rank_rows_ILC[at],
+            added=None if added is None else replace(added, replicas_ILE=added.replicas_ILE[at]),
         )
     return replace(
         record,
         steps_I=tuple(steps),
         rows_ILE=record.rows_ILE[at],
-        cell_rows_ILC=record.cell_rows_ILC[at],
+        ep_rank_rows_ILC=record.ep_rank_rows_ILC[at],
         placements=placements,
         looks=None,
     )
@@ -100,12 +100,12 @@ def _header(runs: Sequence[Shown]) -> Html:
     first, second = runs
     ours, theirs = (float(each.record.balance_IL().mean()) for each in runs)
     if abs(ours - theirs) < 0.005:
-        told = Html(
+        text = Html(
             "were as balanced, the busiest EP rank with <b>{:.2f} times the mean</b>"
         ).format(ours)
     else:
         better = first if ours < theirs else second
-        told = Html(
+        text = Html(
             "had their busiest EP rank at <b>{:.2f}</b> and <b>{:.2f} times the mean</b>; with {} "
             "experts end after <b>{:.0f} %</b> of the other's time (estimated: expert seconds "
             "scale with rows)"
@@ -143,7 +143,7 @@ def _header(runs: Sequence[Shown]) -> Html:
         facts_line(facts),
         first.name,
         second.name,
-        told,
+        text,
         times,
         alone,
         legend(),
@@ -154,9 +154,9 @@ def _figures(runs: Sequence[Shown]) -> Html:
     outcomes = [outcome_of(each.record) for each in runs]
     rows = [
         ["mean balance", *(ratio_text(one.balance) for one in outcomes)],
-        ["at home only", *(ratio_text(one.home_balance) for one in outcomes)],
-        ["copies a step", *(f"{one.copies:.1f}" for one in outcomes)],
-        ["experts that changed homes", *(f"{one.num_moved:,}" for one in outcomes)],
+        ["at the owner only", *(ratio_text(one.owner_balance) for one in outcomes)],
+        ["replicas a step", *(f"{one.replicas:.1f}" for one in outcomes)],
+        ["experts that changed owners", *(f"{one.num_moved:,}" for one in outcomes)],
         ["rows computed", *(f"{int(each.record.rows_ILE.sum()):,}" for each in runs)],
         ["a step, median", *(_known(step_s_of(each.record)) for each in runs)],
         ["in tasks, a step", *(_known(each.tasks_s) for each in runs)],
@@ -191,8 +191,8 @@ def _loads(runs: Sequence[Shown], bins: Bins) -> Html:
             for each in runs
         )
         ratios = (float(each.record.balance_IL()[:, index].mean()) for each in runs)
-        remark = f"balance {' and '.join(map(ratio_text, ratios))}"
-        panels.append(Panel(" and ".join(names), remark, _TWO.format(drawn)))
+        notice = f"balance {' and '.join(map(ratio_text, ratios))}"
+        panels.append(Panel(" and ".join(names), notice, _TWO.format(drawn)))
     body = charts.load_scale(octaves, None) + selectable("heat", panels, first=0)
     return section("Load of the experts", body)
 
@@ -224,13 +224,15 @@ def _timelines(runs: Sequence[Shown]) -> Html:
     traced = [each for each in runs if each.record.timeline]
     if not traced:
         return Html("")
-    colours = charts.colours_of(span.name for each in traced for span in each.record.timeline)
+    colours = charts.colours_of(
+        traced_task.name for each in traced for traced_task in each.record.timeline
+    )
     steps = [Step(each.record.timeline, each.record.traced_s) for each in traced]
     shown_s = max(step.window[1] for step in steps)
     body = joined(
         Html("<h3>{}</h3>{}{}").format(
             each.heading,
-            note(timeline.hidden(step.spans) + timeline.critical(step.spans)),
+            note(timeline.hidden(step.traced_tasks) + timeline.critical(step.traced_tasks)),
             timeline.overview(replace(step, shown_s=shown_s), colours),
         )
         for each, step in zip(traced, steps)

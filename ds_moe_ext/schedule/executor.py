@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a schedule on real lanes: the caller's thread, worker threads, or CUDA streams.
+"""Run a schedule on real streams: the caller's thread, worker threads, or CUDA cuda_streams.
 
-``Lanes`` are in-order queues that wait for each other as ``Schedule.awaits`` says. ``InlineLanes``
-do all in the caller's thread, ``ThreadLanes`` have a thread for each lane, ``CudaLanes`` a stream;
-``lanes_for`` gives those of a device, which all its layers share. What is queued apart from a
-schedule (``submit``, ``begin``) comes behind what its lane was given before.
+``ScheduleStreams`` are in-order queues that wait for each other as ``Schedule.awaits`` says.
+``InlineStreams`` do all in the caller's thread, ``ThreadStreams`` have a thread for each stream,
+``DeviceStreams`` a cuda_stream; ``streams_for`` gives those of a device, which all its layers
+share. What is queued apart from a schedule (``submit``, ``begin``) comes behind what its stream was
+given before.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 from torch import overrides
 from torch.autograd import profiler
 
-from ds_moe_ext.schedule.task import COMPUTE, HOST, Lane, Schedule
+from ds_moe_ext.schedule.task import COMPUTE, HOST, Schedule, Stream
 from ds_moe_ext.schedule.watch import BrokenOff
 
-Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
-Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
+Event = Any  # what a stream gives for a submitted task; only the same streams look inside
+Mark = Any  # a moment in a stream; only ``seconds_between`` of the same streams looks inside
 
 
 T = TypeVar("T")
@@ -52,12 +53,14 @@ class OnDevice(ABC):
     def tensors(self) -> Iterable[torch.Tensor]: ...
 
 
-class Lanes(Protocol):
+class ScheduleStreams(Protocol):
     """In-order queues that can wait for each other."""
 
-    has_threads: bool  # what the host works out in one lane does not keep it from issuing another's
+    has_threads: (
+        bool  # what the host works out in one stream does not keep it from issuing another's
+    )
     issues: bool  # a device runs what a task has issued
-    is_late: bool  # in a lane of its own, so that what it reads may have been freed by then
+    is_late: bool  # in a stream of its own, so that what it reads may have been freed by then
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         """Do every task, by its position, and make the caller's next work see the results.
@@ -67,11 +70,11 @@ class Lanes(Protocol):
         """
         ...
 
-    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
-        """Queue ``work`` behind the lane's earlier tasks and behind ``after``."""
+    def submit(self, stream: Stream, work: Callable[[], None], after: Iterable[Event]) -> Event:
+        """Queue ``work`` behind the stream's earlier tasks and behind ``after``."""
         ...
 
-    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Event:
+    def begin(self, stream: Stream, steps: Steps[None], *, may_pause: bool = True) -> Event:
         """The same of work in steps. Where it may pause, once, the caller may do it up to there,
         and the rest when somebody joins."""
         ...
@@ -81,7 +84,7 @@ class Lanes(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """This moment, in the lane whose work calls."""
+        """This moment, in the stream whose work calls."""
         ...
 
     def seconds_between(self, start: Mark, end: Mark) -> float:
@@ -89,12 +92,13 @@ class Lanes(Protocol):
         ...
 
     def keep(self, reads: Iterable[Any]) -> None:
-        """Called in a task with what it reads: the memory may be freed before the lane is done."""
+        """Called in a task with what it reads: the memory may be freed before the stream is
+        done."""
         ...
 
 
-class InlineLanes:
-    """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
+class InlineStreams:
+    """All streams in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
 
     has_threads = False
     issues = False
@@ -104,12 +108,12 @@ class InlineLanes:
         for position in range(len(schedule.tasks)):
             do(position)
 
-    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
+    def submit(self, stream: Stream, work: Callable[[], None], after: Iterable[Event]) -> Event:
         work()
         return None
 
-    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Event:
-        return self.submit(lane, functools.partial(to_the_end, steps), ())
+    def begin(self, stream: Stream, steps: Steps[None], *, may_pause: bool = True) -> Event:
+        return self.submit(stream, functools.partial(to_the_end, steps), ())
 
     def join(self, events: Iterable[Event]) -> None:
         return None
@@ -127,13 +131,13 @@ class InlineLanes:
 @dataclass(frozen=True)
 class Carried:
     """State of a thread that another thread takes over: whether autograd records, autocast, the
-    stream on CUDA, and what stands between calls and torch, as a default device does."""
+    cuda_stream on CUDA, and what stands between calls and torch, as a default device does."""
 
     records: bool  # whether autograd does
     infers: bool  # inference mode is on
     # device, dtype and whether it is on, of each kind of device
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
-    stream: torch.cuda.Stream | None  # the current one; None without CUDA
+    cuda_stream: torch.cuda.Stream | None  # the current one; None without CUDA
     modes: tuple[overrides.TorchFunctionMode, ...]  # torch function modes, the outermost first
 
     @classmethod
@@ -143,10 +147,10 @@ class Carried:
         autocasts = (
             (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
         )
-        stream = torch.cuda.current_stream() if has_cuda else None
+        cuda_stream = torch.cuda.current_stream() if has_cuda else None
         modes = tuple(overrides._get_current_function_mode_stack())
         infers = torch.is_inference_mode_enabled()
-        return cls(torch.is_grad_enabled(), infers, tuple(autocasts), stream, modes)
+        return cls(torch.is_grad_enabled(), infers, tuple(autocasts), cuda_stream, modes)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -167,18 +171,18 @@ class Carried:
 
     def follow(self) -> None:
         """Let the thread that calls issue its work where the other one does."""
-        if self.stream is not None:
-            torch.cuda.set_device(self.stream.device)
-            torch.cuda.set_stream(self.stream)
+        if self.cuda_stream is not None:
+            torch.cuda.set_device(self.cuda_stream.device)
+            torch.cuda.set_stream(self.cuda_stream)
 
 
 @dataclass(eq=False)
 class _ThreadRun:
-    """A schedule that several threads do, each its lane."""
+    """A schedule that several threads do, each its stream."""
 
     schedule: Schedule  # which
     do: Callable[[int], None]  # a task, by its position
-    # of the tasks that another lane waits for: locked until they have ended
+    # of the tasks that another stream waits for: locked until they have ended
     ends: dict[int, threading.Lock] = field(init=False)
     # by position, of the tasks that failed
     errors: dict[int, BaseException] = field(default_factory=dict)
@@ -191,7 +195,7 @@ class _ThreadRun:
             end.acquire()
 
     def run(self, positions: Sequence[int]) -> None:
-        """A lane's tasks, until one fails or waits in vain."""
+        """A stream's tasks, until one fails or waits in vain."""
         for number, position in enumerate(positions):
             if not self._ends_well(position):
                 self.lost.update(positions[number:])
@@ -217,30 +221,33 @@ class _ThreadRun:
             self.ends[position].release()
 
     def raise_first(self) -> None:
-        """When all lanes are done: of errors, the first one in issue order."""
+        """When all streams are done: of errors, the first one in issue order."""
         if self.errors:
             raise _first([self.errors[position] for position in sorted(self.errors)])
 
 
 class Workers:
-    """A thread for each lane that asked for one; they stay."""
+    """A thread for each stream that asked for one; they stay."""
 
     def __init__(self) -> None:
-        self._of: dict[Lane, ThreadPoolExecutor] = {}
-        self._latest: dict[Lane, Future] = {}
+        self._of: dict[Stream, ThreadPoolExecutor] = {}
+        self._latest: dict[Stream, Future] = {}
 
-    def submit(self, lane: Lane, work: Callable[..., None], *arguments: Any) -> Future:
-        """Queue work behind what the lane was given before."""
-        if lane not in self._of:
-            self._of[lane] = ThreadPoolExecutor(
-                1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+    def submit(self, stream: Stream, work: Callable[..., None], *arguments: Any) -> Future:
+        """Queue work behind what the stream was given before."""
+        if stream not in self._of:
+            self._of[stream] = ThreadPoolExecutor(
+                1,
+                stream.name,
+                initializer=torch.set_num_threads,
+                initargs=(torch.get_num_threads(),),
             )
-        self._latest[lane] = self._of[lane].submit(work, *arguments)
-        return self._latest[lane]
+        self._latest[stream] = self._of[stream].submit(work, *arguments)
+        return self._latest[stream]
 
-    def are_done(self, lane: Lane) -> bool:
-        """Whether a lane has ended all that it was given."""
-        return lane not in self._latest or self._latest[lane].done()
+    def are_done(self, stream: Stream) -> bool:
+        """Whether a stream has ended all that it was given."""
+        return stream not in self._latest or self._latest[stream].done()
 
 
 class _Begun(Future):
@@ -260,8 +267,8 @@ class _Begun(Future):
         super().result(timeout)
 
 
-class ThreadLanes(InlineLanes):
-    """Computation in the caller's thread, a worker thread for any other lane. For CPU hosts: a
+class ThreadStreams(InlineStreams):
+    """Computation in the caller's thread, a worker thread for any other stream. For CPU hosts: a
     collective that waits blocks its thread only."""
 
     has_threads = True
@@ -278,16 +285,16 @@ class ThreadLanes(InlineLanes):
                 shared.run(positions)
 
         others = [
-            self._workers.submit(lane, work, positions)
-            for lane, positions in schedule.by_lane.items()
-            if lane != COMPUTE
+            self._workers.submit(stream, work, positions)
+            for stream, positions in schedule.by_stream.items()
+            if stream != COMPUTE
         ]
-        shared.run(schedule.by_lane.get(COMPUTE, ()))
+        shared.run(schedule.by_stream.get(COMPUTE, ()))
         for other in others:
             other.result()
         shared.raise_first()
 
-    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
+    def submit(self, stream: Stream, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
         state = Carried.of_caller()
 
@@ -297,14 +304,14 @@ class ThreadLanes(InlineLanes):
             with state.entered():
                 work()
 
-        return self._workers.submit(lane, body)
+        return self._workers.submit(stream, body)
 
-    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Future:
-        # To wake a thread takes longer than to post a message or two. In the order of the lane, in
-        # which other ranks expect them.
-        if may_pause and self._workers.are_done(lane):
+    def begin(self, stream: Stream, steps: Steps[None], *, may_pause: bool = True) -> Future:
+        # To wake a thread takes longer than to post a message or two. In the order of the stream,
+        # in which other ranks expect them.
+        if may_pause and self._workers.are_done(stream):
             return _Begun(steps)
-        return self.submit(lane, functools.partial(to_the_end, steps), ())
+        return self.submit(stream, functools.partial(to_the_end, steps), ())
 
     def join(self, events: Iterable[Future]) -> None:
         events = tuple(events)
@@ -321,14 +328,14 @@ class ThreadLanes(InlineLanes):
 
 def _first(errors: Sequence[BaseException]) -> BaseException:
     """The first one; where that says that an exchange was broken off, what it came of, if that was
-    in another lane."""
+    in another stream."""
     causes = (error for error in errors if not isinstance(error, BrokenOff))
     return next(causes, errors[0])
 
 
-class InlineCudaLanes(InlineLanes):
-    """All lanes in the caller's stream, in issue order. For GPUs where nothing overlaps: no events,
-    and freed memory is free at once."""
+class InlineDeviceStreams(InlineStreams):
+    """All streams in the caller's cuda_stream, in issue order. For GPUs where nothing overlaps: no
+    events, and freed memory is free at once."""
 
     issues = True
 
@@ -349,13 +356,13 @@ class Streams(Protocol):
         """In which the thread that calls issues its work."""
         ...
 
-    def made_for(self, lane: Lane) -> Any: ...
+    def made_for(self, stream: Stream) -> Any: ...
 
-    def entered(self, stream: Any) -> AbstractContextManager[object]:
+    def entered(self, cuda_stream: Any) -> AbstractContextManager[object]:
         """The thread that calls issues its work there, inside the block."""
         ...
 
-    def enter(self, stream: Any) -> None:
+    def enter(self, cuda_stream: Any) -> None:
         """From now on, in such a block of the same device."""
         ...
 
@@ -367,125 +374,126 @@ class CudaStreams:
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)  # of a device it asks for longer
 
-    def made_for(self, lane: Lane) -> torch.cuda.Stream:
-        # Blocks of a stream that goes first are the next to find room, however many of an expert's
-        # wait; streams of the default priority have 0.
-        return torch.cuda.Stream(self.device, priority=-1 if lane.sends else 0)
+    def made_for(self, stream: Stream) -> torch.cuda.Stream:
+        # Blocks of a cuda_stream that goes first are the next to find room, however many of an
+        # expert's wait; streams of the default priority have 0.
+        return torch.cuda.Stream(self.device, priority=-1 if stream.sends else 0)
 
-    def entered(self, stream: Any) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = torch.cuda.stream(stream)
+    def entered(self, cuda_stream: Any) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(cuda_stream)
         return context
 
-    def enter(self, stream: Any) -> None:
-        torch.cuda.set_stream(stream)
+    def enter(self, cuda_stream: Any) -> None:
+        torch.cuda.set_stream(cuda_stream)
 
 
 class _Issued(NamedTuple):
     """Tasks of a schedule, by position, as streams need to know them."""
 
-    by_caller: tuple[int, ...]  # all but those of lane HOST
-    # of each lane but the caller's. These, and not the streams, are what a run waits for: tasks may
-    # have begun more behind them.
+    by_caller: tuple[int, ...]  # all but those of stream HOST
+    # of each stream but the caller's. These, and not the cuda_streams, are what a run waits for:
+    # tasks may have begun more behind them.
     last: tuple[int, ...]
     awaited: frozenset[int]  # those whose ends somebody waits for
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Issued:
-        by_caller = tuple(p for p, task in enumerate(schedule.tasks) if task.lane != HOST)
-        last = tuple(own[-1] for lane, own in schedule.by_lane.items() if lane != COMPUTE)
+        by_caller = tuple(p for p, task in enumerate(schedule.tasks) if task.stream != HOST)
+        last = tuple(own[-1] for stream, own in schedule.by_stream.items() if stream != COMPUTE)
         return cls(by_caller, last, frozenset(last).union(*schedule.awaits))
 
 
 class _Run(NamedTuple):
-    """A schedule on streams."""
+    """A schedule on cuda_streams."""
 
     schedule: Schedule  # which
     do: Callable[[int], None]  # a task, by its position
     make: Streams  # of the streams
-    caller: Any  # the stream of who calls
-    streams: Mapping[Lane, Any]  # of each lane
+    caller: Any  # the cuda_stream of who calls
+    cuda_streams: Mapping[Stream, Any]  # of each stream
     awaited: frozenset[int]  # see ``_Issued``
     ends: dict[int, Any]  # of those, by position
 
     def issue(self, positions: Iterable[int]) -> None:
-        """Tasks in order; to be called where the caller's stream is the current one."""
+        """Tasks in order; to be called where the caller's cuda_stream is the current one."""
         at = self.caller
         try:
             for position in positions:
-                stream = self.streams[self.schedule.tasks[position].lane]
+                cuda_stream = self.cuda_streams[self.schedule.tasks[position].stream]
                 for other in self.schedule.awaits[position]:
-                    stream.wait_event(self.ends[other])
-                if stream is not at:
-                    self.make.enter(stream)
-                    at = stream
+                    cuda_stream.wait_event(self.ends[other])
+                if cuda_stream is not at:
+                    self.make.enter(cuda_stream)
+                    at = cuda_stream
                 self.do(position)
                 if position in self.awaited:
-                    self.ends[position] = stream.record_event()
+                    self.ends[position] = cuda_stream.record_event()
         finally:
             if at is not self.caller:
                 self.make.enter(self.caller)
 
 
-class CudaLanes:
-    """Computation in the caller's stream, a stream for any other lane. Work is issued by the
-    caller's thread and runs on the device; what the host itself works out (lane HOST) by a worker
-    thread, so that the caller's goes on issuing."""
+class DeviceStreams:
+    """Computation in the caller's cuda_stream, a cuda_stream for any other stream. Work is issued
+    by the caller's thread and runs on the device; what the host itself works out (stream HOST) by a
+    worker thread, so that the caller's goes on issuing."""
 
     has_threads = False
     issues = is_late = True
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device, cuda_streams: Streams | None = None) -> None:
         self._device = device
-        self._make: Streams = streams or CudaStreams(device)
-        self._streams: dict[Lane, Any] = {}
+        self._make: Streams = cuda_streams or CudaStreams(device)
+        self._cuda_streams: dict[Stream, Any] = {}
         self._last_caller: Any = None
         self._workers = Workers()
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         caller = self._make.current()
-        streams = {
-            lane: caller if lane == COMPUTE else self._stream(lane) for lane in schedule.by_lane
+        cuda_streams = {
+            stream: caller if stream == COMPUTE else self._cuda_stream(stream)
+            for stream in schedule.by_stream
         }
         issued = schedule.once(_Issued.of)
-        run = _Run(schedule, do, self._make, caller, streams, issued.awaited, {})
-        others = [stream for stream in streams.values() if stream is not caller]
+        run = _Run(schedule, do, self._make, caller, cuda_streams, issued.awaited, {})
+        others = [cuda_stream for cuda_stream in cuda_streams.values() if cuda_stream is not caller]
         if not others:
             run.issue(issued.by_caller)
             return
         self._let_follow(others, caller)
         try:
             with self._make.entered(caller):  # once, for its device: it is the current one
-                if HOST in schedule.by_lane:
+                if HOST in schedule.by_stream:
                     self._run_beside(issued, run)
                 else:
                     run.issue(issued.by_caller)
         except BaseException:
             with suppress(RuntimeError):  # of a device that is lost
-                for stream in others:  # who goes on may get what they have yet to read
-                    caller.wait_stream(stream)
+                for cuda_stream in others:  # who goes on may get what they have yet to read
+                    caller.wait_stream(cuda_stream)
             raise
         for position in issued.last:
             caller.wait_event(run.ends[position])
 
-    def _let_follow(self, streams: Iterable[Any], caller: Any) -> None:
+    def _let_follow(self, cuda_streams: Iterable[Any], caller: Any) -> None:
         """They come behind what the caller's has to do: from there come inputs, and there was read
         what may be freed by now. So was it by the caller before, where that was another one."""
         ends = [caller.record_event()]
         if self._last_caller is not None and self._last_caller != caller:
             ends.append(self._last_caller.record_event())
         self._last_caller = caller
-        for stream in streams:
+        for cuda_stream in cuda_streams:
             for end in ends:
-                stream.wait_event(end)
+                cuda_stream.wait_event(end)
 
     def _run_beside(self, issued: _Issued, run: _Run) -> None:
-        """The tasks of lane HOST in the worker thread, all others in the caller's.
+        """The tasks of stream HOST in the worker thread, all others in the caller's.
 
         Where one thread needs what the other does, it waits until that is issued or worked out:
-        then the events are there for which the streams wait. So what a task of lane HOST reads on
+        then the events are there for which the streams wait. So what a task of stream HOST reads on
         the host is known, and what it does on the device comes behind what wrote it.
         """
-        state, of_host = Carried.of_caller(), run.schedule.by_lane[HOST]
+        state, of_host = Carried.of_caller(), run.schedule.by_stream[HOST]
         shared = _ThreadRun(run.schedule, lambda position: run.issue((position,)))
 
         def work() -> None:
@@ -498,25 +506,27 @@ class CudaLanes:
         shared.raise_first()
 
     def submit(
-        self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
+        self, stream: Stream, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
-        stream = self._stream(lane)
-        # The region's inputs come from the caller's stream, whatever else the task waits for.
-        stream.wait_stream(self._make.current())
+        cuda_stream = self._cuda_stream(stream)
+        # The region's inputs come from the caller's cuda_stream, whatever else the task waits for.
+        cuda_stream.wait_stream(self._make.current())
         for event in after:
-            stream.wait_event(event)
-        with self._make.entered(stream):
+            cuda_stream.wait_event(event)
+        with self._make.entered(cuda_stream):
             work()
-            event = stream.record_event()
+            event = cuda_stream.record_event()
         return event
 
-    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> torch.cuda.Event:
-        return self.submit(lane, functools.partial(to_the_end, steps), ())
+    def begin(
+        self, stream: Stream, steps: Steps[None], *, may_pause: bool = True
+    ) -> torch.cuda.Event:
+        return self.submit(stream, functools.partial(to_the_end, steps), ())
 
-    def _stream(self, lane: Lane) -> Any:
-        if lane not in self._streams:
-            self._streams[lane] = self._make.made_for(lane)
-        return self._streams[lane]
+    def _cuda_stream(self, stream: Stream) -> Any:
+        if stream not in self._cuda_streams:
+            self._cuda_streams[stream] = self._make.made_for(stream)
+        return self._cuda_streams[stream]
 
     def join(self, events: Iterable[torch.cuda.Event]) -> None:
         caller = self._make.current()
@@ -531,11 +541,12 @@ class CudaLanes:
 
     def keep(self, reads: Iterable[Any]) -> None:
         # A value is dropped in Python when its last reader was issued, not finished; without this
-        # the allocator could hand its memory to the writer's stream while the reader still runs.
-        stream: Any = self._make.current()
+        # the allocator could hand its memory to the writer's cuda_stream while the reader still
+        # runs.
+        cuda_stream: Any = self._make.current()
         for tensor in _tensors(reads):
             if tensor.is_cuda:
-                tensor.record_stream(stream)
+                tensor.record_stream(cuda_stream)
 
 
 def _cuda_mark(device: torch.device) -> torch.cuda.Event:
@@ -545,7 +556,7 @@ def _cuda_mark(device: torch.device) -> torch.cuda.Event:
 
 
 def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    # Either may be of another lane, or the later one.
+    # Either may be of another stream, or the later one.
     start.synchronize()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
@@ -562,16 +573,16 @@ def _tensors(reads: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 @functools.cache
-def lanes_for(device: torch.device, overlaps: bool) -> Lanes:
-    """The lanes of one device, shared by all its layers.
+def streams_for(device: torch.device, overlaps: bool) -> ScheduleStreams:
+    """The streams of one device, shared by all its layers.
 
     Args:
         device: where the layers compute.
         overlaps: whether any task of the schedule may run beside another.
     """
     if device.type == "cuda":
-        return CudaLanes(device) if overlaps else InlineCudaLanes(device)
-    return ThreadLanes() if overlaps else InlineLanes()
+        return DeviceStreams(device) if overlaps else InlineDeviceStreams(device)
+    return ThreadStreams() if overlaps else InlineStreams()
 
 
 # Ranges for profilers: what a task computes, issues or waits for stands under its name.
@@ -601,7 +612,7 @@ def _names(schedule: Schedule) -> tuple[str, ...]:
 
 class Issuing:
     """One pass's. A task lasts until the next one begins: what lies between them, waits for other
-    lanes among it, is the host's too. What it takes to look is not counted."""
+    streams among it, is the host's too. What it takes to look is not counted."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[int, float]] = []
@@ -626,7 +637,7 @@ class Issuing:
         return time.perf_counter() - self._aside_s
 
 
-# The thread in which a process plans, beside the lanes in which its layers run.
+# The thread in which a process plans, beside the streams in which its layers run.
 
 
 def worker() -> Executor:

@@ -39,7 +39,7 @@ class NotInGraphs(RuntimeError):
 
 
 def is_captured() -> bool:
-    """Whether what the caller tells a GPU becomes a CUDA graph."""
+    """Whether what the caller shows a GPU becomes a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -63,7 +63,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Recorded(Protocol):
-    """Work that a device can be told to do again."""
+    """Work that a device can be reported to do again."""
 
     @property
     def outputs(self) -> Tensors:
@@ -81,11 +81,11 @@ class Recorder(Protocol):
     def stream(self) -> object: ...
 
     def follow(self, stream: Any) -> None:
-        """Let what the caller tells from now on come behind all that a stream was told."""
+        """Let what the caller shows from now on come behind all that a stream was reported."""
         ...
 
     def record(self, work: Callable[[], Tensors], after: Any = None) -> Recorded:
-        """Record what a call tells the device. Nothing of it is done before a replay.
+        """Record what a call shows the device. Nothing of it is done before a replay.
 
         Args:
             work: called once; returns what it writes.
@@ -160,10 +160,10 @@ MOST_MOVES = 3
 
 
 class Hearer(Protocol):
-    """Who is told on the host what a pass does."""
+    """Who is notified on the host what a pass does."""
 
     def held(self) -> AbstractContextManager[list[Callable[[], None]]]:
-        """What is told inside the block is not heard, but kept: to be called in each pass."""
+        """What is reported inside the block is not heard, but kept: to be called in each pass."""
         ...
 
 
@@ -201,7 +201,7 @@ class Replayed:
 
     program: Program  # whose tensors have the same shapes in every pass
     recorder: Recorder  # of its device
-    hearer: Hearer  # who is told on the host what a pass does
+    hearer: Hearer  # who is notified on the host what a pass does
     key: str  # what a person sets to have graphs, for errors
 
     def record(self, work: Callable[[], Tensors], after: Recorded | None = None) -> Recorded:
@@ -231,7 +231,7 @@ class Replayed:
 
     @property
     def name(self) -> str:
-        return self.program.crew.name or "this MoE layer"
+        return self.program.layer_stages.name or "this MoE layer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,8 +259,8 @@ class Graphs:
         if why_not := self._why_not(tapes):
             self._warn(why_not)
             return program(*inputs)
-        if any(observer.is_on for observer in program.crew.observers):
-            return program(*inputs)  # they are told of each task
+        if any(observer.is_on for observer in program.layer_stages.observers):
+            return program(*inputs)  # they are notified of each task
         if tapes is None:
             # What comes with the tokens is another in each pass; the rest are weights, which stay.
             values = zip(program.forward.inputs, arity)
@@ -374,7 +374,7 @@ class _Tape:
 
     def _ahead(self) -> Tensors:
         inputs = grouped(self._inputs, self._arity)
-        with self._replayed.hearer.held() as self._to_tell:
+        with self._replayed.hearer.held() as self._to_notify:
             outputs, self._cut, self._saved = self.program.ahead(inputs)
         return outputs
 
@@ -391,8 +391,8 @@ class _Tape:
         self._versions = _versions(self._weights)
         WATCH.at(self.program.bound_forward.training[0])
         self._forward.replay()
-        for tell in self._to_tell:
-            tell()
+        for notify in self._to_notify:
+            notify()
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return tuple(t.clone() for t in self._forward.outputs if t is not None)

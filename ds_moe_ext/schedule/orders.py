@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
-    CELL_GATHER,
-    CELL_SCATTER,
     COMBINE,
     DISPATCH,
+    ETP_GATHER,
+    ETP_SCATTER,
     EXPERT,
     GATE,
     GRADIENTS,
@@ -33,15 +33,15 @@ from ds_moe_ext.schedule.task import (
     PLAN,
     RECALL,
     RESTORE,
-    SEND_HOME,
+    SEND_TO_OWNER,
     START,
+    ChunkRange,
     Kind,
     Op,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 
 # The tasks of one MoE layer, one function each: what they read, what they write.
@@ -54,17 +54,17 @@ SCORES = Kind("scores", by_token=True)  # [T, K]
 GATE_LOSSES = Kind("gate_losses")  # [2]: load balance, z
 ROUTE = Kind("route", has_gradient=False)  # LayerRoute
 ROW_SCORES = Kind("row_scores")  # scores of all rows at the experts [R], by slot
-WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at home on this rank, by slot
+WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at their owners on this rank, by slot
 TARGET_WEIGHTS = Kind("target_weights")  # and of all that compute here
 ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
-GATHERED = Kind("gathered")  # rows at all ranks of the cell [G, D], by slot
+GATHERED = Kind("gathered")  # rows at all ranks of the ETP group [G, D], by slot
 PARTIAL = Kind("partial")  # outputs of the splits of experts on this rank [G, D], to be summed
 COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
 RETURNED = Kind("returned")  # expert outputs [N, D], in send order
 Y = Kind("y", by_token=True)  # output [T, D]
-STARTED = Kind("started", has_gradient=False)  # a pass of copies
-LAUNCHED = Kind("launched", has_gradient=False)  # a piece of the copies is on its way
-RECALLED = Kind("recalled", has_gradient=False)  # the copies are, once more
+STARTED = Kind("started", has_gradient=False)  # a pass of replicas
+LAUNCHED = Kind("launched", has_gradient=False)  # a piece of the replicas is on its way
+RECALLED = Kind("recalled", has_gradient=False)  # the replicas are, once more
 HAD_AGAIN = Kind("had_again", has_gradient=False)  # they are there
 SENT = Kind("sent", has_gradient=False)  # a piece of their gradients is
 PLANNED = Kind("planned", has_gradient=False)  # the plan of the next step
@@ -72,7 +72,7 @@ PLANNED = Kind("planned", has_gradient=False)  # the plan of the next step
 ROUTED_OPS = (ORDER, DISPATCH, EXPERT, COMBINE, RESTORE)  # of a layer whose gate is the host's
 
 
-def gate(layer: int, whole: Span) -> Task:
+def gate(layer: int, whole: ChunkRange) -> Task:
     reads = (Value(X, layer, whole), Value(GATE_WEIGHTS, layer))
     writes = (
         Value(EXPERT_IDS, layer, whole),
@@ -82,7 +82,7 @@ def gate(layer: int, whole: Span) -> Task:
     return Task(GATE, layer, whole, reads, writes)
 
 
-def order(layer: int, whole: Span, *, once: bool = False) -> Task:
+def order(layer: int, whole: ChunkRange, *, once: bool = False) -> Task:
     """One exchange of counts for all chunks of the layer; and of scores, if rows go ``once``."""
     ids, route = Value(EXPERT_IDS, layer, whole), Value(ROUTE, layer, whole)
     if not once:
@@ -91,35 +91,36 @@ def order(layer: int, whole: Span, *, once: bool = False) -> Task:
     return Task(ORDER, layer, whole, (ids, scores), (route, row_scores))
 
 
-def dispatch(layer: int, span: Span) -> Task:
-    reads = (Value(X, layer, span), Value(ROUTE, layer, span))
-    return Task(DISPATCH, layer, span, reads, (Value(ARRIVED, layer, span),))
+def dispatch(layer: int, chunk_range: ChunkRange) -> Task:
+    reads = (Value(X, layer, chunk_range), Value(ROUTE, layer, chunk_range))
+    return Task(DISPATCH, layer, chunk_range, reads, (Value(ARRIVED, layer, chunk_range),))
 
 
-def join(layer: int, whole: Span) -> Task:
-    """Wait for the copies that this pass computes with; its adjoint sends their gradients home."""
+def join(layer: int, whole: ChunkRange) -> Task:
+    """Wait for the replicas that this pass computes with; its adjoint sends their gradients to the
+    owner."""
     reads = (Value(WEIGHTS, layer), Value(ROUTE, layer, whole))
     return Task(JOIN, layer, whole, reads, (Value(TARGET_WEIGHTS, layer),))
 
 
 def start(layer: int) -> Task:
-    """Start a pass of a layer's copies; its adjoint waits until all their gradients are home."""
-    return Task(START, layer, Span(0, 1), (Value(WEIGHTS, layer),), (Value(STARTED, layer),))
+    """Start a pass of a layer's replicas; its adjoint waits until all their gradients are owner."""
+    return Task(START, layer, ChunkRange(0, 1), (Value(WEIGHTS, layer),), (Value(STARTED, layer),))
 
 
 def launch(layer: int, piece: int, after: Value) -> Task:
-    """Begin to gather a piece of a layer's copies."""
-    span = Span(piece, piece + 1)
-    return Task(LAUNCH, layer, span, (after,), (Value(LAUNCHED, layer, span),))
+    """Begin to gather a piece of a layer's replicas."""
+    chunk_range = ChunkRange(piece, piece + 1)
+    return Task(LAUNCH, layer, chunk_range, (after,), (Value(LAUNCHED, layer, chunk_range),))
 
 
 def recall(layer: int, after: Value) -> Task:
-    """Begin to gather a layer's copies again, for its backward."""
-    return Task(RECALL, layer, Span(0, 1), (after,), (Value(RECALLED, layer),))
+    """Begin to gather a layer's replicas again, for its backward."""
+    return Task(RECALL, layer, ChunkRange(0, 1), (after,), (Value(RECALLED, layer),))
 
 
 def have_again(joined: Task, after: Value) -> Task:
-    """Wait for the copies that were freed after forward.
+    """Wait for the replicas that were freed after forward.
 
     Args:
         joined: the adjoint of the task that joined them.
@@ -129,46 +130,53 @@ def have_again(joined: Task, after: Value) -> Task:
     return replace(joined, op=HAVE_AGAIN, reads=(after,), writes=writes)
 
 
-def send_home(layer: int, piece: int, after: Value) -> Task:
-    """Begin to send a piece of the gradients of a layer's copies home."""
-    span = Span(piece, piece + 1)
-    return Task(SEND_HOME, layer, span, (after,), (Value(SENT, layer, span),))
+def send_to_owner(layer: int, piece: int, after: Value) -> Task:
+    """Begin to send a piece of the gradients of a layer's replicas to the owner."""
+    chunk_range = ChunkRange(piece, piece + 1)
+    return Task(SEND_TO_OWNER, layer, chunk_range, (after,), (Value(SENT, layer, chunk_range),))
 
 
-def plan_ahead(layer: int, whole: Span) -> Task:
+def plan_ahead(layer: int, whole: ChunkRange) -> Task:
     """Plan the layer's next step by the rows of this one."""
     return Task(PLAN, layer, whole, (Value(ROUTE, layer, whole),), (Value(PLANNED, layer),))
 
 
-def cell_gather(layer: int, span: Span) -> Task:
-    """The rows of all ranks of the cell, each of which computes with its part of every expert."""
-    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
-    return Task(CELL_GATHER, layer, span, reads, (Value(GATHERED, layer, span),))
+def etp_gather(layer: int, chunk_range: ChunkRange) -> Task:
+    """The rows of all ranks of the ETP group, each of which computes with its part of every
+    expert."""
+    reads = (Value(ARRIVED, layer, chunk_range), Value(ROUTE, layer, chunk_range))
+    return Task(ETP_GATHER, layer, chunk_range, reads, (Value(GATHERED, layer, chunk_range),))
 
 
-def expert(layer: int, span: Span, weights: Kind = WEIGHTS, *, sharded: bool = False) -> Task:
+def expert(
+    layer: int, chunk_range: ChunkRange, weights: Kind = WEIGHTS, *, sharded: bool = False
+) -> Task:
     read, written = (GATHERED, PARTIAL) if sharded else (ARRIVED, COMPUTED)
-    reads = (Value(read, layer, span), Value(ROUTE, layer, span), Value(weights, layer))
-    return Task(EXPERT, layer, span, reads, (Value(written, layer, span),))
+    reads = (
+        Value(read, layer, chunk_range),
+        Value(ROUTE, layer, chunk_range),
+        Value(weights, layer),
+    )
+    return Task(EXPERT, layer, chunk_range, reads, (Value(written, layer, chunk_range),))
 
 
-def cell_scatter(layer: int, span: Span) -> Task:
-    """Sums over the cell, of each rank the rows that arrived there."""
-    reads = (Value(PARTIAL, layer, span), Value(ROUTE, layer, span))
-    return Task(CELL_SCATTER, layer, span, reads, (Value(COMPUTED, layer, span),))
+def etp_scatter(layer: int, chunk_range: ChunkRange) -> Task:
+    """Sums over the EP rank, of each rank the rows that arrived there."""
+    reads = (Value(PARTIAL, layer, chunk_range), Value(ROUTE, layer, chunk_range))
+    return Task(ETP_SCATTER, layer, chunk_range, reads, (Value(COMPUTED, layer, chunk_range),))
 
 
-def combine(layer: int, span: Span, scores: Value | None = None) -> Task:
+def combine(layer: int, chunk_range: ChunkRange, scores: Value | None = None) -> Task:
     """Rows back to their tokens; where they are weighed before, by the ``scores`` of all rows."""
     weights = () if scores is None else (scores,)
-    reads = (Value(COMPUTED, layer, span), *weights, Value(ROUTE, layer, span))
-    return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
+    reads = (Value(COMPUTED, layer, chunk_range), *weights, Value(ROUTE, layer, chunk_range))
+    return Task(COMBINE, layer, chunk_range, reads, (Value(RETURNED, layer, chunk_range),))
 
 
-def restore(layer: int, span: Span, *, weighs: bool = True) -> Task:
-    scores = (Value(SCORES, layer, span),) if weighs else ()
-    reads = (Value(RETURNED, layer, span), *scores, Value(ROUTE, layer, span))
-    return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
+def restore(layer: int, chunk_range: ChunkRange, *, weighs: bool = True) -> Task:
+    scores = (Value(SCORES, layer, chunk_range),) if weighs else ()
+    reads = (Value(RETURNED, layer, chunk_range), *scores, Value(ROUTE, layer, chunk_range))
+    return Task(RESTORE, layer, chunk_range, reads, (Value(Y, layer, chunk_range),))
 
 
 def routed_tasks(
@@ -183,23 +191,32 @@ def routed_tasks(
     """Order to restore, chunk by chunk: what every strategy starts from.
 
     Args:
-        copied: experts may have copies here, which are joined when the first rows are on their way.
-        sharded: the ranks of a cell split each expert, so that rows are gathered and sums scattered
-            within it.
-        once: each token's row goes once to a cell, so that rows are weighed there.
+        copied: experts may have replicas here, which are joined when the first rows are on their
+            way.
+        sharded: the ranks of an ETP group split each expert, so that rows are gathered and sums
+            scattered within it.
+        once: each token's row goes once to an EP rank, so that rows are weighed there.
     """
-    whole = Span(0, num_chunks)
+    whole = ChunkRange(0, num_chunks)
     weights = TARGET_WEIGHTS if copied else WEIGHTS
     scores = Value(ROW_SCORES, layer, whole) if once else None
     tasks = [order(layer, whole, once=once)]
-    for span in spans(num_chunks, degree):
-        tasks.append(dispatch(layer, span))
-        if copied and span.start == 0:
+    for chunk_range in chunk_ranges(num_chunks, degree):
+        tasks.append(dispatch(layer, chunk_range))
+        if copied and chunk_range.start == 0:
             tasks.append(join(layer, whole))
-        computing = [expert(layer, span, weights, sharded=sharded)]
+        computing = [expert(layer, chunk_range, weights, sharded=sharded)]
         if sharded:
-            computing = [cell_gather(layer, span), *computing, cell_scatter(layer, span)]
-        tasks += [*computing, combine(layer, span, scores), restore(layer, span, weighs=not once)]
+            computing = [
+                etp_gather(layer, chunk_range),
+                *computing,
+                etp_scatter(layer, chunk_range),
+            ]
+        tasks += [
+            *computing,
+            combine(layer, chunk_range, scores),
+            restore(layer, chunk_range, weighs=not once),
+        ]
     return tasks
 
 
@@ -213,7 +230,7 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
         gated: with a gate of ours before the tasks: x, gate weights and weights in; y and gate
             losses out. Else x, expert ids, scores and weights in; y out.
     """
-    whole = Span(0, num_chunks)
+    whole = ChunkRange(0, num_chunks)
     x, y, weights = Value(X, layer, whole), Value(Y, layer, whole), Value(WEIGHTS, layer)
     if gated:
         inputs = (x, Value(GATE_WEIGHTS, layer), weights)
@@ -225,25 +242,26 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
 def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
     """All tasks of the first op, chunk by chunk, then all of the second, and so on.
 
-    The order of PipeMoE and FSMoE: a collective of the next chunk is in its lane before the
-    experts of this chunk have finished, so that the lanes overlap.
+    The order of PipeMoE and FSMoE: a collective of the next chunk is in its stream before the
+    experts of this chunk have finished, so that the streams overlap.
     """
     rank = {op: position for position, op in enumerate(ops)}
-    return sorted(tasks, key=lambda task: (rank[task.op], task.span))
+    return sorted(tasks, key=lambda task: (rank[task.op], task.chunk_range))
 
 
 # The schedules that FSMoE compares, as passes over the tasks of one layer (spec 2.5). Pure.
 
 
 QUEUED: Mapping[Op, Op] = MappingProxyType(
-    {op: replace(op, lane=INTER) for op in (CELL_GATHER, CELL_SCATTER)}
+    {op: replace(op, stream=INTER) for op in (ETP_GATHER, ETP_SCATTER)}
 )
-"""In one queue: for a collective of a cell, the op that runs in the lane of those between cells."""
+"""In one queue: for a collective of an EP rank, the op that runs in the stream of those between EP
+ranks."""
 
 REDUCED = Kind("reduced", has_gradient=False)  # a slice of the dense gradients, summed
 
-ARRIVALS = (DISPATCH, CELL_GATHER)  # what a chunk needs before the experts
-RETURNS = (CELL_SCATTER, COMBINE, RESTORE)  # and behind them
+ARRIVALS = (DISPATCH, ETP_GATHER)  # what a chunk needs before the experts
+RETURNS = (ETP_SCATTER, COMBINE, RESTORE)  # and behind them
 
 
 class Slices(NamedTuple):
@@ -263,8 +281,8 @@ class Pipeline:
     """How the tasks of a layer are issued, and where dense gradients may be reduced."""
 
     is_cut: bool = True  # tokens travel in chunks, else all at once
-    # all collectives run in one lane, those of a cell by the ops of ``QUEUED``; else those between
-    # cells in another lane than those within
+    # all collectives run in one stream, those of an EP rank by the ops of ``QUEUED``; else those
+    # between EP ranks in another stream than those within
     has_one_queue: bool = True
     slices_moe: bool = False  # reductions may stand within the MoE part
     slices_dense: bool = False  # and beside the dense part. What stands nowhere is the tail.
@@ -273,9 +291,9 @@ class Pipeline:
     piece_bytes: int | None = None
 
     def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
-        """The schedule of a layer in one direction, in this order and these lanes.
+        """The schedule of a layer in one direction, in this order and these streams.
 
-        Slices are numbered from 0, as they are issued: slice ``i`` has the span ``i``.
+        Slices are numbered from 0, as they are issued: slice ``i`` has the chunk range ``i``.
 
         Args:
             schedule: of one layer, cut already.
@@ -291,15 +309,15 @@ class Pipeline:
         arrived = [task.op for task in tasks].index(EXPERT)
         issued = (
             *tasks[:arrived],
-            *reductions(layer, Span(0, within)),
+            *reductions(layer, ChunkRange(0, within)),
             *tasks[arrived:],
-            *reductions(layer, Span(within, dense)),
-            *reductions(layer, Span(dense, tail), after=ends),
+            *reductions(layer, ChunkRange(within, dense)),
+            *reductions(layer, ChunkRange(dense, tail), after=ends),
         )
         return self.queued(replace(schedule, tasks=issued))
 
     def queued(self, schedule: Schedule) -> Schedule:
-        """The same tasks in the same order, in the lanes of this pipeline.
+        """The same tasks in the same order, in the streams of this pipeline.
 
         Raises:
             ValueError: tokens are cut where this pipeline cuts none.
@@ -344,7 +362,7 @@ PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
 def in_halves(tasks: Iterable[Task]) -> list[Task]:
     """What brings chunks to the experts, chunk by chunk, the experts, and what brings chunks back.
 
-    Copies of experts are joined just before the experts.
+    Replicas of experts are joined just before the experts.
 
     Tasks of other ops stay before or behind all these, as they stood to the first of them.
     """
@@ -362,14 +380,14 @@ def in_halves(tasks: Iterable[Task]) -> list[Task]:
     first = tasks.index(chunked[0])
     rest = [task for task in tasks[first:] if task.op not in place]
 
-    def turn(task: Task) -> tuple[int, Span, int]:
+    def turn(task: Task) -> tuple[int, ChunkRange, int]:
         half, rank = place[task.op]
-        return half, task.span, rank
+        return half, task.chunk_range, rank
 
     return [*tasks[:first], *sorted(chunked, key=turn), *rest]
 
 
-def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list[Task]:
+def reductions(layer: int, numbers: ChunkRange, after: tuple[Value, ...] = ()) -> list[Task]:
     """The all-reduces of some slices, whose gradients were ready before the layer's backward began.
 
     Args:
@@ -377,7 +395,7 @@ def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list
         numbers: of the slices.
         after: what they wait for besides.
     """
-    slices = (Span(number, number + 1) for number in range(*numbers))
+    slices = (ChunkRange(number, number + 1) for number in range(*numbers))
     return [Task(GRADIENTS, layer, i, after, (Value(REDUCED, layer, i),)) for i in slices]
 
 
@@ -387,18 +405,18 @@ def reductions(layer: int, numbers: Span, after: tuple[Value, ...] = ()) -> list
 class Beside(NamedTuple):
     """What goes on beside the rows of a layer."""
 
-    copied: bool = False  # experts may compute elsewhere than at home
-    # the block before launches the copies; else the layer's own, as it begins
+    copied: bool = False  # experts may compute elsewhere than at the owner
+    # the block before launches the replicas; else the layer's own, as it begins
     carried: bool = False
     carries: bool = False  # this layer's block launches those of the next
     plans: bool = False  # the next step is planned while rows travel
-    freed: bool = False  # the copies are freed after forward and gathered again for backward
+    freed: bool = False  # the replicas are freed after forward and gathered again for backward
 
 
 class Cutting(NamedTuple):
     """How the rows of a layer travel."""
 
-    pipeline: Pipeline = PIPELINES["default"]  # in which order and lanes
+    pipeline: Pipeline = PIPELINES["default"]  # in which order and streams
     forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
     backward_degree: int = 1  # and of a backward pass
     sharded: bool = False  # as in ``routed_tasks``
@@ -428,7 +446,7 @@ def block(layer: int, beside: Beside) -> tuple[Task, ...]:
     """What a layer's block does about copies as it begins; adjoints of these, in reverse, end its
     backward.
 
-    Where the next layer's copies are carried, so that they travel from here on, their pass starts
+    Where the next layer's replicas are carried, so that they travel from here on, their pass starts
     here: their gradients have until this block's backward ends.
     """
     tasks: list[Task] = []
@@ -488,7 +506,7 @@ def _forward(tasks: list[Task], beside: Beside) -> list[Task]:
         tasks.insert(tasks.index(returns[-1]) + 1, rest)
     if beside.plans:
         (ordered,) = (task for task in tasks if task.op is ORDER)
-        tasks.insert(tasks.index(arrives[-1]) + 1, plan_ahead(layer, ordered.span))
+        tasks.insert(tasks.index(arrives[-1]) + 1, plan_ahead(layer, ordered.chunk_range))
     return tasks
 
 
@@ -499,17 +517,17 @@ def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
     """With what is to be done about copies once the experts have computed.
 
     That begins when the gradients of the rows have been exchanged: that window is left to the rows
-    (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
-    layer before are recalled, if they were freed. Where that one carries this layer's, it needs
-    its own for its experts, and the gradients have until after those.
+    (HECATE, spec rule 34). The gradients of this layer's replicas go to the owner, and the replicas
+    of the layer before are recalled, if they were freed. Where that one carries this layer's, it
+    needs its own for its experts, and the gradients have until after those.
     """
     layer, tasks = end.layer, sorted(tasks, key=lambda task: task.op == JOIN)
     if beside.copied:
-        asides = [send_home(layer, 0, after=end), recall(layer - 1, after=end)]
+        asides = [send_to_owner(layer, 0, after=end), recall(layer - 1, after=end)]
         tasks += reversed(asides) if beside.carried else asides
     first = next(task for task in tasks if task.op is EXPERT)
     if beside.carries:
-        returning = send_home(layer + 1, 1, after=Value(COMPUTED, layer, first.span))
+        returning = send_to_owner(layer + 1, 1, after=Value(COMPUTED, layer, first.chunk_range))
         tasks.insert(tasks.index(first), returning)
     if beside.freed:
         joined = next(task for task in tasks if task.op is JOIN)
@@ -522,7 +540,7 @@ def _begun(tasks: Iterable[Task], slices: Slices, end: Value) -> list[Task]:
     dense = range(slices.within_moe, slices.within_moe + slices.dense)
     return [
         replace(task, op=BEGIN_GRADIENTS, reads=(end,))
-        if task.op is GRADIENTS and task.span.start in dense
+        if task.op is GRADIENTS and task.chunk_range.start in dense
         else task
         for task in tasks
     ]

@@ -6,11 +6,11 @@ How the parts work together:
 - ``task.py`` and ``orders.py`` have the schedules as data, forward and backward of a layer.
 - ``stages.py`` binds a schedule to who does its tasks, once: each piece that a task writes has a
   place in a table.
-- ``Pass`` is one run: it fills the table and empties it. Lanes of ``executor.py`` (the caller's
+- ``Pass`` is one run: it fills the table and empties it. Streams of ``executor.py`` (the caller's
   thread, worker threads or CUDA streams) call it with the position of each task.
 - ``Program`` makes an autograd node of a forward and a backward pass. What stages save goes through
   autograd's own keeping, so that checkpointing and offloading see it.
-- ``graphs.py`` records a program's passes as CUDA graphs; ``watch.py`` tells other ranks of errors.
+- ``graphs.py`` records a program's passes as CUDA graphs; ``watch.py`` shows other ranks of errors.
 
 Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and
 FSDP put on parameters see them as they see any other parameter.
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.executor import Issuing, Lanes, OnDevice, in_ranges
-from ds_moe_ext.schedule.stages import Binding, Crew, Reading, Saved, Step
-from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value
+from ds_moe_ext.schedule.executor import Issuing, OnDevice, ScheduleStreams, in_ranges
+from ds_moe_ext.schedule.stages import Binding, LayerStages, Reading, Saved, Step
+from ds_moe_ext.schedule.task import HOST, ChunkRange, Cut, Schedule, Value
 from ds_moe_ext.schedule.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
@@ -42,19 +42,19 @@ Arity = tuple[int | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Schedules, a crew and lanes: everything that one pass of a layer needs."""
+    """Schedules, a stages and streams: everything that one pass of a layer needs."""
 
     forward: Schedule  # tasks of the forward pass
     # ``forward.reversed()`` or ``forward.backward_cut_as(...)``, and whatever the strategy put
     # between
     backward: Schedule
-    crew: Crew  # who does them
-    lanes: Lanes  # where the tasks run
+    layer_stages: LayerStages  # who does them
+    streams: ScheduleStreams  # where the tasks run
     num_chunks: int = 1  # finest chunks that the tokens are cut into
 
     def __post_init__(self) -> None:
         for task in (*self.forward.tasks, *self.backward.tasks):
-            if task.op not in self.crew.stages:
+            if task.op not in self.layer_stages.stages:
                 raise ValueError(f"task {task} has no stage; give one for op {task.op.name!r}")
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -69,14 +69,14 @@ class Program:
         flat, arity = flattened(inputs)
         if not is_graded(flat):
             with torch.no_grad():
-                return Pass(self.bound_forward, self.lanes, cut=self.cut_of(inputs))(inputs)
+                return Pass(self.bound_forward, self.streams, cut=self.cut_of(inputs))(inputs)
         return _Node.apply(self, arity, *flat)
 
     def ahead(self, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], Cut, list[Saved]]:
         """Forward, of which adjoints will come: its outputs, how tokens were cut, and what each
         task saved. Autograd must not record."""
         cut = self.cut_of(inputs)
-        run = Pass(self.bound_forward, self.lanes, cut=cut, keeps=True)
+        run = Pass(self.bound_forward, self.streams, cut=cut, keeps=True)
         return tuple(t.detach() for t in run(inputs)), cut, run.saved
 
     def back(
@@ -91,7 +91,7 @@ class Program:
             grads: of its outputs.
             arity: of its inputs.
         """
-        run = Pass(self.bound_backward, self.lanes, cut=cut, saved=saved)
+        run = Pass(self.bound_backward, self.streams, cut=cut, saved=saved)
         written = run(None if n is None else grads[n] for n in self.given_gradients)
         flat: list[Tensor | None] = []
         for number, size in zip(self.found_gradients, arity):
@@ -114,11 +114,11 @@ class Program:
 
     @cached_property
     def bound_forward(self) -> Binding:
-        return Binding.of(self.forward, lambda task: self.crew)
+        return Binding.of(self.forward, lambda task: self.layer_stages)
 
     @cached_property
     def bound_backward(self) -> Binding:
-        return Binding.of(self.backward, lambda task: self.crew, adjoint_of=self.forward)
+        return Binding.of(self.backward, lambda task: self.layer_stages, adjoint_of=self.forward)
 
     @cached_property
     def given_gradients(self) -> tuple[int | None, ...]:
@@ -189,9 +189,9 @@ class _Node(torch.autograd.Function):
 
 
 def ran_before(program: Program) -> str:
-    """What is told to a person whose second backward finds nothing left of the first."""
+    """What is reported to a person whose second backward finds nothing left of the first."""
     return (
-        f"backward ran through {program.crew.name or 'this MoE layer'} before and has "
+        f"backward ran through {program.layer_stages.name or 'this MoE layer'} before and has "
         "freed what it saved; run one backward a forward (retain_graph is not supported)"
     )
 
@@ -218,7 +218,7 @@ def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list
 
 
 def describe(ctx: Any, flat: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-    """Tell the ctx of a function what its last inputs and its outputs are like."""
+    """Report the ctx of a function what its last inputs and its outputs are like."""
     # Few things that Python's collector knows: its young ones are gone through every 700.
     ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
     ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
@@ -227,7 +227,7 @@ def describe(ctx: Any, flat: Sequence[Tensor], outputs: Iterable[Tensor]) -> Non
 def filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
     """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
     collective that hangs on them would be missing on this rank alone. The inputs are those that
-    the ctx was told to ``describe``."""
+    the ctx was reported to ``describe``."""
     wanted = ctx.needs_input_grad[-len(flat) :]
     return [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
@@ -240,7 +240,7 @@ class Pass:
 
     Args:
         binding: what to do.
-        lanes: where.
+        streams: where.
         cut: of the tokens, where values are of tokens.
         keeps: whether adjoints will come, of what this pass does.
         saved: what the tasks of that saved, by position; consumed.
@@ -249,13 +249,13 @@ class Pass:
     def __init__(
         self,
         binding: Binding,
-        lanes: Lanes,
+        streams: ScheduleStreams,
         *,
         cut: Cut = _UNCUT,
         keeps: bool = False,
         saved: list[Saved] | None = None,
     ) -> None:
-        self._binding, self._lanes, self._cut, self._keeps = binding, lanes, cut, keeps
+        self._binding, self._streams, self._cut, self._keeps = binding, streams, cut, keeps
         self._steps = binding.table.steps
         self.saved: list[Saved] = [()] * len(self._steps) if saved is None else saved
         is_training = binding.is_backward or keeps
@@ -265,13 +265,16 @@ class Pass:
         self._parts: dict[tuple[int, int], dict[int, Tensor]] = {}  # of pieces, still to be read
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        # Of what the caller's lane has freed the others hear before they begin anything.
-        self._is_late = lanes.is_late and len(binding.schedule.by_lane) > 1
-        self._held: list[OnDevice] = []  # until the caller's work comes behind all lanes'
+        # Of what the caller's stream has freed the others hear before they begin anything.
+        self._is_late = streams.is_late and len(binding.schedule.by_stream) > 1
+        self._held: list[OnDevice] = []  # until the caller's work comes behind all streams'
         # Asked once: marks cost a little.
-        self._watching = [tuple(o for o in crew.observers if o.is_on) for crew in binding.crews]
+        self._watching = [
+            tuple(o for o in layer_stages.observers if o.is_on)
+            for layer_stages in binding.layers_stages
+        ]
         self._is_watched = any(self._watching)
-        self._issuing = Issuing() if self._is_watched and lanes.issues else None
+        self._issuing = Issuing() if self._is_watched and streams.issues else None
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Do all tasks; the outputs. Autograd must not record.
@@ -282,10 +285,10 @@ class Pass:
         for number, given in zip(self._binding.table.inputs, inputs):
             self._table[number] = given
         schedule = self._binding.schedule
-        self._lanes.run(schedule, in_ranges(schedule, self._run))
+        self._streams.run(schedule, in_ranges(schedule, self._run))
         if self._issuing is not None:
             for position, seconds in self._issuing.seconds():
-                for observer in self._watching[self._binding.crew_numbers[position]]:
+                for observer in self._watching[self._binding.layer_numbers[position]]:
                     observer.issued(self._steps[position].task, seconds)
         outputs = tuple(map(self._read, self._binding.table.outputs))
         if WATCH.has_failed:  # in an earlier pass
@@ -293,7 +296,7 @@ class Pass:
         return outputs
 
     def _run(self, position: int) -> None:
-        if self._errors:  # of a task in another lane: nothing here is worth waiting for
+        if self._errors:  # of a task in another stream: nothing here is worth waiting for
             raise self._errors[0]
         WATCH.at(self._places[position])
         step = self._steps[position]
@@ -303,15 +306,17 @@ class Pass:
             else:
                 self._do(position, step)
         except BaseException as error:
-            # Now, and not when the lanes are joined: another one may wait for ranks that wait for
+            # Now, and not when the streams are joined: another one may wait for ranks that wait for
             # what this one was about to send.
             self._errors.append(error)
             WATCH.failed(error)
             raise
 
     def _do_watched(self, position: int, step: Step) -> None:
-        lanes = self._lanes
-        issuing = None if step.task.lane == HOST else self._issuing  # that has a thread of its own
+        streams = self._streams
+        issuing = (
+            None if step.task.stream == HOST else self._issuing
+        )  # that has a thread of its own
         if issuing is not None:
             issuing.begins(position)
         if not step.is_seen:
@@ -319,11 +324,11 @@ class Pass:
             return
         looking = nullcontext if issuing is None else issuing.aside
         with looking():
-            start = lanes.mark()
+            start = streams.mark()
         self._do(position, step)
         with looking():
-            for observer in self._watching[self._binding.crew_numbers[position]]:
-                observer.saw(step.task, start, lanes.mark(), lanes)
+            for observer in self._watching[self._binding.layer_numbers[position]]:
+                observer.saw(step.task, start, streams.mark(), streams)
 
     def _do(self, position: int, step: Step) -> None:
         table = self._table
@@ -344,7 +349,7 @@ class Pass:
             self._release(step.releases)
 
     def _forward(self, position: int, step: Step, reads: list[Any]) -> Sequence[Any]:
-        written, saved = self._binding.stages[position].forward(step.task.span, *reads)
+        written, saved = self._binding.stages[position].forward(step.task.chunk_range, *reads)
         if self._keeps:
             self.saved[position] = saved
             for number in step.graded_reads:
@@ -355,10 +360,12 @@ class Pass:
         return written
 
     def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:
-        span, stage, kept = step.task.span, self._binding.stages[position], self.saved
+        chunk_range, stage, kept = step.task.chunk_range, self._binding.stages[position], self.saved
         uncut = self._binding.uncut[position]
         if uncut is None:
-            pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in step.task.adjoint_of]
+            pieces = [
+                (self._binding.adjoint_of[w].chunk_range, kept[w]) for w in step.task.adjoint_of
+            ]
         else:
             saved = kept[uncut]
         if self._is_late:
@@ -371,13 +378,13 @@ class Pass:
         else:
             return ()
         if uncut is None:
-            saved = stage.recut(span, pieces)
-        return stage.backward(span, saved, *grads)
+            saved = stage.recut(chunk_range, pieces)
+        return stage.backward(chunk_range, saved, *grads)
 
     def _keep(self, things: Iterable[Any]) -> None:
-        """Nobody else gets the memory of what this lane reads and another has made until it has
-        read it. Records of many small tensors stay as long as the lanes run, which costs less than
-        to say it of each; but not where that is a whole step."""
+        """Nobody else gets the memory of what this stream reads and another has made until it has
+        read it. Records of many small tensors stay as long as the streams run, which costs less
+        than to say it of each; but not where that is a whole step."""
         kept: list[Tensor | OnDevice] = []
         for thing in things:
             if isinstance(thing, tuple):
@@ -387,7 +394,7 @@ class Pass:
             elif isinstance(thing, Tensor | OnDevice):
                 kept.append(thing)
         if kept:
-            self._lanes.keep(kept)
+            self._streams.keep(kept)
 
     def _read(self, read: int | Reading) -> Any:
         return self._together(read) if isinstance(read, Reading) else self._table[read]
@@ -395,71 +402,81 @@ class Pass:
     def _together(self, wanted: Reading) -> Any:
         """The value, put together from the pieces that were written of it."""
         if self._is_late and wanted.foreign:
-            # The pieces, not what is made of them here: those are the ones other lanes may free.
+            # The pieces, not what is made of them here: those are the ones other streams may free.
             self._keep([self._table[number] for number in wanted.foreign])
         if wanted.in_row is not None:
             row = [self._table[number] for number in wanted.in_row]
             if all(piece is not None for piece in row):
                 return torch.cat(row).requires_grad_(any(piece.requires_grad for piece in row))
         elif len(wanted.pieces) == 1:
-            ((number, span),) = wanted.pieces
-            if (piece := self._table[number]) is None or span is None or wanted.span is None:
+            ((number, chunk_range),) = wanted.pieces
+            if (
+                (piece := self._table[number]) is None
+                or chunk_range is None
+                or wanted.chunk_range is None
+            ):
                 return piece
-            return self._part(number, piece, span, wanted.span)
+            return self._part(number, piece, chunk_range, wanted.chunk_range)
         whole: list[tuple[int, Any]] = []
-        smaller: list[tuple[Span, int, Tensor]] = []
-        found = [(n, span, self._table[n]) for n, span in wanted.pieces]
-        for number, span, piece in found:
+        smaller: list[tuple[ChunkRange, int, Tensor]] = []
+        found = [(n, chunk_range, self._table[n]) for n, chunk_range in wanted.pieces]
+        for number, chunk_range, piece in found:
             if piece is None:
                 continue
-            if wanted.span is None or span is None or span == wanted.span:
+            if (
+                wanted.chunk_range is None
+                or chunk_range is None
+                or chunk_range == wanted.chunk_range
+            ):
                 whole.append((number, piece))
                 continue
-            shared = span.shared_with(wanted.span)
-            narrowed = self._part(number, piece, span, shared)
-            if shared == wanted.span:
+            shared = chunk_range.shared_with(wanted.chunk_range)
+            narrowed = self._part(number, piece, chunk_range, shared)
+            if shared == wanted.chunk_range:
                 whole.append((number, narrowed))
             else:
                 smaller.append((shared, number, narrowed))
         if smaller:
-            assert wanted.span is not None
-            whole.append((max(n for _, n, _ in smaller), self._joined(smaller, wanted.span)))
+            assert wanted.chunk_range is not None
+            whole.append((max(n for _, n, _ in smaller), self._joined(smaller, wanted.chunk_range)))
         return _sum([piece for _, piece in sorted(whole, key=itemgetter(0))])
 
-    def _part(self, number: int, piece: Tensor, span: Span, wanted: Span) -> Tensor:
+    def _part(
+        self, number: int, piece: Tensor, chunk_range: ChunkRange, wanted: ChunkRange
+    ) -> Tensor:
         """Of a piece by its place in the table. Where it falls into parts that are as long, one
         after another is read, and all are made at once."""
-        width, length = wanted.stop - wanted.start, span.stop - span.start
-        if width == length or length % width or (wanted.start - span.start) % width:
-            return self._narrow(piece, span, wanted)
+        width, length = wanted.stop - wanted.start, chunk_range.stop - chunk_range.start
+        if width == length or length % width or (wanted.start - chunk_range.start) % width:
+            return self._narrow(piece, chunk_range, wanted)
         parts = self._parts.get((number, width))
         if parts is None:
-            starts = range(span.start, span.stop, width)
-            lengths = [self._cut.length(Span(start, start + width)) for start in starts]
+            starts = range(chunk_range.start, chunk_range.stop, width)
+            lengths = [self._cut.length(ChunkRange(start, start + width)) for start in starts]
             made = piece.detach().split_with_sizes(lengths)
             for part in made if piece.requires_grad else ():
                 part.requires_grad_()
-            # Lanes that come at once take from the same.
+            # Streams that come at once take from the same.
             parts = self._parts.setdefault((number, width), dict(zip(starts, made)))
         found = parts.pop(wanted.start, None)
-        return self._narrow(piece, span, wanted) if found is None else found
+        return self._narrow(piece, chunk_range, wanted) if found is None else found
 
-    def _narrow(self, piece: Tensor, span: Span, wanted: Span) -> Tensor:
-        if span == wanted:
+    def _narrow(self, piece: Tensor, chunk_range: ChunkRange, wanted: ChunkRange) -> Tensor:
+        if chunk_range == wanted:
             return piece
-        start = self._cut.first(wanted) - self._cut.first(span)
+        start = self._cut.first(wanted) - self._cut.first(chunk_range)
         narrow = piece.detach().narrow(0, start, self._cut.length(wanted))
         return narrow.requires_grad_(piece.requires_grad)
 
-    def _joined(self, pieces: list[tuple[Span, int, Tensor]], wanted: Span) -> Tensor:
-        """Pieces of a span where they belong; where several writers wrote the same tokens, their
-        sum."""
-        in_turn = sorted(pieces, key=itemgetter(0, 1))  # of their spans and writers
-        ordered = [(span, piece.detach()) for span, _, piece in in_turn]
+    def _joined(self, pieces: list[tuple[ChunkRange, int, Tensor]], wanted: ChunkRange) -> Tensor:
+        """Pieces of a chunk range where they belong; where several writers wrote the same tokens,
+        their sum."""
+        in_turn = sorted(pieces, key=itemgetter(0, 1))  # of their chunk ranges and writers
+        ordered = [(chunk_range, piece.detach()) for chunk_range, _, piece in in_turn]
         like = ordered[0][1]
         joined = like.new_zeros(self._cut.length(wanted), *like.shape[1:])
-        for span, piece in ordered:
-            self._narrow(joined, wanted, span).add_(piece)
+        for chunk_range, piece in ordered:
+            self._narrow(joined, wanted, chunk_range).add_(piece)
         return joined.requires_grad_(any(piece.requires_grad for _, _, piece in pieces))
 
     def _release(self, numbers: Iterable[int]) -> None:
@@ -485,7 +502,8 @@ def _wants_gradient(read: Any) -> bool:
 
 
 def _sum(pieces: Sequence[Any]) -> Any:
-    """Pieces of equal span, added in the order of their writers; None where there is none."""
+    """Pieces of equal chunk range, added in the order of their writers; None where there is
+    none."""
     if len(pieces) <= 1:
         return pieces[0] if pieces else None
     if isinstance(pieces[0], tuple):

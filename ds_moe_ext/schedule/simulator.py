@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Lane, Schedule, Task
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Schedule, Stream, Task
 
 ENDED_S = 1e-12  # of work left, which rounding may leave of a task that is done
 
@@ -60,7 +60,7 @@ def simulate(
     link_of: Wire = no_link,
     crowding_of: Crowding = not_crowded,
 ) -> Timeline:
-    """Start every task as early as its lane, its inputs and its peers allow.
+    """Start every task as early as its stream, its inputs and its peers allow.
 
     All ranks run the same schedule. Tasks that are under way on one link share its rate equally;
     the others run at full speed, unless what is under way beside them on their rank slows them. A
@@ -112,12 +112,12 @@ class _Simulation:
         self._crowding_of = crowding_of
         self._start = [[math.nan] * len(self._tasks) for _ in self._ranks]
         self._end = [[math.nan] * len(self._tasks) for _ in self._ranks]
-        lanes = _lanes(self._tasks)
-        # What each lane of each rank has left to start, the next one last.
-        self._queue = [[list(lane) for lane in lanes.values()] for _ in self._ranks]
-        self._busy = [[False] * len(lanes) for _ in self._ranks]
-        number = {lane: place for place, lane in enumerate(lanes)}
-        self._lane_of = [number[task.lane] for task in self._tasks]
+        streams = _streams(self._tasks)
+        # What each stream of each rank has left to start, the next one last.
+        self._queue = [[list(stream) for stream in streams.values()] for _ in self._ranks]
+        self._busy = [[False] * len(streams) for _ in self._ranks]
+        number = {stream: place for place, stream in enumerate(streams)}
+        self._stream_of = [number[task.stream] for task in self._tasks]
         self._num_awaited = [[len(after) for after in schedule.after] for _ in self._ranks]
         self._followers: list[list[int]] = [[] for _ in self._tasks]
         for position, after in enumerate(schedule.after):
@@ -139,10 +139,10 @@ class _Simulation:
 
     def _check_that_all_ran(self) -> None:
         stuck = [
-            f"{self._tasks[lane[-1]]} of rank {rank}"
+            f"{self._tasks[stream[-1]]} of rank {rank}"
             for rank in self._ranks
-            for lane in self._queue[rank]
-            if lane
+            for stream in self._queue[rank]
+            if stream
         ]
         if stuck:
             raise ValueError(
@@ -150,19 +150,19 @@ class _Simulation:
             )
 
     def _ready(self, rank: int, position: int) -> bool:
-        lane = self._lane_of[position]
-        queue = self._queue[rank][lane]
+        stream = self._stream_of[position]
+        queue = self._queue[rank][stream]
         in_turn = bool(queue) and queue[-1] == position
-        return in_turn and not self._busy[rank][lane] and not self._num_awaited[rank][position]
+        return in_turn and not self._busy[rank][stream] and not self._num_awaited[rank][position]
 
     def _start_what_can(self, ended: set[int]) -> None:
         again = ended.union(*(self._held_up[rank] for rank in ended))
         for rank in ended:
             self._held_up[rank].clear()
         for rank in sorted(again):
-            for lane in self._queue[rank]:
-                if lane and self._ready(rank, lane[-1]):
-                    self._start_with_peers(rank, lane[-1])
+            for stream in self._queue[rank]:
+                if stream and self._ready(rank, stream[-1]):
+                    self._start_with_peers(rank, stream[-1])
 
     def _start_with_peers(self, rank: int, position: int) -> None:
         peers = self._peers_of(rank, self._tasks[position])
@@ -174,9 +174,9 @@ class _Simulation:
             self._begin(peer, position)
 
     def _begin(self, rank: int, position: int) -> None:
-        task, lane = self._tasks[position], self._lane_of[position]
-        self._queue[rank][lane].pop()
-        self._busy[rank][lane] = True
+        task, stream = self._tasks[position], self._stream_of[position]
+        self._queue[rank][stream].pop()
+        self._busy[rank][stream] = True
         self._start[rank][position] = self._now
         self._under_way.append(_UnderWay(rank, position, self._link_of(rank, task)))
         self._left.append(self._seconds_of(rank, task))
@@ -192,7 +192,7 @@ class _Simulation:
         self._left = [after for after in left if after > ENDED_S]
         for rank, position, _ in ended:
             self._end[rank][position] = self._now
-            self._busy[rank][self._lane_of[position]] = False
+            self._busy[rank][self._stream_of[position]] = False
             for follower in self._followers[position]:
                 self._num_awaited[rank][follower] -= 1
         return {each.rank for each in ended}
@@ -213,18 +213,18 @@ class _Simulation:
         ]
 
 
-def _lanes(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
-    """What each lane does, by position, the last one first."""
-    lanes: dict[Lane, list[int]] = defaultdict(list)
+def _streams(tasks: Sequence[Task]) -> dict[Stream, list[int]]:
+    """What each stream does, by position, the last one first."""
+    streams: dict[Stream, list[int]] = defaultdict(list)
     for position in reversed(range(len(tasks))):
-        lanes[tasks[position].lane].append(position)
-    return lanes
+        streams[tasks[position].stream].append(position)
+    return streams
 
 
 # Timelines as Chrome/Perfetto JSON: open the file at ui.perfetto.dev or chrome://tracing. Pure.
 
 
-LANES = tuple(lane.name for lane in (PARAM, COMPUTE, INTER, INTRA, HOST))
+STREAMS = tuple(stream.name for stream in (PARAM, COMPUTE, INTER, INTRA, HOST))
 """Those of weights and of rows on either side of the one that computes; the host's; others last."""
 
 Event = dict[str, Any]
@@ -236,13 +236,13 @@ class Box:
 
     name: str  # as profilers show it: ``Task.label``
     rank: int  # row group
-    lane: str  # row
+    stream: str  # row
     start_s: float  # seconds from the origin
     end_s: float  # likewise
     category: str  # kind of task, for colours
     # of the boxes of its rank, the position of the one that it waited for last
     bound_by: int | None = None
-    told: Mapping[str, str] = field(default_factory=dict)  # more, by name
+    reported: Mapping[str, str] = field(default_factory=dict)  # more, by name
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,11 @@ class Count:
     numbers: Mapping[str, int]  # by what they are of
 
 
-def in_order(lanes: Iterable[str]) -> list[str]:
-    seen = dict.fromkeys(lanes)
-    return [lane for lane in LANES if lane in seen] + [lane for lane in seen if lane not in LANES]
+def in_order(streams: Iterable[str]) -> list[str]:
+    seen = dict.fromkeys(streams)
+    return [stream for stream in STREAMS if stream in seen] + [
+        stream for stream in seen if stream not in STREAMS
+    ]
 
 
 def chrome_trace(
@@ -265,7 +267,7 @@ def chrome_trace(
     ranks: Mapping[int, str] = MappingProxyType({}),
     counts: Iterable[Count] = (),
 ) -> str:
-    """Trace Event Format: a process a rank, a thread a lane, microseconds.
+    """Trace Event Format: a process a rank, a thread a stream, microseconds.
 
     Args:
         boxes: of the timeline.
@@ -273,10 +275,12 @@ def chrome_trace(
         counts: of rows and the like.
     """
     boxes = list(boxes)
-    lanes = {lane: number for number, lane in enumerate(in_order(box.lane for box in boxes))}
-    events = [*_names(boxes, lanes, ranks)]
-    events += [_drawn(box, lanes[box.lane]) for box in boxes]
-    events += _arrows(boxes, lanes)
+    streams = {
+        stream: number for number, stream in enumerate(in_order(box.stream for box in boxes))
+    }
+    events = [*_names(boxes, streams, ranks)]
+    events += [_drawn(box, streams[box.stream]) for box in boxes]
+    events += _arrows(boxes, streams)
     events += [
         {"ph": "C", "name": c.name, "pid": c.rank, "ts": c.at_s * 1e6, "args": dict(c.numbers)}
         for c in counts
@@ -285,19 +289,22 @@ def chrome_trace(
 
 
 def _names(
-    boxes: Sequence[Box], lanes: Mapping[str, int], ranks: Mapping[int, str]
+    boxes: Sequence[Box], streams: Mapping[str, int], ranks: Mapping[int, str]
 ) -> Iterator[Event]:
     """Of processes and threads, and the order in which they stand."""
     for rank in sorted({box.rank for box in boxes} | ranks.keys()):
         yield _name("process_name", rank, name=ranks.get(rank, f"rank {rank}"))
         yield _name("process_sort_index", rank, sort_index=rank)
-    for rank, lane in dict.fromkeys((box.rank, box.lane) for box in boxes):
-        yield {**_name("thread_name", rank, name=lane), "tid": lanes[lane]}
-        yield {**_name("thread_sort_index", rank, sort_index=lanes[lane]), "tid": lanes[lane]}
+    for rank, stream in dict.fromkeys((box.rank, box.stream) for box in boxes):
+        yield {**_name("thread_name", rank, name=stream), "tid": streams[stream]}
+        yield {
+            **_name("thread_sort_index", rank, sort_index=streams[stream]),
+            "tid": streams[stream],
+        }
 
 
-def _name(what: str, rank: int, **told: object) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "args": told}
+def _name(what: str, rank: int, **reported: object) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "args": reported}
 
 
 def _drawn(box: Box, thread: int) -> Event:
@@ -309,11 +316,11 @@ def _drawn(box: Box, thread: int) -> Event:
         "tid": thread,
         "ts": box.start_s * 1e6,
         "dur": max(box.end_s - box.start_s, 0.0) * 1e6,
-        "args": dict(box.told),
+        "args": dict(box.reported),
     }
 
 
-def _arrows(boxes: Sequence[Box], lanes: Mapping[str, int]) -> Iterator[Event]:
+def _arrows(boxes: Sequence[Box], streams: Mapping[str, int]) -> Iterator[Event]:
     """From each task to those that waited for it last."""
     of_rank: dict[int, list[Box]] = defaultdict(list)
     for box in boxes:
@@ -326,5 +333,5 @@ def _arrows(boxes: Sequence[Box], lanes: Mapping[str, int]) -> Iterator[Event]:
         # In its middle: at its very end a viewer finds the next one.
         middle_s = min((by.start_s + by.end_s) / 2, box.start_s)
         alike = {"name": "waits", "cat": "waits", "id": number, "pid": box.rank}
-        yield {"ph": "s", **alike, "tid": lanes[by.lane], "ts": middle_s * 1e6}
-        yield {"ph": "f", "bp": "e", **alike, "tid": lanes[box.lane], "ts": box.start_s * 1e6}
+        yield {"ph": "s", **alike, "tid": streams[by.stream], "ts": middle_s * 1e6}
+        yield {"ph": "f", "bp": "e", **alike, "tid": streams[box.stream], "ts": box.start_s * 1e6}

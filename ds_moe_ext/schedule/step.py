@@ -3,15 +3,15 @@
 
 Forward of all layers, then backward from the last to the first. Behind each MoE layer the host
 computes: task ATTENTION, from the layer's tokens to the next layer's. Where a layer's program or
-its block only begins to move copies, the move is a task of its own here, GATHER. Its span is the
-pieces it moves: a layer whose copies the layer before launches has two, any other has one::
+its block only begins to move copies, the move is a task of its own here, GATHER. Its chunk range is
+the pieces it moves: a layer whose replicas the layer before launches has two, any other has one::
 
     forward     expert[i]       beside  gather[i+1,0]     attention[i]  beside  gather[i+1,1]
     backward    attention'[i]   beside  gather'[i+1,0]    expert'[i]    beside  gather'[i+1,1]
 
-Who begins a move, and who waits for it, is said by the tasks that the layers themselves run
+Who begins a move, and who waits for it, is stated by the tasks that the layers themselves run
 (``orders.LayerTasks``): JOIN waits for what was gathered, HAVE_AGAIN for what was gathered again,
-and the adjoint of START for the gradients that went home.
+and the adjoint of START for the gradients that went to the owner.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ds_moe_ext.schedule.task import (
     JOIN,
     RECALL,
     START,
+    ChunkRange,
     Kind,
-    Lane,
     Op,
     Schedule,
-    Span,
+    Stream,
     Task,
     Value,
 )
 
 LOSS = Kind("loss")  # what the host makes of the last layer's tokens
-COPIES = Kind("copies")  # a piece of a layer's copies, arrived
-AGAIN = Kind("copies_again")  # all of them, in backward
-SUMMED = Kind("summed")  # gradients of a piece, at home
+REPLICAS = Kind("replicas")  # a piece of a layer's replicas, arrived
+AGAIN = Kind("replicas_again")  # all of them, in backward
+SUMMED = Kind("summed")  # gradients of a piece, at the owner
 ADDED = Kind("added")  # all of them, to those that were there
 SLICE = Kind("slice", has_gradient=False)  # of the dense gradients, summed
 
@@ -52,7 +52,7 @@ def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule
 
     Tasks that begin a move, or wait for one, take no seconds. What a block does as it begins, it
     does when the layer before has its output; the first one at the very start. The step ends when
-    all gradients are at home. Kinds of values of backward have a prime.
+    all gradients are at the owner. Kinds of values of backward have a prime.
 
     Args:
         layers: what runs of each layer, in the order of the model. Tokens pass from one to the
@@ -77,12 +77,13 @@ def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule
     return Schedule(tuple(step.tasks), (*tokens, *_untokened(layers)), outputs, is_round_trip=True)
 
 
-def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
-    """The same tasks in the same order, some in other lanes: all that is sent in one queue, say."""
+def in_streams(schedule: Schedule, streams: Mapping[Stream, Stream]) -> Schedule:
+    """The same tasks in the same order, some in other streams: all that is sent in one queue,
+    say."""
     tasks = []
     for task in schedule.tasks:
-        lane = lanes.get(task.lane, task.lane)
-        tasks.append(replace(task, op=replace(task.op, lane=lane, back=lane)))
+        stream = streams.get(task.stream, task.stream)
+        tasks.append(replace(task, op=replace(task.op, stream=stream, back=stream)))
     return replace(schedule, tasks=tuple(tasks))
 
 
@@ -105,7 +106,7 @@ class _Step:
         self._gathers: dict[int, list[int]] = defaultdict(list)  # of forward, by layer
         self._recalled: set[int] = set()
         self._first = 0  # where what leads stands
-        self._home: dict[int, list[Value]] = defaultdict(list)  # gradients of copies, by layer
+        self._owner: dict[int, list[Value]] = defaultdict(list)  # gradients of replicas, by layer
 
     def run(self) -> None:
         """Forward of all layers, backward of all, and the end of the first block's."""
@@ -113,12 +114,12 @@ class _Step:
         grads, begun = self.tasks[-1].writes, list[int]()
         for each, (block, program, host) in zip(reversed(self._layers), reversed(ran)):
             given = _tokens(each.backward.inputs)
-            self._add(Task(ATTENTION, each.layer, Span(0, 1), grads, given, (host,)))
+            self._add(Task(ATTENTION, each.layer, ChunkRange(0, 1), grads, given, (host,)))
             self._backward(each.backward, program, (*given, *self._end(begun)))
             grads, begun = _tokens(each.backward.outputs), block
         if self._leads:
             done = (Value(LOSS, self._before),)
-            self._add(Task(ATTENTION, self._before, Span(0, 1), grads, done, (self._first,)))
+            self._add(Task(ATTENTION, self._before, ChunkRange(0, 1), grads, done, (self._first,)))
         self._end(begun)
 
     @property
@@ -131,14 +132,14 @@ class _Step:
         block = self._begin(self._layers[0], ())
         if self._leads:
             tokens = _tokens(self._layers[0].forward.inputs)
-            self._first = self._add(Task(ATTENTION, self._before, Span(0, 1), (), tokens))
+            self._first = self._add(Task(ATTENTION, self._before, ChunkRange(0, 1), (), tokens))
         for each, following in zip(self._layers, (*self._layers[1:], None)):
-            program = [self._add(self._with_copies(task)) for task in each.forward.tasks]
+            program = [self._add(self._with_replicas(task)) for task in each.forward.tasks]
             y, own = _tokens(each.forward.outputs), block
             passed: tuple[Value, ...] = (Value(LOSS, each.layer),)
             if following is not None:
                 block, passed = self._begin(following, y), _tokens(following.forward.inputs)
-            host = self._add(Task(ATTENTION, each.layer, Span(0, 1), y, passed))
+            host = self._add(Task(ATTENTION, each.layer, ChunkRange(0, 1), y, passed))
             ran.append(_Ran(own, program, host))
         return ran
 
@@ -147,11 +148,11 @@ class _Step:
         return [self._add(replace(task, reads=(*task.reads, *given))) for task in layer.block]
 
     def _end(self, begun: Sequence[int]) -> tuple[Value, ...]:
-        """The end of a block's backward: its starts' gradients are home, the last one's first."""
+        """The end of a block's backward: its starts' gradients are owner, the last one's first."""
         starts = [place for place in reversed(begun) if self.tasks[place].op == START]
         for place in starts:
             task = self.tasks[place]
-            reads, writes = tuple(self._home[task.layer]), (Value(ADDED, task.layer),)
+            reads, writes = tuple(self._owner[task.layer]), (Value(ADDED, task.layer),)
             self._add(replace(task, reads=reads, writes=writes, adjoint_of=(place,)))
         return tuple(Value(ADDED, self.tasks[place].layer) for place in starts)
 
@@ -161,10 +162,10 @@ class _Step:
             adjoint_of = tuple(ran[position] for position in task.adjoint_of)
             needs = given if set(task.reads) <= set(program.inputs) else ()
             reads = tuple(dict.fromkeys((*task.reads, *needs)))
-            self._add(self._with_copies(replace(task, adjoint_of=adjoint_of, reads=reads)))
+            self._add(self._with_replicas(replace(task, adjoint_of=adjoint_of, reads=reads)))
 
-    def _with_copies(self, task: Task) -> Task:
-        """The task of a program, waiting for the copies that it needs."""
+    def _with_replicas(self, task: Task) -> Task:
+        """The task of a program, waiting for the replicas that it needs."""
         needs: tuple[Value, ...] = ()
         if task.op == JOIN and not task.adjoint_of:
             needs = tuple(self.tasks[place].writes[0] for place in self._gathers[task.layer])
@@ -180,10 +181,10 @@ class _Step:
         self.tasks.append(task)
         begun = task.op.begins
         if begun is not None and begun.op is GRADIENTS:
-            sums = (Value(SLICE, task.layer, task.span),)
-            self.tasks.append(Task(GRADIENTS, task.layer, task.span, task.writes, sums))
+            sums = (Value(SLICE, task.layer, task.chunk_range),)
+            self.tasks.append(Task(GRADIENTS, task.layer, task.chunk_range, task.writes, sums))
         elif begun is not None and begun.is_adjoint:
-            self._send_home(begun.op, task)
+            self._send_to_owner(begun.op, task)
         elif begun is not None and task.op != RECALL:
             self._gather(begun.op, task)
         elif begun is not None and task.layer in self._freed:
@@ -192,19 +193,19 @@ class _Step:
 
     def _gather(self, op: Op, by: Task) -> None:
         self._gathers[by.layer].append(len(self.tasks))
-        copies = (Value(COPIES, by.layer, by.span),)
-        self.tasks.append(Task(op, by.layer, by.span, by.writes, copies))
+        replicas = (Value(REPLICAS, by.layer, by.chunk_range),)
+        self.tasks.append(Task(op, by.layer, by.chunk_range, by.writes, replicas))
 
     def _gather_again(self, op: Op, layer: int, after: tuple[Value, ...]) -> None:
         self._recalled.add(layer)
-        pieces = Span(0, len(self._gathers[layer]))
+        pieces = ChunkRange(0, len(self._gathers[layer]))
         self.tasks.append(Task(op, layer, pieces, after, (Value(AGAIN, layer),)))
 
-    def _send_home(self, op: Op, by: Task) -> None:
-        sums = (Value(SUMMED, by.layer, by.span),)
-        self._home[by.layer] += sums
+    def _send_to_owner(self, op: Op, by: Task) -> None:
+        sums = (Value(SUMMED, by.layer, by.chunk_range),)
+        self._owner[by.layer] += sums
         gathers = tuple(self._gathers[by.layer])
-        self.tasks.append(Task(op, by.layer, by.span, by.writes, sums, gathers))
+        self.tasks.append(Task(op, by.layer, by.chunk_range, by.writes, sums, gathers))
 
 
 def _tokens(values: Iterable[Value]) -> tuple[Value, ...]:
@@ -234,7 +235,7 @@ def _untokened(layers: Sequence[LayerTasks]) -> tuple[Value, ...]:
 
 
 def _outputs(layers: Sequence[LayerTasks], tasks: Sequence[Task]) -> tuple[Value, ...]:
-    """Gradients: of the first layer's tokens, of all weights, and of their copies."""
+    """Gradients: of the first layer's tokens, of all weights, and of their replicas."""
     given = (value for each in layers for value in each.backward.outputs)
     rest = (value for value in given if not value.kind.by_token)
     sums = (value for task in tasks for value in task.writes if value.kind == SUMMED)

@@ -3,7 +3,7 @@
 
 HeterMoE, section 4.1 (spec 2.3, 2.4, 2.7). Layers and micro-batches are numbered from 0. A layer's
 stage on the attention side is what lies between the experts of the layer before and its own; one
-stage more, the head, ends in the loss. Each side has a lane, and so has each direction between
+stage more, the head, ends in the loss. Each side has a stream, and so has each direction between
 them. Here two micro-batches pass two layers: ``a`` attention, ``h`` head, ``e`` expert, ``d``
 dispatch, ``c`` combine; adjoints have a prime::
 
@@ -12,20 +12,21 @@ dispatch, ``c`` combine; adjoints have a prime::
     a2e           d00 d01     d10 d11      c'10 c'11     c'00 c'01
     e2a               c00 c01     c10 c11      d'10 d'11       d'00 d'01
 
-What was sent to the experts comes back, with its gradients, against the direction it had: a lane is
-a direction, not a task's name (spec rule 10), and so both sides issue each lane in one order.
+What was sent to the experts comes back, with its gradients, against the direction it had: a stream
+is a direction, not a task's name (spec rule 10), and so both sides issue each stream in one order.
 
-Where a layer's experts have copies, these travel in the lane of parameters, which both sides issue
-alike too: from the beginning of the layer, so that attention and dispatch go on beside them, and
-what a stripe's rows ask for in addition when its rows are known. Their gradients are summed over
-the stripes and go home when the last one has computed (``g`` gather, ``r`` revise, ``j`` join)::
+Where a layer's experts have replicas, these travel in the stream of parameters, which both sides
+issue alike too: from the beginning of the layer, so that attention and dispatch go on beside them,
+and what a stripe's rows ask for in addition when its rows are known. Their gradients are summed
+over the stripes and go to the owner when the last one has computed (``g`` gather, ``r`` revise,
+``j`` join)::
 
     attention  a00 a01                     ...                     a'00 a'01
     expert         j00 e00 j01 e01         ...  e'00 j'00 e'01 j'01
     param      g0      r00     r01         ...                     g'0
 
 Nothing waits for ever: a task waits for tasks that stand before it in the schedule alone, in its
-lane or by what it reads, and each side issues its part of the schedule in that order.
+stream or by what it reads, and each side issues its part of the schedule in that order.
 """
 
 from __future__ import annotations
@@ -37,36 +38,36 @@ from itertools import pairwise, zip_longest
 
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.orders import ARRIVED, COMPUTED, RETURNED, ROUTE, TARGET_WEIGHTS, WEIGHTS
-from ds_moe_ext.schedule.step import LOSS, in_lanes, primed
+from ds_moe_ext.schedule.step import LOSS, in_streams, primed
 from ds_moe_ext.schedule.task import (
     GATHER,
     PARAM,
+    ChunkRange,
     Kind,
-    Lane,
     Op,
     Schedule,
-    Span,
+    Stream,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 
-# A side, the ranks of one role, by the lane that only they have.
-ATTENTION_SIDE = Lane("attention")
-EXPERT_SIDE = Lane("expert")
+# A side, the ranks of one role, by the stream that only they have.
+ATTENTION_SIDE = Stream("attention")
+EXPERT_SIDE = Stream("expert")
 SIDES = (ATTENTION_SIDE, EXPERT_SIDE)
-A2E = Lane("a2e", sends=True)  # from attention ranks to expert ranks
-E2A = Lane("e2a", sends=True)
+A2E = Stream("a2e", sends=True)  # from attention ranks to expert ranks
+E2A = Stream("e2a", sends=True)
 SHARED = (A2E, E2A, PARAM)  # where ranks of both sides meet
 
-ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE)
+ATTENTION = replace(ops.ATTENTION, stream=ATTENTION_SIDE)
 HEAD = Op("head", ATTENTION_SIDE)
-EXPERT = replace(ops.EXPERT, lane=EXPERT_SIDE)
+EXPERT = replace(ops.EXPERT, stream=EXPERT_SIDE)
 OFFLOADED = Op("offloaded", ATTENTION_SIDE)  # experts that attention ranks hold
-DISPATCH = replace(ops.DISPATCH, lane=A2E, back=E2A)
-COMBINE = replace(ops.COMBINE, lane=E2A, back=A2E)
-REVISE = Op("revise", PARAM)  # the gather of copies that a stripe's rows ask for in addition
-JOIN = replace(ops.JOIN, lane=EXPERT_SIDE)
+DISPATCH = replace(ops.DISPATCH, stream=A2E, back=E2A)
+COMBINE = replace(ops.COMBINE, stream=E2A, back=A2E)
+REVISE = Op("revise", PARAM)  # the gather of replicas that a stripe's rows ask for in addition
+JOIN = replace(ops.JOIN, stream=EXPERT_SIDE)
 OFFLOADED_JOIN = Op("offloaded_join", ATTENTION_SIDE, is_wait=True)
 
 TOKENS = Kind("tokens", has_gradient=False)  # of a micro-batch, and what is to follow them
@@ -75,7 +76,7 @@ HIDDEN = Kind("hidden")  # what a stage leaves to the next on the spot: residual
 ROWS = Kind("rows")  # what it sends
 OFFLOADED_WEIGHTS = Kind("offloaded_weights")
 COMPUTED_HERE = Kind("computed_here")  # outputs of experts that attention ranks hold
-COPIES = Kind("copies")  # on this rank, and who holds which
+REPLICAS = Kind("replicas")  # on this rank, and who holds which
 OFFLOADED_TARGET_WEIGHTS = Kind("offloaded_target_weights")
 
 
@@ -100,8 +101,8 @@ def striped_step(
         num_layers: MoE layers, each with its experts.
         num_micro_batches: stripes that the tokens of an attention rank are cut into; each is the
             span of one finest chunk. With one, nothing overlaps.
-        offloaded: numbers of the layers some of whose experts attention ranks hold, or copies.
-        copied: of those whose experts have copies.
+        offloaded: numbers of the layers some of whose experts attention ranks hold, or replicas.
+        copied: of those whose experts have replicas.
         revised: of those among them that may get more once the rows of a stripe are known.
 
     Raises:
@@ -119,28 +120,28 @@ def striped_step(
                 f"{list(layers)} are {what}; give one of both at least, and numbers of these "
                 "layers, from 0; those that are revised are copied, too"
             )
-    step = _Step(spans(num_micro_batches, num_micro_batches), offloaded, copied, revised)
+    step = _Step(chunk_ranges(num_micro_batches, num_micro_batches), offloaded, copied, revised)
     for layer in range(num_layers):
         step.forward(layer)
-    step.turn(num_layers)
+    step.turn_around(num_layers)
     for layer in reversed(range(num_layers)):
         step.backward(layer)
     return step.schedule()
 
 
-def part_of(schedule: Schedule, side: Lane) -> Schedule:
+def part_of(schedule: Schedule, side: Stream) -> Schedule:
     """What the ranks of one side issue, in the order of the whole.
 
     What the other side computes counts as given, though a rank here has none of it: of a collective
     it does its own half.
     """
     own = {side, *SHARED}
-    return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane in own])
+    return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.stream in own])
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
-    """With one lane for all: DistEP, the baseline whose sides never work at the same time."""
-    return in_lanes(schedule, dict.fromkeys((EXPERT_SIDE, *SHARED), ATTENTION_SIDE))
+    """With one stream for all: DistEP, the baseline whose sides never work at the same time."""
+    return in_streams(schedule, dict.fromkeys((EXPERT_SIDE, *SHARED), ATTENTION_SIDE))
 
 
 def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
@@ -175,16 +176,16 @@ class _Step:
 
     def __init__(
         self,
-        micro_batches: Sequence[Span],
+        micro_batches: Sequence[ChunkRange],
         offloaded: Collection[int],
         copied: Collection[int],
         revised: Collection[int],
     ) -> None:
         self._micro_batches = micro_batches
-        self._whole = Span(0, len(micro_batches))
+        self._whole = ChunkRange(0, len(micro_batches))
         self._offloaded, self._copied, self._revised = offloaded, copied, revised
         self._tasks: list[Task] = []
-        self._places: dict[tuple[Op, int, Span], int] = {}  # of forward
+        self._places: dict[tuple[Op, int, ChunkRange], int] = {}  # of forward
 
     def forward(self, layer: int) -> None:
         """A dispatch stands behind the attention of the next micro-batch, and its experts right
@@ -194,68 +195,78 @@ class _Step:
         if layer in self._copied:
             self._run(_gather(layer, self._whole))
         self._run(_attention(layer, micro_batches[0]))
-        for span, following in zip_longest(micro_batches, micro_batches[1:]):
+        for chunk_range, following in zip_longest(micro_batches, micro_batches[1:]):
             if following is not None:
                 self._run(_attention(layer, following))
-            self._run(_dispatch(layer, span))
+            self._run(_dispatch(layer, chunk_range))
             if layer in self._revised:
-                self._run(_revise(layer, span))
-            self._compute(_expert(layer, span), JOIN, TARGET_WEIGHTS)
+                self._run(_revise(layer, chunk_range))
+            self._compute(_expert(layer, chunk_range), JOIN, TARGET_WEIGHTS)
             if not is_offloaded:
-                self._run(_combine(layer, span, is_offloaded=False))
+                self._run(_combine(layer, chunk_range, is_offloaded=False))
         if is_offloaded:
-            for span in micro_batches:
-                self._compute(_offloaded(layer, span), OFFLOADED_JOIN, OFFLOADED_TARGET_WEIGHTS)
-                self._run(_combine(layer, span, is_offloaded=True))
+            for chunk_range in micro_batches:
+                self._compute(
+                    _offloaded(layer, chunk_range), OFFLOADED_JOIN, OFFLOADED_TARGET_WEIGHTS
+                )
+                self._run(_combine(layer, chunk_range, is_offloaded=True))
 
     def _compute(self, task: Task, join: Op, joined: Kind) -> None:
-        """Experts, with their own weights or those that are joined from homes and copies."""
-        layer, span = task.layer, task.span
+        """Experts, with their own weights or those that are joined from owners and copies."""
+        layer, chunk_range = task.layer, task.chunk_range
         if layer in self._copied:
             arrived, route, weights = task.reads
-            target = Value(joined, layer, span)
+            target = Value(joined, layer, chunk_range)
             self._run(
-                Task(join, layer, span, (weights, self._copies(layer, span), route), (target,))
+                Task(
+                    join,
+                    layer,
+                    chunk_range,
+                    (weights, self._replicas(layer, chunk_range), route),
+                    (target,),
+                )
             )
             task = replace(task, reads=(arrived, route, target))
         self._run(task)
 
-    def _copies(self, layer: int, span: Span) -> Value:
-        return Value(COPIES, layer, span if layer in self._revised else None)
+    def _replicas(self, layer: int, chunk_range: ChunkRange) -> Value:
+        return Value(REPLICAS, layer, chunk_range if layer in self._revised else None)
 
-    def turn(self, layer: int) -> None:
+    def turn_around(self, layer: int) -> None:
         """The last stage, forward and backward of each micro-batch."""
-        for span in self._micro_batches:
-            self._run(_head(layer, span))
-            self._undo(HEAD, layer, span)
-            self._undo(COMBINE, layer - 1, span)
+        for chunk_range in self._micro_batches:
+            self._run(_head(layer, chunk_range))
+            self._undo(HEAD, layer, chunk_range)
+            self._undo(COMBINE, layer - 1, chunk_range)
 
     def backward(self, layer: int) -> None:
         is_copied = layer in self._copied
-        for span in self._micro_batches:
-            self._undo(EXPERT, layer, span)
+        for chunk_range in self._micro_batches:
+            self._undo(EXPERT, layer, chunk_range)
             if is_copied:
-                self._undo(JOIN, layer, span)
+                self._undo(JOIN, layer, chunk_range)
             if layer in self._offloaded:
-                self._undo(OFFLOADED, layer, span)
+                self._undo(OFFLOADED, layer, chunk_range)
                 if is_copied:
-                    self._undo(OFFLOADED_JOIN, layer, span)
-            self._undo(DISPATCH, layer, span)
+                    self._undo(OFFLOADED_JOIN, layer, chunk_range)
+            self._undo(DISPATCH, layer, chunk_range)
         if is_copied:
-            self._send_home(layer)
-        for span in self._micro_batches:
-            self._undo(ATTENTION, layer, span)
+            self._send_to_owner(layer)
+        for chunk_range in self._micro_batches:
+            self._undo(ATTENTION, layer, chunk_range)
             if layer:
-                self._undo(COMBINE, layer - 1, span)
+                self._undo(COMBINE, layer - 1, chunk_range)
 
-    def _send_home(self, layer: int) -> None:
+    def _send_to_owner(self, layer: int) -> None:
         """The adjoint of all that was gathered, at once."""
         revised = self._micro_batches if layer in self._revised else ()
-        later = (self._places[REVISE, layer, span] for span in revised)
+        later = (self._places[REVISE, layer, chunk_range] for chunk_range in revised)
         gathers = (self._places[GATHER, layer, self._whole], *later)
-        joined = dict.fromkeys(self._copies(layer, span) for span in self._micro_batches)
-        home = _grads((Value(WEIGHTS, layer),))
-        self._tasks.append(Task(GATHER, layer, self._whole, _grads(joined), home, gathers))
+        joined = dict.fromkeys(
+            self._replicas(layer, chunk_range) for chunk_range in self._micro_batches
+        )
+        owner = _grads((Value(WEIGHTS, layer),))
+        self._tasks.append(Task(GATHER, layer, self._whole, _grads(joined), owner, gathers))
 
     def schedule(self) -> Schedule:
         read = dict.fromkeys(value for task in self._tasks for value in task.reads)
@@ -265,68 +276,76 @@ class _Step:
         return Schedule(tuple(self._tasks), given, left, is_round_trip=True)
 
     def _run(self, task: Task) -> None:
-        self._places[task.op, task.layer, task.span] = len(self._tasks)
+        self._places[task.op, task.layer, task.chunk_range] = len(self._tasks)
         self._tasks.append(task)
 
-    def _undo(self, op: Op, layer: int, span: Span) -> None:
+    def _undo(self, op: Op, layer: int, chunk_range: ChunkRange) -> None:
         """The adjoint: it reads the gradients of what was written, and of a loss the loss. Rows
         that travel do so by the route that they have."""
-        place = self._places[op, layer, span]
+        place = self._places[op, layer, chunk_range]
         task = self._tasks[place]
-        route = (Value(ROUTE, layer, span),) if op in (DISPATCH, COMBINE) else ()
+        route = (Value(ROUTE, layer, chunk_range),) if op in (DISPATCH, COMBINE) else ()
         reads = (*_grads(task.writes), *route)
         self._tasks.append(
             replace(task, reads=reads, writes=_grads(task.reads), adjoint_of=(place,))
         )
 
 
-def _attention(layer: int, span: Span) -> Task:
+def _attention(layer: int, chunk_range: ChunkRange) -> Task:
     """From the outputs of the experts of the layer before to the rows for this layer's."""
-    before = _handed_on(layer, span) if layer else (Value(TOKENS, 0, span),)
-    writes = (Value(HIDDEN, layer, span), Value(ROWS, layer, span))
-    return Task(ATTENTION, layer, span, (*before, Value(DENSE, layer)), writes)
+    before = _handed_on(layer, chunk_range) if layer else (Value(TOKENS, 0, chunk_range),)
+    writes = (Value(HIDDEN, layer, chunk_range), Value(ROWS, layer, chunk_range))
+    return Task(ATTENTION, layer, chunk_range, (*before, Value(DENSE, layer)), writes)
 
 
-def _head(layer: int, span: Span) -> Task:
-    reads = (*_handed_on(layer, span), Value(TOKENS, 0, span), Value(DENSE, layer))
-    return Task(HEAD, layer, span, reads, (Value(LOSS, layer, span),))
+def _head(layer: int, chunk_range: ChunkRange) -> Task:
+    reads = (*_handed_on(layer, chunk_range), Value(TOKENS, 0, chunk_range), Value(DENSE, layer))
+    return Task(HEAD, layer, chunk_range, reads, (Value(LOSS, layer, chunk_range),))
 
 
-def _handed_on(layer: int, span: Span) -> tuple[Value, ...]:
-    return Value(HIDDEN, layer - 1, span), Value(RETURNED, layer - 1, span)
+def _handed_on(layer: int, chunk_range: ChunkRange) -> tuple[Value, ...]:
+    return Value(HIDDEN, layer - 1, chunk_range), Value(RETURNED, layer - 1, chunk_range)
 
 
-def _dispatch(layer: int, span: Span) -> Task:
-    writes = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
-    return Task(DISPATCH, layer, span, (Value(ROWS, layer, span),), writes)
+def _dispatch(layer: int, chunk_range: ChunkRange) -> Task:
+    writes = (Value(ARRIVED, layer, chunk_range), Value(ROUTE, layer, chunk_range))
+    return Task(DISPATCH, layer, chunk_range, (Value(ROWS, layer, chunk_range),), writes)
 
 
-def _gather(layer: int, whole: Span) -> Task:
-    return Task(GATHER, layer, whole, (Value(WEIGHTS, layer),), (Value(COPIES, layer),))
+def _gather(layer: int, whole: ChunkRange) -> Task:
+    return Task(GATHER, layer, whole, (Value(WEIGHTS, layer),), (Value(REPLICAS, layer),))
 
 
-def _revise(layer: int, span: Span) -> Task:
+def _revise(layer: int, chunk_range: ChunkRange) -> Task:
     """Those that are lacking still. What one stripe has asked for, the next ones have."""
-    before = Value(COPIES, layer, Span(span.start - 1, span.start) if span.start else None)
-    reads = (Value(WEIGHTS, layer), before, Value(ROUTE, layer, span))
-    return Task(REVISE, layer, span, reads, (Value(COPIES, layer, span),))
+    before = Value(
+        REPLICAS,
+        layer,
+        ChunkRange(chunk_range.start - 1, chunk_range.start) if chunk_range.start else None,
+    )
+    reads = (Value(WEIGHTS, layer), before, Value(ROUTE, layer, chunk_range))
+    return Task(REVISE, layer, chunk_range, reads, (Value(REPLICAS, layer, chunk_range),))
 
 
-def _expert(layer: int, span: Span) -> Task:
-    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(WEIGHTS, layer))
-    return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
+def _expert(layer: int, chunk_range: ChunkRange) -> Task:
+    reads = (
+        Value(ARRIVED, layer, chunk_range),
+        Value(ROUTE, layer, chunk_range),
+        Value(WEIGHTS, layer),
+    )
+    return Task(EXPERT, layer, chunk_range, reads, (Value(COMPUTED, layer, chunk_range),))
 
 
-def _offloaded(layer: int, span: Span) -> Task:
-    route, weights = Value(ROUTE, layer, span), Value(OFFLOADED_WEIGHTS, layer)
-    reads = (Value(ARRIVED, layer, span), route, weights)
-    return Task(OFFLOADED, layer, span, reads, (Value(COMPUTED_HERE, layer, span),))
+def _offloaded(layer: int, chunk_range: ChunkRange) -> Task:
+    route, weights = Value(ROUTE, layer, chunk_range), Value(OFFLOADED_WEIGHTS, layer)
+    reads = (Value(ARRIVED, layer, chunk_range), route, weights)
+    return Task(OFFLOADED, layer, chunk_range, reads, (Value(COMPUTED_HERE, layer, chunk_range),))
 
 
-def _combine(layer: int, span: Span, *, is_offloaded: bool) -> Task:
+def _combine(layer: int, chunk_range: ChunkRange, *, is_offloaded: bool) -> Task:
     kinds = (COMPUTED, COMPUTED_HERE) if is_offloaded else (COMPUTED,)
-    reads = tuple(Value(kind, layer, span) for kind in (*kinds, ROUTE))
-    return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
+    reads = tuple(Value(kind, layer, chunk_range) for kind in (*kinds, ROUTE))
+    return Task(COMBINE, layer, chunk_range, reads, (Value(RETURNED, layer, chunk_range),))
 
 
 def _grads(values: Iterable[Value]) -> tuple[Value, ...]:

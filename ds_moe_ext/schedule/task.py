@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule: which tasks, in which lane, issued in which order. Data only; nothing runs here.
+"""A schedule: which tasks, in which stream, issued in which order. Data only; nothing runs here.
 
 The tokens of a layer are cut into *finest chunks*. A task works on a *span* of them, and a value is
-named by its kind, its layer and the span it covers; so forward tasks may cover other spans than
-backward tasks (FSMoE: the two degrees differ on most layers), and the finest chunks are the least
-common multiple of the two degrees.
+named by its kind, its layer and the chunk range it covers; so forward tasks may cover other chunk
+ranges than backward tasks (FSMoE: the two degrees differ on most layers), and the finest chunks are
+the least common multiple of the two degrees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Stream:
     """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator."""
 
     name: str  # which
@@ -31,11 +31,11 @@ class Lane:
         return hash(self.name)
 
 
-COMPUTE = Lane("compute")
-INTER = Lane("inter", sends=True)  # collectives between cells, over the slow links
-INTRA = Lane("intra", sends=True)  # collectives inside a cell, over the fast links
-PARAM = Lane("param", sends=True)  # expert weights and their gradients
-HOST = Lane("host")  # what the CPU works out while a device or the links are busy
+COMPUTE = Stream("compute")
+INTER = Stream("inter", sends=True)  # collectives between EP ranks, over the slow links
+INTRA = Stream("intra", sends=True)  # collectives inside an ETP group, over the fast links
+PARAM = Stream("param", sends=True)  # expert weights and their gradients
+HOST = Stream("host")  # what the CPU works out while a device or the links are busy
 
 
 class Begun(NamedTuple):
@@ -47,13 +47,13 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A kind of task and the lane it runs in. An open set: a strategy may define its own."""
+    """A kind of task and the stream it runs in. An open set: a strategy may define its own."""
 
     name: str  # shown in errors and traces
-    lane: Lane  # where it runs
-    back: Lane | None = None  # lane of the adjoint, where it is another one
+    stream: Stream  # where it runs
+    back: Stream | None = None  # stream of the adjoint, where it is another one
     is_wait: bool = False  # it only waits for what was begun elsewhere
-    # the work in another lane that it only begins; whoever needs that waits for it
+    # the work in another stream that it only begins; whoever needs that waits for it
     begins: Begun | None = None
 
     def __hash__(self) -> int:
@@ -61,7 +61,7 @@ class Op:
 
     @property
     def is_work(self) -> bool:
-        """Whether it takes time in its own lane."""
+        """Whether it takes time in its own stream."""
         return not self.is_wait and self.begins is None
 
 
@@ -73,36 +73,40 @@ EXPERT = Op("expert", COMPUTE)
 COMBINE = Op("combine", INTER)
 RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
 
-# Around them, where experts have copies.
+# Around them, where experts have replicas.
 ATTENTION = Op("attention", COMPUTE)  # what the host computes between two MoE layers
-GATHER = Op("gather", PARAM)  # weights to their copies; its adjoint sums gradients at home
-START = Op("start", COMPUTE, is_wait=True)  # of a pass; its adjoint waits for what came home
+GATHER = Op(
+    "gather", PARAM
+)  # weights to their replicas; its adjoint sums gradients at their owners
+START = Op(
+    "start", COMPUTE, is_wait=True
+)  # of a pass; its adjoint waits for what came to the owner
 JOIN = Op("join", COMPUTE, is_wait=True)
-HAVE_AGAIN = Op("have_again", COMPUTE, is_wait=True)  # copies that were freed, in backward
+HAVE_AGAIN = Op("have_again", COMPUTE, is_wait=True)  # replicas that were freed, in backward
 LAUNCH = Op("launch", COMPUTE, begins=Begun(GATHER))
-RECALL = Op("recall", COMPUTE, begins=Begun(GATHER))  # the same copies again, for backward
-SEND_HOME = Op("send_home", COMPUTE, begins=Begun(GATHER, is_adjoint=True))
+RECALL = Op("recall", COMPUTE, begins=Begun(GATHER))  # the same replicas again, for backward
+SEND_TO_OWNER = Op("send_to_owner", COMPUTE, begins=Begun(GATHER, is_adjoint=True))
 PLAN = Op("plan", HOST)  # of the next step
 
-# Where the ranks of a cell split each expert, and where dense gradients are summed in slices.
-CELL_GATHER = Op("cell_gather", INTRA)  # rows that arrived at any rank of the cell, to all of it
-CELL_SCATTER = Op("cell_scatter", INTRA)  # sums what the splits computed, to the rank of each row
+# Where the ranks of an ETP group split each expert, and where dense gradients are summed in slices.
+ETP_GATHER = Op("etp_gather", INTRA)  # rows that arrived at any rank of the EP rank, to all of it
+ETP_SCATTER = Op("etp_scatter", INTRA)  # sums what the splits computed, to the rank of each row
 GRADIENTS = Op("gradients", INTER)  # the all-reduce of a slice
 BEGIN_GRADIENTS = Op("begin_gradients", COMPUTE, begins=Begun(GRADIENTS))
 
 
-class Span(NamedTuple):
+class ChunkRange(NamedTuple):
     """Finest chunks ``start`` to ``stop``, the end excluded."""
 
     start: int
     stop: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ChunkRange) -> bool:
         return self.start < other.stop and other.start < self.stop
 
-    def shared_with(self, other: Span) -> Span:
-        """The chunks of both; of spans that overlap."""
-        return Span(max(self.start, other.start), min(self.stop, other.stop))
+    def shared_with(self, other: ChunkRange) -> ChunkRange:
+        """The chunks of both; of chunk ranges that overlap."""
+        return ChunkRange(max(self.start, other.start), min(self.stop, other.stop))
 
     def __str__(self) -> str:
         return f"{self.start}" if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
@@ -124,15 +128,15 @@ class Cut(NamedTuple):
     def num_chunks(self) -> int:
         return len(self.bounds) - 1
 
-    def first(self, span: Span) -> int:
-        return self.bounds[span.start]
+    def first(self, chunk_range: ChunkRange) -> int:
+        return self.bounds[chunk_range.start]
 
-    def length(self, span: Span) -> int:
-        return self.bounds[span.stop] - self.bounds[span.start]
+    def length(self, chunk_range: ChunkRange) -> int:
+        return self.bounds[chunk_range.stop] - self.bounds[chunk_range.start]
 
 
-def spans(num_chunks: int, degree: int) -> tuple[Span, ...]:
-    """``degree`` equal spans of ``num_chunks`` finest chunks.
+def chunk_ranges(num_chunks: int, degree: int) -> tuple[ChunkRange, ...]:
+    """``degree`` equal chunk ranges of ``num_chunks`` finest chunks.
 
     Raises:
         ValueError: ``degree`` does not divide ``num_chunks``.
@@ -143,13 +147,15 @@ def spans(num_chunks: int, degree: int) -> tuple[Span, ...]:
             "least common multiple of the forward and the backward degree"
         )
     width = num_chunks // degree
-    return tuple(Span(i * width, (i + 1) * width) for i in range(degree))
+    return tuple(ChunkRange(i * width, (i + 1) * width) for i in range(degree))
 
 
-def refined(num_chunks: int, *degrees: int) -> tuple[Span, ...]:
-    """The fewest spans that the spans of each degree are made of."""
-    ends = sorted({span.stop for degree in degrees for span in spans(num_chunks, degree)})
-    return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
+def refined(num_chunks: int, *degrees: int) -> tuple[ChunkRange, ...]:
+    """The fewest chunk ranges that the chunk ranges of each degree are made of."""
+    ends = sorted(
+        {chunk_range.stop for degree in degrees for chunk_range in chunk_ranges(num_chunks, degree)}
+    )
+    return tuple(ChunkRange(start, stop) for start, stop in pairwise((0, *ends)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class Kind:
     """A kind of value, and how it can be handed on."""
 
     name: str  # shown in errors and traces
-    # its first dim is the tokens of its span, so that it may be sliced and joined
+    # its first dim is the tokens of its chunk range, so that it may be sliced and joined
     by_token: bool = False
     has_gradient: bool = True  # it has an adjoint; integers have none
 
@@ -170,27 +176,27 @@ class Value(NamedTuple):
 
     kind: Kind
     layer: int
-    span: Span | None = None  # None: not cut, as weights are
+    chunk_range: ChunkRange | None = None  # None: not cut, as weights are
 
     def __str__(self) -> str:
-        return f"{self.kind.name}[{self.layer}{'' if self.span is None else f',{self.span}'}]"
+        return f"{self.kind.name}[{self.layer}{'' if self.chunk_range is None else f',{self.chunk_range}'}]"
 
     def touches(self, other: Value) -> bool:
         """Whether a writer of ``other`` writes (a part of) this value."""
         if self.layer != other.layer or (self.kind is not other.kind and self.kind != other.kind):
             return False
-        if self.span is None or other.span is None:
-            return self.span == other.span
-        return self.span.overlaps(other.span)
+        if self.chunk_range is None or other.chunk_range is None:
+            return self.chunk_range == other.chunk_range
+        return self.chunk_range.overlaps(other.chunk_range)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work of one layer on one span."""
+    """One piece of work of one layer on one chunk range."""
 
     op: Op
     layer: int
-    span: Span
+    chunk_range: ChunkRange
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
     # in a backward schedule, the positions of the forward tasks whose adjoint this is: one, or
@@ -198,15 +204,15 @@ class Task:
     adjoint_of: tuple[int, ...] = ()
 
     @property
-    def lane(self) -> Lane:
-        return self.op.back if self.adjoint_of and self.op.back is not None else self.op.lane
+    def stream(self) -> Stream:
+        return self.op.back if self.adjoint_of and self.op.back is not None else self.op.stream
 
     def __str__(self) -> str:
-        return f"{self._name}[{self.layer},{self.span}]"
+        return f"{self._name}[{self.layer},{self.chunk_range}]"
 
     @property
     def label(self) -> str:
-        """For profilers: the same for all spans, so that their times add up."""
+        """For profilers: the same for all chunk ranges, so that their times add up."""
         return f"layer {self.layer} {self._name}"
 
     @property
@@ -216,7 +222,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks in issue order. A task starts when the task before it in its lane and every task that
+    """Tasks in issue order. A task starts when the task before it in its stream and every task that
     writes what it reads have finished. The executor obeys this rule; the simulator prices it."""
 
     tasks: tuple[Task, ...]  # in issue order
@@ -236,8 +242,8 @@ class Schedule:
     def __str__(self) -> str:
         return " ".join(str(task) for task in self.tasks)
 
-    def in_lane(self, lane: Lane) -> str:
-        return " ".join(str(task) for task in self.tasks if task.lane == lane)
+    def in_stream(self, stream: Stream) -> str:
+        return " ".join(str(task) for task in self.tasks if task.stream == stream)
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
@@ -256,7 +262,7 @@ class Schedule:
             for value in task.reads:
                 alike = written[value.kind, value.layer]
                 writers = [(other, w) for other, w in alike if value.touches(other)]
-                if not _covers((other.span for other, _ in writers), value.span):
+                if not _covers((other.chunk_range for other, _ in writers), value.chunk_range):
                     raise ValueError(
                         f"task {position}, {task}, reads {value} before it is written in full; "
                         "issue the tasks that write it first"
@@ -289,24 +295,26 @@ class Schedule:
         return {w: position for position, task in enumerate(self.tasks) for w in task.adjoint_of}
 
     @cached_property
-    def by_lane(self) -> dict[Lane, tuple[int, ...]]:
-        """What each lane does, by position; lanes in the order of their first tasks."""
-        positions: dict[Lane, list[int]] = defaultdict(list)
+    def by_stream(self) -> dict[Stream, tuple[int, ...]]:
+        """What each stream does, by position; streams in the order of their first tasks."""
+        positions: dict[Stream, list[int]] = defaultdict(list)
         for position, task in enumerate(self.tasks):
-            positions[task.lane].append(position)
-        return {lane: tuple(own) for lane, own in positions.items()}
+            positions[task.stream].append(position)
+        return {stream: tuple(own) for stream, own in positions.items()}
 
     @cached_property
     def awaits(self) -> tuple[tuple[int, ...], ...]:
-        """For each task, what it must wait for that its own lane has not waited for or done: the
-        last of the tasks in ``after``, lane by lane."""
-        seen: dict[tuple[Lane, Lane], int] = {}
+        """For each task, what it must wait for that its own stream has not waited for or done: the
+        last of the tasks in ``after``, stream by stream."""
+        seen: dict[tuple[Stream, Stream], int] = {}
         awaits = []
         for task, after in zip(self.tasks, self.after):
-            latest = {self.tasks[w].lane: w for w in after}  # ascending: the last one stays
-            latest.pop(task.lane, None)
-            new = {other: w for other, w in latest.items() if w > seen.get((task.lane, other), -1)}
-            seen |= {(task.lane, other): w for other, w in new.items()}
+            latest = {self.tasks[w].stream: w for w in after}  # ascending: the last one stays
+            latest.pop(task.stream, None)
+            new = {
+                other: w for other, w in latest.items() if w > seen.get((task.stream, other), -1)
+            }
+            seen |= {(task.stream, other): w for other, w in new.items()}
             awaits.append(tuple(new.values()))
         return tuple(awaits)
 
@@ -323,7 +331,8 @@ class Schedule:
             if task.op.is_work and task.op != PLAN
         ]
         return all(
-            before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
+            before in self.after[position]
+            or self.tasks[position].stream == self.tasks[before].stream
             for before, position in pairwise(work)
         )
 
@@ -346,7 +355,7 @@ class Schedule:
         """
         last = len(self.tasks) - 1
         tasks = tuple(
-            Task(t.op, t.layer, t.span, _graded(t.writes), _graded(t.reads), (last - i,))
+            Task(t.op, t.layer, t.chunk_range, _graded(t.writes), _graded(t.reads), (last - i,))
             for i, t in enumerate(reversed(self.tasks))
             if self.live[last - i]
         )
@@ -369,11 +378,11 @@ class Schedule:
                 position
                 for position, other in enumerate(self.tasks)
                 if (other.op, other.layer) == (task.op, task.layer)
-                and other.span.overlaps(task.span)
+                and other.chunk_range.overlaps(task.chunk_range)
             )
             if not ours:
                 raise ValueError(f"the forward pass has no task for {task} to be the adjoint of")
-            tasks.append(Task(task.op, task.layer, task.span, task.reads, task.writes, ours))
+            tasks.append(Task(task.op, task.layer, task.chunk_range, task.reads, task.writes, ours))
         back = template.reversed()
         return Schedule(tuple(tasks), back.inputs, _graded(self.inputs))
 
@@ -382,11 +391,13 @@ def _graded(values: Iterable[Value]) -> tuple[Value, ...]:
     return tuple(value for value in values if value.kind.has_gradient)
 
 
-def _covers(spans: Iterable[Span | None], wanted: Span | None) -> bool:
+def _covers(chunk_ranges: Iterable[ChunkRange | None], wanted: ChunkRange | None) -> bool:
     if wanted is None:
-        return any(True for _ in spans)
+        return any(True for _ in chunk_ranges)
     reached = wanted.start
-    for span in sorted(span for span in spans if span is not None):
-        if span.start <= reached:
-            reached = max(reached, span.stop)
+    for chunk_range in sorted(
+        chunk_range for chunk_range in chunk_ranges if chunk_range is not None
+    ):
+        if chunk_range.start <= reached:
+            reached = max(reached, chunk_range.stop)
     return reached >= wanted.stop

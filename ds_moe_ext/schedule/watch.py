@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other when one of them fails, and when one waits for others in vain.
+"""What ranks report to each other when one of them fails, and when one waits for others in vain.
 
 A rank that fails says so in the store of the launch. A rank that has waited for two seconds in an
 exchange of ours looks there, and leaves the exchange if another one has failed; where none has, it
@@ -72,18 +72,18 @@ WHERE = "ds_moe_ext.waits"
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long waits for other ranks may last before something is said or done."""
+    """How long waits for other ranks may last before something is stated or done."""
 
-    told_after_s: int = 10  # when a wait for a rank that has not failed is told
-    told_every_s: int = 60  # when it is told again, at least
+    log_after_s: int = 10  # when a wait for a rank that has not failed is reported
+    log_every_s: int = 60  # when it is reported again, at least
     # when a rank that is not heard of is taken to have ended, where an exchange with it has failed
     silent_after_s: int = 6
     # when waits for others are ended, where a rank is not heard of all that time. None: never.
     ends_after_s: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(f"{WHERE}.told_after_s", self.told_after_s, 2)
-        at_least(f"{WHERE}.told_every_s", self.told_every_s, 1)
+        at_least(f"{WHERE}.log_after_s", self.log_after_s, 2)
+        at_least(f"{WHERE}.log_every_s", self.log_every_s, 1)
         at_least(f"{WHERE}.silent_after_s", self.silent_after_s, 4)  # two beats
         at_least(f"{WHERE}.ends_after_s", self.ends_after_s, 10)  # a store may be late
 
@@ -142,7 +142,7 @@ class Hearing:
     lock: threading.Lock = field(default_factory=threading.Lock)
     asked_s: float | None = None  # since when it owes an answer
     unanswered: int = 0  # looks at that
-    told_s: float = 0.0  # when this rank has counted
+    logged_s: float = 0.0  # when this rank has counted
     heard: Heard | None = None  # while nothing of ours began
     silence: Silence = field(default_factory=Silence)  # of others
 
@@ -164,7 +164,7 @@ class Watch:
     _pass_since_s: float = 0.0
     _reason: str = ""  # why exchanges were broken off
     _failed_s: float = 0.0
-    _told: bool = False  # the others, of a failure
+    _reported: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
     _hearing: Hearing = field(default_factory=Hearing)
 
@@ -196,13 +196,13 @@ class Watch:
             sys.excepthook = _after_hook(self, sys.excepthook)
 
     def at(self, place: Callable[[], str]) -> None:
-        """What the calling thread does from now on; asked when somebody is told of it."""
+        """What the calling thread does from now on; asked when somebody is notified of it."""
         self._places[threading.get_ident()] = self._latest = place
 
     @contextmanager
     def host_pass(self, where: str) -> Iterator[None]:
-        """Inside the block the host runs a part of a step. Other ranks are told of an error that
-        leaves it, and what came of an error of theirs says so.
+        """Inside the block the host runs a part of a step. Other ranks are notified of an error
+        that leaves it, and what came of an error of theirs says so.
 
         Args:
             where: what it is, for a person.
@@ -239,18 +239,20 @@ class Watch:
             return
         self._fails_now()
         if isinstance(error, BrokenOff):
-            return  # others have been told
+            return  # others have been notified
         if where is None:
             where = self.place_of(threading.get_ident())()
         elif self._latest is not None:
             where += f", after {self._latest()}"
         text = f"{type(error).__name__}: {error}"[:2000]
-        self._tell_others(f"rank {wires.rank} failed in {where}: {text}")
+        self._notify_others(f"rank {wires.rank} failed in {where}: {text}")
 
-    def _tell_others(self, reason: str) -> None:
+    def _notify_others(self, reason: str) -> None:
         """Why their exchanges with this rank come to nothing."""
         self._reason = reason
-        self._told = self._with_store(lambda store: _post_failure(store, self._launch.rank, reason))
+        self._reported = self._with_store(
+            lambda store: _post_failure(store, self._launch.rank, reason)
+        )
 
     def _fails_now(self) -> None:
         self.has_failed, self._failed_s = True, time.monotonic()
@@ -258,8 +260,8 @@ class Watch:
     def went_through(self) -> None:
         """A pass of this rank went through, after it had failed: it goes on, and so do others."""
         self.has_failed, self._reason = False, ""
-        if self._told and self._wires is not None:
-            self._told = False
+        if self._reported and self._wires is not None:
+            self._reported = False
             key = _FAILURE.format(self._wires.rank)
 
             def take_back(store: Store) -> None:
@@ -272,7 +274,7 @@ class Watch:
         """Stay for a moment, where others may need the store of this process to learn why it
         ends."""
         wires = self._wires
-        if wires is None or not self._told or wires.rank:
+        if wires is None or not self._reported or wires.rank:
             return
         found, end_s = [0], time.monotonic() + LINGER_S
         while time.monotonic() < end_s and found[-1] < wires.world_size - 1:
@@ -296,15 +298,15 @@ class Watch:
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
         note = (
             f"ds_moe_ext: rank {self._launch.rank} was in {wait.where()} when the exchange with "
-            "other ranks failed, and none of them said why. Where the connection was closed one of "
-            f"them has ended; where time was out one has not come: {self.remedy}"
+            "other ranks failed, and none of them stated why. Where the connection was closed one "
+            f"of them has ended; where time was out one has not come: {self.remedy}"
         )
         error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
 
     def _listen_for_ends(self, group: Any = None) -> bool:
-        """Whether there is a reason: another rank has told one, or some are heard of no more, which
-        others are told then."""
+        """Whether there is a reason: another rank has reported one, or some are heard of no more,
+        which others are notified then."""
         wires = self._wires
         if wires is None:
             return False
@@ -325,7 +327,7 @@ class Watch:
         silent = _silent(before, self._beats(group))
         if not silent:
             return False
-        self._tell_others(
+        self._notify_others(
             f"{_ranks(silent)} ended, or stopped, without a word: nothing has been heard for "
             f"{listen_s} s; see what the launcher and the system (as its killer of processes "
             "that take too much memory) say of it"
@@ -335,7 +337,8 @@ class Watch:
     def _beats(self, group: Any = None) -> dict[int, bytes]:
         """What other ranks have counted to: those of a communicator, and the next ones of the
         world, round it. In a large one nobody needs to look at all, which would be more than a
-        store can bear: who has stopped has some before it that look, and who finds it tells all."""
+        store can bear: who has stopped has some before it that look, and who finds it notifies
+        all."""
         wires, found = self._launch, dict[int, bytes]()
         size = wires.world_size
         nearest = [(wires.rank + step) % size for step in range(1, min(NEAREST + 1, size))]
@@ -352,8 +355,8 @@ class Watch:
         return found if self._with_store(look) else {}
 
     def _beat(self, now_s: float) -> None:
-        if now_s - self._hearing.told_s >= BEAT_S:
-            self._hearing.told_s = now_s
+        if now_s - self._hearing.logged_s >= BEAT_S:
+            self._hearing.logged_s = now_s
             key, text = _BEAT.format(self._launch.rank), str(now_s)
             self._with_store(lambda store: store.set(key, text))
 
@@ -361,7 +364,7 @@ class Watch:
         """Say why a collective that is not ours has failed, and with it this process."""
         if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
             self._fails_now()
-            _say(self._reason)
+            _log_line(self._reason)
 
     def _watch(self, ends: threading.Event) -> None:
         latest, latest_s = self._latest, time.monotonic()
@@ -385,9 +388,9 @@ class Watch:
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._launch.rank)))
-        self._says_it_ends()
+        self._reports_its_end()
 
-    def _says_it_ends(self) -> None:
+    def _reports_its_end(self) -> None:
         self._with_store(lambda store: store.set(_BEAT.format(self._launch.rank), _ENDED.decode()))
 
     def _look_at(self, late: Sequence[Waiting], now_s: float) -> None:
@@ -402,10 +405,10 @@ class Watch:
         for wait in late:
             if wait.heard is None:
                 wait.heard = Heard(now_s, self._beats(wait.group))
-            told_after_s = self.patience.told_after_s + wait.num_told * self.patience.told_every_s
-            if now_s - wait.since_s > told_after_s:
-                wait.num_told += 1
-                self._tell(wait, now_s)
+            log_after_s = self.patience.log_after_s + wait.num_reported * self.patience.log_every_s
+            if now_s - wait.since_s > log_after_s:
+                wait.num_reported += 1
+                self._log(wait, now_s)
                 return
 
     def _look_for_host(self, now_s: float) -> None:
@@ -418,7 +421,7 @@ class Watch:
         if self._reason:
             self._launch.break_off_all()
         else:
-            self._tell_stops(now_s)
+            self._log_stops(now_s)
 
     def _look_for_ends(self, now_s: float) -> None:
         """End all waits where a rank is not heard of for as long as the key says, but for one that
@@ -439,29 +442,29 @@ class Watch:
         ]
         if not silent:
             return
-        self._tell_others(
+        self._notify_others(
             f"{_ranks(silent)} stopped, or ended, without a word: nothing has been heard for "
             f"{ends_after_s} s ({WHERE}.ends_after_s)"
         )
         self._break_off_all()
 
-    def _tell_stops(self, now_s: float) -> None:
+    def _log_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
         which a step alone has need."""
         heard = self._hearing.heard
         if heard is None:
             self._hearing.heard = Heard(now_s, self._beats())
-        elif now_s - heard.since_s > self.patience.told_after_s:
+        elif now_s - heard.since_s > self.patience.log_after_s:
             self._hearing.heard = None
             silent = _silent(heard.beats, self._beats())
             if not self._num_passes:
                 silent = [rank for rank in silent if heard.beats[rank] != _ENDED]
             keys = [_STOP.format(rank, heard.beats[rank].decode()) for rank in silent]
-            first: list[bool] = []  # of the ranks that find it, which one tells
+            first: list[bool] = []  # of the ranks that find it, which one shows
             self._with_store(lambda store: first.extend(store.add(key, 1) == 1 for key in keys))
             new = [rank for rank, is_first in zip(silent, first) if is_first]
             if new:
-                _say(
+                _log_line(
                     f"{_ranks(new)} ended, or stopped, or is in one long call that "
                     f"lets no thread run: nothing has been heard for {now_s - heard.since_s:.0f} "
                     f"s. Rank {self._launch.rank} is in no exchange of MoE layers; where it needs "
@@ -491,7 +494,7 @@ class Watch:
 
         return self._with_store(look)
 
-    def _tell(self, wait: Waiting, now_s: float) -> None:
+    def _log(self, wait: Waiting, now_s: float) -> None:
         """Say for whom this rank waits, unless a lower one that waits there too says so."""
         wires = self._launch
         own, where = wires.rank, wait.where()
@@ -521,7 +524,7 @@ class Watch:
                 for rank in ranks
             ]
             waited_s = now_s - wait.since_s
-            _say(
+            _log_line(
                 f"rank {own} has waited {waited_s:.0f} s in {where} for other "
                 f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
                 f"they do not come: {self.remedy}"
@@ -565,8 +568,8 @@ class Watch:
             f"the store by which ranks met has not answered rank {wires.rank} for {waited_s:.0f} "
             "s: the process that keeps it, which is rank 0 or a launcher, has stopped"
         )
-        if waited_s == self.patience.told_after_s:
-            _say(what)
+        if waited_s == self.patience.log_after_s:
+            _log_line(what)
         if ends_after_s is not None and waited_s > ends_after_s:
             self._reason = f"{what} ({WHERE}.ends_after_s)"
             self._break_off_all()
@@ -594,15 +597,15 @@ class Waiting:
         since_s: when the thread came.
         where: what it does, for a person.
         is_broken: it was broken off.
-        num_told: how often its wait was told of.
+        num_reported: how often its wait was reported.
         heard: when that was found to last.
     """
 
-    __slots__ = ("_watch", "group", "heard", "is_broken", "num_told", "since_s", "where")
+    __slots__ = ("_watch", "group", "heard", "is_broken", "num_reported", "since_s", "where")
     since_s: float
     where: Callable[[], str]
     is_broken: bool
-    num_told: int
+    num_reported: int
     heard: Heard | None
 
     def __init__(self, group: Any, watch: Watch = WATCH) -> None:
@@ -613,7 +616,7 @@ class Waiting:
             return
         here = threading.get_ident()
         self.since_s, self.where = time.monotonic(), self._watch.place_of(here)
-        self.is_broken, self.num_told, self.heard = False, 0, None
+        self.is_broken, self.num_reported, self.heard = False, 0, None
         self._watch.waits[here] = self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -653,12 +656,12 @@ _STOP = "ds_moe_ext/stop/{}/{}"  # of a rank, at a beat: how many have found it
 
 
 def _end(ends: threading.Event, watching: threading.Thread) -> None:
-    """This process ends, as its watch is to tell the others."""
+    """This process ends, as its watch is to report the others."""
     ends.set()
     watching.join(PATIENCE_S)
 
 
-def _say(text: str) -> None:
+def _log_line(text: str) -> None:
     print(f"ds_moe_ext: {text}", file=sys.stderr, flush=True)
 
 

@@ -23,10 +23,10 @@ from ds_moe_ext.planning.strategy import (
     Choice,
     Choosing,
     Forecast,
+    Intervals,
     Job,
     Keys,
     Plan,
-    Rhythm,
     Strategy,
     register,
 )
@@ -51,7 +51,7 @@ USUAL = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
 COPYING = tuple(name for name in USUAL if name.endswith(("fssdp", "prophet")))
 NAMES = (*USUAL, *(name + share for share in SHARES for name in COPYING))
 SAMPLED = 8  # layers that are priced, of more; evenly among them
-CLASSES = 4  # of cells
+CLASSES = 4  # of EP ranks
 
 
 def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
@@ -83,7 +83,7 @@ class Auto(Choosing):
     # strategies with the keys of their own blocks, by name
     blocks: Mapping[str, Strategy] = field(default_factory=dict, hash=False, metadata=NOT_A_KEY)
 
-    has_uneven_homes = True
+    has_uneven_owners = True
 
     def __post_init__(self) -> None:
         all_at_least(KEY, self, interval=1)
@@ -128,24 +128,24 @@ class Auto(Choosing):
 
     # What the candidates say together.
 
-    def rhythm(self) -> Rhythm:
-        rhythms = [each.rhythm() for each in self._candidates.values()]
-        return Rhythm(
+    def intervals(self) -> Intervals:
+        each_intervals = [each.intervals() for each in self._candidates.values()]
+        return Intervals(
             window=None,
             plan_every=1,
             steady_every=STEADY_STEPS,
             costs=True,
-            measures=any(rhythm.measures for rhythm in rhythms),
+            measures=any(intervals.measures for intervals in each_intervals),
             choose_every=self.interval,
         )
 
     @property
-    def sums_copies_in_float32(self) -> bool:
-        return any(each.sums_copies_in_float32 for each in self._candidates.values())
+    def sums_replicas_in_float32(self) -> bool:
+        return any(each.sums_replicas_in_float32 for each in self._candidates.values())
 
     @property
     def keys(self) -> Keys:
-        return Keys(homes="ds_moe_ext.fssdp.reshard_interval")
+        return Keys(owners="ds_moe_ext.fssdp.reshard_interval")
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         if plan.choice is None:
@@ -157,13 +157,15 @@ class Auto(Choosing):
     @property
     def expected(self) -> str:
         return (
-            "experts compute at home until costs are measured, and then by whichever of "
+            "experts compute at the owner until costs are measured, and then by whichever of "
             f"{', '.join(self._candidates)} is priced lowest, chosen anew every {self.interval} "
             "steps"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        if not all(pool.expert_bytes for pool in job.pools):  # costs have not been measured
+        if not all(
+            cost_group.expert_bytes for cost_group in job.cost_groups
+        ):  # costs have not been measured
             return self.strategies[BASE].plan(job)
         choice, plans = self._chosen(job)
         # What follows is asked of all layers together, step by step: it may come from another.
@@ -175,27 +177,27 @@ class Auto(Choosing):
         if past is not None and past.choice is not None and past.step % self.interval:
             return past.choice, self.strategies[past.choice.name].plan(job)
         job = replace(job, present=())  # which are one candidate's
-        num_layers = len(job.homes)
+        num_layers = len(job.owners)
         sample = job
         if num_layers > SAMPLED:
             places = np.linspace(0, num_layers - 1, SAMPLED)
             sample = job.of(sorted({round(place) for place in places}))
-        scale = num_layers / len(sample.homes)
+        scale = num_layers / len(sample.owners)
         priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
         present = None if past is None or past.choice is None else past.choice.name
         ratios = {} if past is None else past.ratios
         usual = ratios.get(present or "", 1.0)
         expected = {name: ratios.get(name, usual) * seconds for name, seconds in priced.items()}
         others = sorted(expected.items(), key=lambda item: item[1])
-        told = ", ".join(f"{1e3 * seconds:.3g} under {name}" for name, seconds in others)
+        text = ", ".join(f"{1e3 * seconds:.3g} under {name}" for name, seconds in others)
         best, plans, left_out = self._that_fits(job, expected, present)
         if best not in priced:
             priced[best] = scale * _price(self.strategies[best], sample)
-        why = f"auto takes {best}: a step is expected to take {told} (ms, but for the optimizer)"
+        why = f"auto takes {best}: a step is expected to take {text} (ms, but for the optimizer)"
         return Choice(
             best,
             priced[best],
-            told="; ".join((why, *left_out.values())),
+            reported="; ".join((why, *left_out.values())),
             left_out=tuple(left_out),
             among_s=tuple(others),
         ), plans
@@ -216,8 +218,8 @@ class Auto(Choosing):
             if wanted <= job.free_bytes:
                 return best, plans, left_out
             left_out[best] = (
-                f"{best} is left out, for its copies want {wanted / 1e6:,.0f} MB of a rank, where "
-                f"{job.free_bytes / 1e6:,.0f} MB are free for them"
+                f"{best} is left out, for its replicas want {wanted / 1e6:,.0f} MB of a rank, "
+                f"where {job.free_bytes / 1e6:,.0f} MB are free for them"
             )
             del remaining[best]
         return BASE, self.strategies[BASE].plan(job), left_out
@@ -229,15 +231,17 @@ def _price(strategy: Strategy, job: Job) -> float:
     if job.past is not None:
         known, came = replace(job, rows=job.past.predicted), job.past.came
     plans = strategy.plan(known)
-    num_cells = len(job.node_C)
-    conditions = Conditions(grid=Grid(num_cells, num_cells), tasks=_costs(job), classes=CLASSES)
+    num_ep_ranks = len(job.node_C)
+    conditions = Conditions(
+        grid=Grid(num_ep_ranks, num_ep_ranks), tasks=_costs(job), classes=CLASSES
+    )
     return price_step(strategy, plans, known, came, conditions).step_s
 
 
 def _wanted_bytes(name: str, plans: Sequence[Plan], job: Job) -> int:
-    """What copies take of a rank's memory: as the plans hold it, and as it was seen, where they
+    """What replicas take of a rank's memory: as the plans hold it, and as it was seen, where they
     ran."""
-    each = [job.pool_of(layer).expert_bytes for layer in range(len(plans))]
+    each = [job.cost_group_of(layer).expert_bytes for layer in range(len(plans))]
     held = int(copied_bytes_C(plans, each, accumulates=job.accumulates).max())
     seen = 0 if job.past is None else job.past.taken.get(name, 0)
     return max(held, seen) if held else 0
@@ -245,7 +249,7 @@ def _wanted_bytes(name: str, plans: Sequence[Plan], job: Job) -> int:
 
 def _costs(job: Job) -> TaskCosts:
     """What tasks cost besides rows and copies, as far as it was measured."""
-    start_s = max(pool.copy_latency_s for pool in job.pools)
+    start_s = max(cost_group.copy_latency_s for cost_group in job.cost_groups)
     if job.pipelines is None:
         return TaskCosts(exchange_start_s=start_s)
     costs = job.pipelines.layers[0].costs

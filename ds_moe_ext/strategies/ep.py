@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain expert parallelism: one copy of each expert, at home. The base case of all strategies."""
+"""Plain expert parallelism: a replica of each expert, at the owner. The base case of all
+strategies."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ds_moe_ext.planning.strategy import Job, Keys, Plan, Strategy, register
 from ds_moe_ext.schedule.graphs import WARM_UPS
-from ds_moe_ext.schedule.task import INTER, Lane
+from ds_moe_ext.schedule.task import INTER, Stream
 from ds_moe_ext.strict import all_at_least, one_of
 
 KEY = "ds_moe_ext.ep"
@@ -46,15 +47,15 @@ class ExpertParallel(Strategy):
     def orders_by_masks(self) -> bool:
         return self.order == ONE_HOT
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER),)  # no copies
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
+        return (("ep", INTER),)  # no replicas
 
     @property
     def expected(self) -> str:
-        return "experts compute at home, and all ranks wait for the busiest one"
+        return "experts compute at the owner, and all ranks wait for the busiest one"
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        plans = map(Plan.at_home, job.homes)
+        plans = map(Plan.at_owner, job.owners)
         return tuple(replace(plan, sends_once=self.send_once) for plan in plans)
 
     @property
@@ -65,30 +66,30 @@ class ExpertParallel(Strategy):
             cuda_graphs=f"{KEY}.cuda_graphs",
         )
 
-    def remarks(self, job: Job) -> tuple[str, ...]:
-        said = []
+    def notices(self, job: Job) -> tuple[str, ...]:
+        stated = []
         if self.send_once and job.node_C.size == 1:
-            said.append(
-                f"{KEY}.send_once has no effect: one cell has all experts, and no row travels"
+            stated.append(
+                f"{KEY}.send_once has no effect: an EP rank has all experts, and no row travels"
             )
         elif self.send_once:
-            said.append(
+            stated.append(
                 "send once: each token's row travels once to a rank, however many of its experts "
                 "are there, and one row comes back"
             )
         if self.cuda_graphs:
-            said.append(
+            stated.append(
                 f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
                 f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it "
                 "takes, gradients of all its experts among it, as often as batches are under way. "
                 f"{KEY}.cuda_graphs has no effect on a CPU"
             )
         if self.static_capacity is not None:
-            sent = max(self.static_capacity * home.num_experts for home in job.homes)
+            sent = max(self.static_capacity * owner.num_experts for owner in job.owners)
             masks = ", put in place by products with masks (order)" if self.orders_by_masks else ""
-            said.append(
+            stated.append(
                 f"static capacity: in every pass each rank sends {self.static_capacity} rows to "
                 f"each expert, at most {sent:,} a layer, with zeros where it has fewer; rows over "
                 f"it are dropped{masks}"
             )
-        return tuple(said)
+        return tuple(stated)

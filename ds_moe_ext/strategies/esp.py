@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert-sharding parallelism and pipelining: FSMoE.
 
-The ranks of a cell split every expert. Rows travel in chunks, between cells and within them at the
-same time, behind the experts; in backward slices of the dense gradients are reduced in the gaps.
-How the experts are spread and copied is another strategy's to decide (``balance``): this one lays
-its pipeline over it.
+The ranks of an ETP group split every expert. Rows travel in chunks, between EP ranks and within
+them at the same time, behind the experts; in backward slices of the dense gradients are reduced in
+the gaps. How the experts are spread and copied is another strategy's to decide (``balance``): this
+one lays its pipeline over it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ds_moe_ext.planning.layer_pipelines import (
 )
 from ds_moe_ext.planning.layer_seconds import Flow
 from ds_moe_ext.planning.strategy import (
+    Intervals,
     Job,
     Keys,
+    LayerContext,
     Overlay,
     Plan,
-    Rhythm,
-    Site,
     Strategy,
     along_nodes,
     cutting_of,
@@ -41,7 +41,7 @@ from ds_moe_ext.planning.strategy import (
 )
 from ds_moe_ext.schedule import orders
 from ds_moe_ext.schedule.orders import PIPELINES, Pipeline
-from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.schedule.task import Schedule, Stream
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strict import NOT_A_KEY, all_at_least, one_of
 
@@ -74,8 +74,8 @@ class ExpertSharding(Overlay):
     # reduce dense gradients in slices beside MoE layers, where the schedule has places for them;
     # false leaves them to the host; null: true where the host can
     slice_gradients: bool | None = None
-    # the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the direct one, and
-    # once costs have been measured the fastest of the first three, layer by layer
+    # the way of rows between EP ranks: "direct", "1dh", "2dh" or "deepep"; null: the direct one,
+    # and once costs have been measured the fastest of the first three, layer by layer
     all_to_all: str | None = None
     # where experts compute
     placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
@@ -143,7 +143,7 @@ class ExpertSharding(Overlay):
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Of rows between cells: the given one, or all to choose from."""
+        """Of rows between EP ranks: the given one, or all to choose from."""
         return BY_COST if self.all_to_all is None else (WAYS[self.all_to_all],)
 
     @property
@@ -169,12 +169,12 @@ class ExpertSharding(Overlay):
     def with_gradients_left(self) -> ExpertSharding:
         return self.without_slices() if self.slice_gradients is None else self
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
         return (*self.placing.uses(), *along_nodes(self.ways))
 
-    def rhythm(self) -> Rhythm:
-        rhythm = self.placing.rhythm()
-        return replace(rhythm, measures=rhythm.measures or self.measures)
+    def intervals(self) -> Intervals:
+        intervals = self.placing.intervals()
+        return replace(intervals, measures=intervals.measures or self.measures)
 
     @property
     def expected(self) -> str:
@@ -193,37 +193,46 @@ class ExpertSharding(Overlay):
         return tuple(map(_piped, pipes, plans))
 
     def _pipes(self, job: Job, measured: Measured, plans: Sequence[Plan]) -> tuple[Piped, ...]:
-        """How each layer runs, with the rows and the copies that these plans make."""
+        """How each layer runs, with the rows and the replicas that these plans make."""
         return tuple(
             _balanced(self, measured, layer, _balance(job, layer, plan))
             for layer, plan in enumerate(plans)
         )
 
     def describe(self, job: Job) -> str:
-        told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
+        lines = (
+            [self.placing.describe(job)]
+            if any(cost_group.expert_bytes for cost_group in job.cost_groups)
+            else []
+        )
         if job.pipelines is not None:
             plans = self.placing.plan(job)
             pipes = self._pipes(job, job.pipelines, plans)
-            told += [_told(pipes, job.pipelines), self._told_copies(pipes, job.pipelines, plans)]
-        return "; ".join(filter(None, told))
+            lines += [
+                _reported(pipes, job.pipelines),
+                self._replicas_line(pipes, job.pipelines, plans),
+            ]
+        return "; ".join(filter(None, lines))
 
-    def _told_copies(
+    def _replicas_line(
         self, pipes: Sequence[Piped], measured: Measured, plans: Sequence[Plan]
     ) -> str:
-        """Why copies and chunks do not add up, where they do not; else nothing."""
+        """Why replicas and chunks do not add up, where they do not; else nothing."""
         pairs = zip(pipes, _pipes(self, measured), plans)
         less = [_held(plan) for own, even, plan in pairs if sum(own[:2]) < sum(even[:2])]
         if not less or max(less) <= 1:
             return ""
         return (
-            f"for each chunk a cell reads the weights of copies too, up to {max(less):.3g} times "
-            f"those of its own experts, so that {len(less)} of {len(plans)} layers are cut into "
-            "fewer chunks than experts at home would be"
+            f"for each chunk an EP rank reads the weights of replicas too, up to {max(less):.3g} "
+            f"times those of its own experts, so that {len(less)} of {len(plans)} layers are cut "
+            "into fewer chunks than experts at their owners would be"
         )
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        cutting = cutting_of(site, self.pipeline)
-        return orders.programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
+    def schedules(self, layer_context: LayerContext, *, gated: bool) -> tuple[Schedule, Schedule]:
+        cutting = cutting_of(layer_context, self.pipeline)
+        return orders.programs(
+            layer_context.layer, gated=gated, beside=self.beside(layer_context), cutting=cutting
+        )
 
 
 @lru_cache(maxsize=4)
@@ -241,7 +250,7 @@ def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
 
 @lru_cache(maxsize=4096)
 def _balanced(esp: ExpertSharding, measured: Measured, layer: int, balance: Balance) -> Piped:
-    """How one layer runs under a plan of copies, worked out once for all that are alike."""
+    """How one layer runs under a plan of replicas, worked out once for all that are alike."""
     return with_degrees(
         _pipes(esp, measured)[layer],
         esp.pipeline,
@@ -254,23 +263,23 @@ def _balanced(esp: ExpertSharding, measured: Measured, layer: int, balance: Bala
     )
 
 
-STEP = 16  # parts of one, in which balances are told apart: degrees hang on no less
+STEP = 16  # parts of one, in which balances are distinguished: degrees hang on no less
 
 
 def _balance(job: Job, layer: int, plan: Plan) -> Balance:
-    """What a layer's plan makes of the rows that it is made for. Copies that it adds when it has
+    """What a layer's plan makes of the rows that it is made for. Replicas that it adds when it has
     counted rows are left out: to find them takes as long as in the step itself."""
-    rows_CE, node_C, pool = job.rows[layer], job.node_C, job.pool_of(layer)
-    num_cells, total = len(rows_CE), int(rows_CE.sum())
+    rows_CE, node_C, cost_group = job.rows[layer], job.node_C, job.cost_group_of(layer)
+    num_ep_ranks, total = len(rows_CE), int(rows_CE.sum())
     if not total:
         return EVEN
-    home = Plan.at_home(plan.home)
-    flow = Flow.of(replace(plan, revise=None), rows_CE, node_C, pool)
+    owner = Plan.at_owner(plan.owner)
+    flow = Flow.of(replace(plan, revise=None), rows_CE, node_C, cost_group)
     even_CE = np.full_like(rows_CE, -(-total // rows_CE.size))
-    even_s = float(Flow.of(home, even_CE, node_C, pool).exchange_s_C.max())
+    even_s = float(Flow.of(owner, even_CE, node_C, cost_group).exchange_s_C.max())
     ratios = (
         _held(plan),
-        flow.computed_C.max() * num_cells / total,
+        flow.computed_C.max() * num_ep_ranks / total,
         flow.exchange_s_C.max() / even_s if even_s else 1.0,
     )
     held, computed, exchanged = (round(STEP * float(ratio)) / STEP for ratio in ratios)
@@ -278,12 +287,13 @@ def _balance(job: Job, layer: int, plan: Plan) -> Balance:
 
 
 def _held(plan: Plan) -> float:
-    """Experts of the cell that computes most, over those at home on the one that has most."""
-    held, at_home = (each.holds_EC.sum(axis=0).max() for each in (plan.target, plan.home))
-    return float(held / at_home)
+    """Experts of the EP rank that computes most, over those at their owners on the one that has
+    most."""
+    held, at_owner = (each.holds_EC.sum(axis=0).max() for each in (plan.target, plan.owner))
+    return float(held / at_owner)
 
 
-def _told(pipes: Sequence[Piped], measured: Measured) -> str:
+def _reported(pipes: Sequence[Piped], measured: Measured) -> str:
     """What was chosen, for a person."""
     within, dense = (
         sum(sum(sizes) for sizes in places) for places in zip(*(p.placed for p in pipes))
@@ -297,7 +307,7 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
         forward_ms, backward_ms = (1e3 * host.chunk_s for host in measured.issued)
         text += f" (the host issues one in {forward_ms:.2g} and {backward_ms:.2g} ms)"
     if any(layer.exchanges for layer in measured.layers):
-        text += f", between cells by {_each(p.way.value for p in pipes)} all-to-alls"
+        text += f", between EP ranks by {_each(p.way.value for p in pipes)} all-to-alls"
     if not within + dense:
         return text
     left = elements - within - dense

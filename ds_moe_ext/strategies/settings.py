@@ -101,11 +101,11 @@ class MegatronSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What is told, kept and checked of a run, whatever its strategy."""
+    """What is reported, kept and checked of a run, whatever its strategy."""
 
     report: ReportSettings = field(default_factory=ReportSettings)  # what the run leaves behind
     trace: TraceSettings = field(default_factory=TraceSettings)  # a trace of steps
-    # how long waits for other ranks may last before something is said
+    # how long waits for other ranks may last before something is stated
     waits: Patience = field(default_factory=Patience)
     # how checkpoints are kept
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -119,18 +119,20 @@ class Settings(RunSettings):
     enabled: bool = False  # replace the MoE layers of the model
     strategy: str = "ep"  # registered name, or ``"package.module:Class"`` of the user's own
     # strategy that decides where experts compute, where ``strategy`` is one that lays a pipeline
-    # over it (esp); null leaves them at home
+    # over it (esp); null leaves them at the owner
     balance: str | None = None
-    # cells that the experts of a layer are spread over; null chooses
+    # EP ranks that the experts of a layer are spread over; null chooses
     expert_parallel_size: int | None = None
-    expert_sharding_size: int | None = None  # ranks of a cell that split each expert; null chooses
+    expert_sharding_size: int | None = (
+        None  # ranks of an ETP group that split each expert; null chooses
+    )
     # under tensor parallelism, each rank's hidden states at the MoE layers are a part of the
     # sequence; false: all ranks have the same, and share the work
     sequence_parallel: bool = False
     # rows that an expert takes from one rank, over the mean; null drops none
     capacity_factor: float | None = None
     gate: Gate | None = None  # which experts a token goes to; null leaves that to the host's router
-    # what is done to the layers' rows, who is told of them, and what they travel as; null for
+    # what is done to the layers' rows, who is notified of them, and what they travel as; null for
     # nothing, nobody, as is
     hooks: Hooked = NO_HOOKS
     # regular expression on module names: replace only what it finds
@@ -174,15 +176,16 @@ class Settings(RunSettings):
         return self.balance or self.strategy
 
 
-def read_file(path: str | Path, told: str) -> Any:
+def read_file(path: str | Path, reported: str) -> Any:
     """A JSON file that a user gives for its block, or one of ``configs/strategies`` by its name;
-    ``told`` says what was given, the beginning of an error."""
+    ``reported`` says what was given, the beginning of an error."""
     try:
         return read_document(file_of("strategies", path))
     except ValueError as error:
         raise ValueError(
-            f"{told}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} block, "
-            f"as those in configs/strategies are ({nearest(str(path), names_of('strategies'))})"
+            f"{reported}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} "
+            "block, as those in configs/strategies are "
+            f"({nearest(str(path), names_of('strategies'))})"
         ) from error
 
 
@@ -254,8 +257,8 @@ def _is_code(name: Any) -> bool:
 
 
 def misspelt(document: Mapping[str, Any]) -> str:
-    """What to tell of keys that are nearly ``BLOCK``, which nobody reads; empty if there are none.
-    One that begins with no letter is taken to be switched off. Pure."""
+    """What to report of keys that are nearly ``BLOCK``, which nobody reads; empty if there are
+    none. One that begins with no letter is taken to be switched off. Pure."""
 
     def is_near(key: str) -> bool:
         if key == BLOCK or not key[:1].isalpha():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies that copy experts have in common: above all how copies divide rows.
+"""What strategies that copy experts have in common: above all how replicas divide rows.
 
 ``Copying`` has their JSON keys; ``shared_by_time`` finds the share under which a layer takes least
-time and how many copies that needs, ``swapped`` other copies, ``saves`` whether any pay, and
+time and how many replicas that needs, ``swapped`` other replicas, ``saves`` whether any pay, and
 ``repaired`` adds copies once rows are known.
 """
 
@@ -24,19 +24,19 @@ from ds_moe_ext.planning.priced_plans import (
     cover_nodes,
     fewest,
     is_even,
-    swap_copies,
+    swap_replicas,
 )
 from ds_moe_ext.planning.prices import RowPrices
-from ds_moe_ext.planning.strategy import Destination, Plan, Pool, Strategy
+from ds_moe_ext.planning.strategy import CostGroup, Destination, Plan, Strategy
 from ds_moe_ext.strict import all_at_least, one_of
 
 PRICED, PLANNED, PAPER = "priced", "planned", "paper"  # shares, by their JSON names
 SHARES = {", paper share": PAPER, ", priced share": PRICED}
-"""Behind the name of a strategy: how copies divide rows, whatever its block says."""
+"""Behind the name of a strategy: how replicas divide rows, whatever its block says."""
 SWEEPS_OF = {PLANNED: 0, PRICED: SWEEPS}
-REPAIR = 1  # copies of a rank, where nobody says
+REPAIR = 1  # replicas of a rank, where nobody says
 STEADY = 0.05
-"""Drift below which copies are left out that the predicted rows can do without: where loads move
+"""Drift below which replicas are left out that the predicted rows can do without: where loads move
 faster, those come in for rows that nobody predicted."""
 WORTH_S = 1e-4
 """What dividing anew has to save: it takes about so long between gate and dispatch."""
@@ -46,16 +46,17 @@ WORTH_S = 1e-4
 class Copying(Strategy):
     """Keys of all strategies that copy experts."""
 
-    # how copies divide rows: "priced", so that the layer takes least time, by the rows as they are,
-    # and copies are chosen by that, too (docs/priced_share.md); "planned", in the parts that are
-    # best for the rows that are predicted; "paper", the paper's rule, which has a name of its own
+    # how replicas divide rows: "priced", so that the layer takes least time, by the rows as they
+    # are, and replicas are chosen by that, too (docs/priced_share.md); "planned", in the parts that
+    # are best for the rows that are predicted; "paper", the paper's rule, which has a name of its
+    # own
     share: str = PRICED
-    # copies of a layer that a rank gets at most once the rows of a pass are known, beside those of
-    # the forecast, where these are not enough and that pays; null: 1 where rows are priced
+    # replicas of a layer that a rank gets at most once the rows of a pass are known, beside those
+    # of the forecast, where these are not enough and that pays; null: 1 where rows are priced
     repair: int | None = None
-    # a rank adds gradients of copies in 32 bits where they are narrower; they travel and come home
-    # as they are
-    sum_copies_in_float32: bool = False
+    # a rank adds gradients of replicas in 32 bits where they are narrower; they travel and come to
+    # the owner as they are
+    sum_replicas_in_float32: bool = False
 
     def _check_share(self, where: str, papers: str) -> None:
         """Refuse a share that is neither known nor the paper's by its own name."""
@@ -64,7 +65,7 @@ class Copying(Strategy):
 
     @property
     def is_papers(self) -> bool:
-        """Whether copies divide rows by the paper's rule."""
+        """Whether replicas divide rows by the paper's rule."""
         return self.share not in SWEEPS_OF
 
     @property
@@ -79,11 +80,11 @@ class Copying(Strategy):
         return self
 
     @property
-    def sums_copies_in_float32(self) -> bool:
-        return self.sum_copies_in_float32
+    def sums_replicas_in_float32(self) -> bool:
+        return self.sum_replicas_in_float32
 
     def repairs(self, usual: int = REPAIR) -> int:
-        """Copies of a rank that are left to be added once rows are known; none where rows are not
+        """Replicas of a rank that are left to be added once rows are known; none where rows are not
         priced."""
         return (usual if self.repair is None else self.repair) if self.share == PRICED else 0
 
@@ -92,96 +93,103 @@ class Copying(Strategy):
         if not self.repair or self.share == PRICED:
             return ()
         return (
-            f"{where}.repair is {self.repair}, but copies are added once rows are known only where "
+            f"{where}.repair is {self.repair}, but replicas are added once rows are known only "
+            "where "
             f'these are priced; set {where}.share to "{PRICED}", or leave repair out',
         )
 
 
-def most_copies(home: Placement, target: Placement) -> int:
-    """Copies on the cell that holds most."""
-    return int((target.holds_EC & ~home.holds_EC).sum(axis=0).max())
+def most_replicas(owner: Placement, target: Placement) -> int:
+    """Replicas on the EP rank that holds most."""
+    return int((target.holds_EC & ~owner.holds_EC).sum(axis=0).max())
 
 
-def _row_prices(pool: Pool, num_cells: int) -> RowPrices:
-    """Of a pool's layers; cells may be unlike."""
-    prices = RowPrices.of(pool.prices, num_cells)
-    return replace(prices, row_s_C=np.array(pool.row_s_C)) if pool.row_s_C else prices
+def _row_prices(cost_group: CostGroup, num_ep_ranks: int) -> RowPrices:
+    """Of a pool's layers; EP ranks may be unlike."""
+    prices = RowPrices.of(cost_group.prices, num_ep_ranks)
+    return replace(prices, row_s_C=np.array(cost_group.row_s_C)) if cost_group.row_s_C else prices
 
 
-def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
+def levels_by(cost_group: CostGroup, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
     """What divides rows of a pool's layers under a target, by what they cost."""
-    each = _row_prices(pool, len(node_C))
+    each = _row_prices(cost_group, len(node_C))
     whole = WholePrices.of(
         each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
     )
     return partial(RowLevels, node_C=node_C, prices=whole)
 
 
-def rule_seconds(rule: Rule, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> float:
+def rule_seconds(
+    rule: Rule, rows_CE: np.ndarray, node_C: np.ndarray, cost_group: CostGroup
+) -> float:
     """Seconds of a layer whose rows, int64 ``[C, E]``, go by a rule."""
     sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
-    return _row_prices(pool, len(node_C)).seconds(sent_CC, node_C)
+    return _row_prices(cost_group, len(node_C)).seconds(sent_CC, node_C)
 
 
 def shared_by_time(
     targets: Iterable[Placement],
     rows_CE: np.ndarray,
     node_C: np.ndarray,
-    pool: Pool,
+    cost_group: CostGroup,
     name: str,
     *,
     most_s: float = math.inf,
 ) -> LevelShare:
     """The share under which a layer takes least time, and which target it is of: the one with
-    fewest copies that is hardly slower than the widest."""
-    levels_of = levels_by(pool, node_C)
+    fewest replicas that is hardly slower than the widest."""
+    levels_of = levels_by(cost_group, node_C)
     return fewest(targets, levels_of, rows_CE, sweeps=SWEEPS_OF[name], most_s=most_s)
 
 
 def swapped(
-    home: Placement,
+    owner: Placement,
     share: LevelShare,
     rows_CE: np.ndarray,
-    pool: Pool,
+    cost_group: CostGroup,
     *,
     halved: Callable[[], Placement],
-    most_copies: int,
+    most_replicas: int,
     most_experts: int,
 ) -> LevelShare:
-    """The share of other copies than a planner chose, where that is better on the predicted rows.
+    """The share of other replicas than a planner chose, where that is better on the predicted rows.
 
-    ``halved`` gives the planner's target with half as many copies in a cell: where there are
-    several nodes, the other half may cover these. At most m copies in a cell, of t experts.
+    ``halved`` gives the planner's target with half as many replicas in an ETP group: where there
+    are several nodes, the other half may cover these. At most m replicas in an ETP group, of t
+    experts.
     """
     node_C = share.levels.node_C
-    levels_of = levels_by(pool, node_C)
-    most = {"most_copies": most_copies, "most_experts": most_experts}
+    levels_of = levels_by(cost_group, node_C)
+    most = {"most_replicas": most_replicas, "most_experts": most_experts}
     spans_nodes = share.levels.prices.cross and np.ptp(node_C)
     if spans_nodes and not is_even(share.levels, share.plan):
-        covering = cover_nodes(home, halved(), rows_CE, node_C, **most)
+        covering = cover_nodes(owner, halved(), rows_CE, node_C, **most)
         covers = LevelShare.planned(levels_of(covering), rows_CE, sweeps=share.sweeps)
         if covers.plan.price < (1 - TOLERANCE) * share.plan.price:
             share = covers
-    return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
+    return swap_replicas(owner, share, rows_CE, levels_of, most_experts=most_experts)
 
 
-def saves(share: LevelShare, home: Placement, rows_CE: np.ndarray, *, or_s: float) -> bool:
+def saves(share: LevelShare, owner: Placement, rows_CE: np.ndarray, *, or_s: float) -> bool:
     """Whether copies save more than next to nothing on the rows that are predicted; ``or_s`` are
     seconds by another share, which counts where it takes less."""
     least_s = min(share.planned_s, or_s)
-    return share.alone(home, rows_CE).planned_s > (1 + TOLERANCE) * least_s
+    return share.alone(owner, rows_CE).planned_s > (1 + TOLERANCE) * least_s
 
 
-def repaired(plan: Plan, share: LevelShare, pool: Pool, num_slots: int) -> Plan:
-    """The plan, to which copies are added once rows are known, at most so many to a cell, where the
-    forecast failed and that pays. Only where it has been measured what copies cost."""
-    if num_slots <= 0 or not pool.expert_bytes:
+def repaired(plan: Plan, share: LevelShare, cost_group: CostGroup, num_slots: int) -> Plan:
+    """The plan, to which replicas are added once rows are known, at most so many to an EP rank,
+    where the forecast failed and that pays. Only where it has been measured what replicas cost."""
+    if num_slots <= 0 or not cost_group.expert_bytes:
         return plan
-    levels, copy_s = share.levels, plan.added_trips * (pool.copy_latency_s + pool.copied_s)
+    levels, copy_s = (
+        share.levels,
+        plan.added_transfers * (cost_group.copy_latency_s + cost_group.copied_s),
+    )
     repair = Repair(
-        home=plan.home,
+        owner=plan.owner,
         share=share,
-        levels_of=levels_by(pool, levels.node_C),
+        levels_of=levels_by(cost_group, levels.node_C),
         copy_price=round(copy_s / levels.prices.unit_s),
         num_slots=num_slots,
     )

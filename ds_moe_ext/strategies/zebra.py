@@ -2,7 +2,7 @@
 """Zebra parallelism: attention and experts on ranks of their own, striped by micro-batches.
 
 HeterMoE (spec hetermoe.md). New GPUs are much faster than old ones in attention and little faster
-in experts, so each does what it is good at. Shape letters: E experts, C cells.
+in experts, so each does what it is good at. Shape letters: E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from ds_moe_ext.core.layout import Roles, Striping
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy, register
+from ds_moe_ext.planning.strategy import CostGroup, Job, Plan, Strategy, register
 from ds_moe_ext.schedule.stripes import A2E, E2A, check_stripes, default_stripes
-from ds_moe_ext.schedule.task import INTER, Lane
+from ds_moe_ext.schedule.task import INTER, Stream
 from ds_moe_ext.strict import all_at_least
 
 WHERE = "ds_moe_ext.zebra"
@@ -61,10 +61,10 @@ class Zebra(Strategy):
     profile: Profile | None = None
     # expert ranks keep the rows that came in, and compute the rest again in backward
     recompute_experts: bool = False
-    # places of the attention ranks in a group; null: as said above
-    attention_cells: list[int] | None = None
+    # places of the attention ranks in a group; null: as stated above
+    attention_ep_ranks: list[int] | None = None
 
-    has_uneven_homes = True
+    has_uneven_owners = True
 
     def __post_init__(self) -> None:
         all_at_least(WHERE, self, attention_size=1, expert_size=1, num_micro_batches=1)
@@ -74,37 +74,37 @@ class Zebra(Strategy):
                     f"{WHERE}.{name} is {vars(self)[name]}, more than any run has; give at most "
                     f"{MOST}"
                 )
-        for name in ("moved", "attention_cells"):
+        for name in ("moved", "attention_ep_ranks"):
             numbers = vars(self)[name]
             if any(number < 0 for number in numbers or ()):
                 raise ValueError(
                     f"{WHERE}.{name} is {numbers}, but must be a list of integers from 0; mend it, "
                     "or leave it out"
                 )
-        if self.attention_cells is not None:
-            self._check_cells(self.attention_cells)
+        if self.attention_ep_ranks is not None:
+            self._check_ep_ranks(self.attention_ep_ranks)
         if self.moved is not None and self.profile is not None:
             raise ValueError(
                 f"{WHERE}.moved is {self.moved}, but {WHERE}.profile would choose it; set one of "
                 "them to null"
             )
 
-    def _check_cells(self, cells: Sequence[int]) -> None:
+    def _check_ep_ranks(self, ep_ranks: Sequence[int]) -> None:
         if self.attention_device is not None:
             raise ValueError(
-                f"{WHERE}.attention_cells is {cells}, but {WHERE}.attention_device "
+                f"{WHERE}.attention_ep_ranks is {ep_ranks}, but {WHERE}.attention_device "
                 f"{self.attention_device!r} says the places too; set one of them to null"
             )
         if self.attention_size is None or self.expert_size is None:
             raise ValueError(
-                f"{WHERE}.attention_cells is {cells}, but attention_size or expert_size is null; "
-                "set both"
+                f"{WHERE}.attention_ep_ranks is {ep_ranks}, but attention_size or expert_size is "
+                "null; set both"
             )
         size = self.attention_size + self.expert_size
-        if len(set(cells)) != self.attention_size or max(cells) >= size:
+        if len(set(ep_ranks)) != self.attention_size or max(ep_ranks) >= size:
             raise ValueError(
-                f"{WHERE}.attention_cells is {cells}, which are not {self.attention_size} of the "
-                f"{size} places of a group, 0 to {size - 1}; mend it, or leave it out"
+                f"{WHERE}.attention_ep_ranks is {ep_ranks}, which are not {self.attention_size} of "
+                f"the {size} places of a group, 0 to {size - 1}; mend it, or leave it out"
             )
 
     @property
@@ -114,14 +114,14 @@ class Zebra(Strategy):
                 f"{WHERE}.attention_size is {self.attention_size} and expert_size "
                 f"{self.expert_size}; set both, or name the attention ranks' attention_device"
             )
-        if self.attention_cells is None:
+        if self.attention_ep_ranks is None:
             return Roles.first(self.attention_size, self.expert_size)
-        cells = range(self.attention_size + self.expert_size)
-        own = tuple(sorted(self.attention_cells))
-        return Roles(own, tuple(cell for cell in cells if cell not in own))
+        ep_ranks = range(self.attention_size + self.expert_size)
+        own = tuple(sorted(self.attention_ep_ranks))
+        return Roles(own, tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in own))
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", A2E), ("ep", E2A))  # no copies
+    def uses(self) -> tuple[tuple[str, Stream], ...]:
+        return (("ep", INTER), ("ep", A2E), ("ep", E2A))  # no replicas
 
     @property
     def striping(self) -> Striping:
@@ -136,7 +136,7 @@ class Zebra(Strategy):
         sizes = (self.attention_size, self.expert_size)
         size = None if None in sizes else sum(each or 0 for each in sizes)
         roles = roles_by_device(devices, self.attention_device, size)
-        found = (len(roles.attention_cells), len(roles.expert_cells))
+        found = (len(roles.attention_ep_ranks), len(roles.expert_ep_ranks))
         for name, asked, counted in zip(("attention_size", "expert_size"), sizes, found):
             if asked not in (None, counted):
                 raise ValueError(
@@ -147,13 +147,13 @@ class Zebra(Strategy):
             self,
             attention_size=found[0],
             expert_size=found[1],
-            attention_cells=list(roles.attention_cells),
+            attention_ep_ranks=list(roles.attention_ep_ranks),
             attention_device=None,
         )
 
     def _for_batches_of(self, micro_batch: int) -> Zebra:
         """With a number of stripes that so many samples of each rank can be cut into."""
-        attention, expert = len(self.roles.attention_cells), len(self.roles.expert_cells)
+        attention, expert = len(self.roles.attention_ep_ranks), len(self.roles.expert_ep_ranks)
         num_samples = micro_batch * (attention + expert)
         if self.num_micro_batches is None:
             num_stripes = default_stripes(attention, expert, num_samples)
@@ -162,8 +162,8 @@ class Zebra(Strategy):
         check_stripes(num_samples, attention, self.num_micro_batches, key=key)
         return self
 
-    def first_homes(
-        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    def first_owners(
+        self, num_experts: Sequence[int], cost_groups: Iterable[CostGroup], num_ep_ranks: int
     ) -> tuple[Placement, ...]:
         moved = [0] * len(num_experts) if self.moved is None else self.moved
         if len(moved) != len(num_experts):
@@ -172,15 +172,15 @@ class Zebra(Strategy):
                 "layers; give one a layer"
             )
         roles = self.roles
-        homes = tuple(asymmetric_home(n, roles, o) for n, o in zip(num_experts, moved))
-        if not any(home.holds_EC[:, list(roles.expert_cells)].any() for home in homes):
+        owners = tuple(asymmetric_owner(n, roles, o) for n, o in zip(num_experts, moved))
+        if not any(owner.holds_EC[:, list(roles.expert_ep_ranks)].any() for owner in owners):
             raise ValueError(
                 f"{WHERE}.moved is {moved}, which leaves the expert ranks without any expert; move "
                 "fewer, or use strategy 'ep'"
             )
-        return homes
+        return owners
 
-    def remarks(self, job: Job) -> tuple[str, ...]:
+    def notices(self, job: Job) -> tuple[str, ...]:
         if self.moved is not None or self.profile is not None:
             return ()
         return (
@@ -197,7 +197,7 @@ class Zebra(Strategy):
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_home, job.homes))
+        return tuple(map(Plan.at_owner, job.owners))
 
 
 def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
@@ -225,20 +225,20 @@ def roles_by_device(devices: Sequence[str], attention_device: str, size: int | N
             f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
             "attention_device out and give attention_size and expert_size"
         )
-    cells = range(size)
+    ep_ranks = range(size)
     return Roles(
-        tuple(cell for cell in cells if pattern[cell]),
-        tuple(cell for cell in cells if not pattern[cell]),
+        tuple(ep_rank for ep_rank in ep_ranks if pattern[ep_rank]),
+        tuple(ep_rank for ep_rank in ep_ranks if not pattern[ep_rank]),
     )
 
 
-def asymmetric_home(num_experts: int, roles: Roles, moved: int) -> Placement:
+def asymmetric_owner(num_experts: int, roles: Roles, moved: int) -> Placement:
     """Where the experts of a layer live: Asym-EA's rule 33.
 
     The expert ranks hold equally many, in the order of their places. Of each the last ones move;
     these, in the same order, are cut into equal blocks for the attention ranks.
     """
-    attention, expert = np.array(roles.attention_cells), np.array(roles.expert_cells)
+    attention, expert = np.array(roles.attention_ep_ranks), np.array(roles.expert_ep_ranks)
     if num_experts % expert.size:
         raise ValueError(
             f"{WHERE}.expert_size is {expert.size}, which does not divide the {num_experts} "

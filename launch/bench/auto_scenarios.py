@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``auto`` ends at beside the strategies that it chooses from, by the simulator.
 
-`python launch/bench/auto_scenarios.py`: six scenarios, 8 cells of two nodes, 8 layers. Each
+`python launch/bench/auto_scenarios.py`: six scenarios, 8 ETP groups of two nodes, 8 layers. Each
 strategy plans by the steps before and is priced on the rows that come; so is ``auto``, which
 chooses every ten steps. The second half of the steps counts. No ranks are started.
 """
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.core.placement import even_homes
+from ds_moe_ext.core.placement import even_owners
 from ds_moe_ext.planning.layer_costs import BACKWARD, LayerCosts
 from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.planning.layer_seconds import TaskCosts
@@ -26,10 +26,10 @@ from ds_moe_ext.planning.load_files import read_loads
 from ds_moe_ext.planning.loads import LoadWindow
 from ds_moe_ext.planning.prices import FREE, AllReduce, Line, Prices
 from ds_moe_ext.planning.step_price import Conditions, price_step
-from ds_moe_ext.planning.strategy import Choice, Job, Past, Pool, Strategy
+from ds_moe_ext.planning.strategy import Choice, CostGroup, Job, Past, Strategy
 from ds_moe_ext.strategies.auto import Auto
 
-CELLS, LAYERS, TOKENS, TOP_K = 8, 8, 4096, 2
+EP_RANKS, LAYERS, TOKENS, TOP_K = 8, 8, 4096, 2
 WIDTH = 4096  # of a row, two bytes each
 START_S = 20e-6  # of a transfer
 
@@ -42,7 +42,7 @@ class Scenario:
     inter: float = 50e9  # bytes a second of a node's card
     experts: int = 32  # of a layer
     expert_width: int = 4096  # of each
-    slow_cells: int = 0  # that take three times as long for a row
+    slow_ep_ranks: int = 0  # that take three times as long for a row
 
     @property
     def job(self) -> Job:
@@ -50,7 +50,7 @@ class Scenario:
         row_s = 3 * 3 * WIDTH * self.expert_width / 300e12
         expert_bytes = 2 * 3 * WIDTH * self.expert_width
         layers = tuple(range(LAYERS))
-        pool = Pool(
+        cost_group = CostGroup(
             layers=layers,
             prices=Prices(
                 row_s=row_s,
@@ -59,8 +59,8 @@ class Scenario:
                 inter_bytes_per_s=self.inter,
                 intra_bytes_per_s=360e9,
             ),
-            row_s_C=tuple(3 * row_s if c < self.slow_cells else row_s for c in range(CELLS))
-            if self.slow_cells
+            row_s_C=tuple(3 * row_s if c < self.slow_ep_ranks else row_s for c in range(EP_RANKS))
+            if self.slow_ep_ranks
             else (),
             expert_bytes=expert_bytes,
             state_bytes=6 * expert_bytes,
@@ -68,7 +68,7 @@ class Scenario:
         )
         window_s = TOKENS * (4 * WIDTH * WIDTH + TOKENS * WIDTH) / 300e12
         job = Job.at_start(
-            even_homes([self.experts] * LAYERS, CELLS), np.arange(CELLS) // 4, (pool,)
+            even_owners([self.experts] * LAYERS, EP_RANKS), np.arange(EP_RANKS) // 4, (cost_group,)
         )
         return replace(
             job,
@@ -95,7 +95,7 @@ SCENARIOS = {
     "skewed, fast net": Scenario(loads="zipf:0.9", inter=360e9),
     "skewed, slow net": Scenario(loads="zipf:0.9", inter=10e9),
     "balanced, slow net": Scenario(loads="balanced", inter=10e9),
-    "unlike devices": Scenario(loads="zipf:0.5", slow_cells=4),
+    "unlike devices": Scenario(loads="zipf:0.5", slow_ep_ranks=4),
     "tiny experts": Scenario(loads="zipf:0.9", experts=64, expert_width=256),
     "rotating hotspot": Scenario(loads="rotating_hotspot"),
 }
@@ -105,7 +105,7 @@ def run(strategy: Strategy, scenario: Scenario, num_steps: int) -> tuple[list[fl
     """Seconds of each step by the simulator, and what planned it."""
     rows_ILCE = read_loads(
         scenario.loads,
-        ranks=CELLS,
+        ranks=EP_RANKS,
         experts=scenario.experts,
         layers=LAYERS,
         tokens=TOKENS,
@@ -113,9 +113,10 @@ def run(strategy: Strategy, scenario: Scenario, num_steps: int) -> tuple[list[fl
         steps=num_steps + 1,
     ).rows_ILCE
     conditions = Conditions(
-        grid=Grid(CELLS, CELLS), tasks=TaskCosts(exchange_start_s=START_S, expert_start_s=START_S)
+        grid=Grid(EP_RANKS, EP_RANKS),
+        tasks=TaskCosts(exchange_start_s=START_S, expert_start_s=START_S),
     )
-    window = LoadWindow(strategy.rhythm().window)
+    window = LoadWindow(strategy.intervals().window)
     job, choice, ratios = scenario.job, None, dict[str, float]()
     window.push(list(rows_ILCE[0]))
     predicted = window.predicted()
@@ -125,9 +126,9 @@ def run(strategy: Strategy, scenario: Scenario, num_steps: int) -> tuple[list[fl
         past = Past(step, predicted, came, choice, ratios)
         predicted = window.predicted()
         job = replace(job, rows=predicted, drift=window.drift, past=past)
-        every = strategy.rhythm().shard_every
+        every = strategy.intervals().shard_every
         if every and step % every == 0:
-            job = replace(job, homes=strategy.homes(job))
+            job = replace(job, owners=strategy.owners(job))
         plans = strategy.plan(job)
         price = price_step(strategy, plans, job, list(rows_LCE), conditions)
         choice = plans[0].choice

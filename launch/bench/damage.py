@@ -6,7 +6,7 @@
 
 Small trainings under either host and every strategy, which `kills.py` has too: each rank makes one
 by ``made``, in an environment as torchrun gives it. Inputs are drawn by step and rank, and skewed,
-so that there are hot experts: copies are made and homes move. Four checkpoints are made: one that
+so that there are hot experts: copies are made and owners move. Four checkpoints are made: one that
 is damaged, one of the run's next step, and two of another run, whose state the ranks have before
 each case: what loads nothing, or only a part, is then found.
 """
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own fold
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 WIDTH, EXPERT_WIDTH, HEADS, LAYERS, EXPERTS = 32, 48, 2, 2, 4
 
-_MOVING = {"copies_per_rank": 1, "reshard_interval": 2, "resharding": "paper"}
+_MOVING = {"replicas_per_rank": 1, "reshard_interval": 2, "resharding": "paper"}
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ep": {"strategy": "ep"},
     "fssdp": {"strategy": "fssdp", "fssdp": _MOVING},
@@ -75,7 +75,7 @@ def _tokens(step: int, rank: int, seed: int) -> Tensor:
 class OfDeepSpeed:
     """A Mixtral of transformers under a DeepSpeed engine. All that a small run does is collective.
 
-    ``save`` tells where its files lie; ``save_beside`` only begins, and the next step or save ends
+    ``save`` shows where its files lie; ``save_beside`` only begins, and the next step or save ends
     that; ``tensors`` are all that training changes on this rank."""
 
     def __init__(self, block: Mapping[str, Any], seed: int = 0, *, beside: bool = False) -> None:
@@ -335,9 +335,9 @@ def state_of(run: SmallRun) -> str:
     digest = hashlib.sha256()
     for tensor in run.tensors():
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, digest.hexdigest())
-    return " ".join(told)
+    lines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, digest.hexdigest())
+    return " ".join(lines)
 
 
 class Tries:
@@ -383,10 +383,10 @@ class Tries:
         except BaseException as raised:  # torch's CheckpointException is no Exception
             error = raised
         found = self._judged(error), f"{type(error).__name__}: {error}" if error else ""
-        told: list[tuple[str, str]] = [found] * dist.get_world_size()
-        dist.all_gather_object(told, found)
+        lines: list[tuple[str, str]] = [found] * dist.get_world_size()
+        dist.all_gather_object(lines, found)
         state = state_of(self._run)
-        worst = max(told, key=lambda each: (BY_NAME, EQUAL, REFUSED, RAW, WRONG).index(each[0]))
+        worst = max(lines, key=lambda each: (BY_NAME, EQUAL, REFUSED, RAW, WRONG).index(each[0]))
         if worst[0] == EQUAL and state != self._whole:
             worst = WRONG, worst[1]
         elif worst[0] != EQUAL and state != self._before:
@@ -401,10 +401,10 @@ class Tries:
             return EQUAL
         names = {path.name for path in _files(self._folder / "whole")}
         is_megatrons = type(error).__name__ == "CheckpointingException"
-        is_told = (isinstance(error, ValueError) or is_megatrons) and "\n" not in str(error)
-        if is_told and any(name in str(error) for name in names):
+        is_reported = (isinstance(error, ValueError) or is_megatrons) and "\n" not in str(error)
+        if is_reported and any(name in str(error) for name in names):
             return BY_NAME
-        return REFUSED if is_told else RAW
+        return REFUSED if is_reported else RAW
 
 
 def main() -> None:
@@ -415,12 +415,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=70)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no_sums", action="store_true", help="as stock Megatron writes them")
-    parser.add_argument("--json", type=Path, help="write the counts and what was told here")
+    parser.add_argument("--json", type=Path, help="write the counts and what was reported here")
     given = parser.parse_args()
     launch = os.environ["MASTER_PORT"]  # the same on all ranks, and no other launch's
     folder = f"{tempfile.gettempdir()}/damage_{launch}"
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in DAMAGES}
-    told = []
+    lines = []
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         begun_s = time.monotonic()
@@ -429,12 +429,12 @@ def main() -> None:
             kind = list(DAMAGES)[number % len(DAMAGES)]
             outcome, message = tries.outcome(kind, given.seed + number)
             counts[kind][outcome] += 1
-            told.append({"case": number, "kind": kind, "outcome": outcome, "message": message})
+            lines.append({"case": number, "kind": kind, "outcome": outcome, "message": message})
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
         _show(given, counts, time.monotonic() - begun_s)
         if given.json:
-            given.json.write_text(json.dumps(told, indent=1))
+            given.json.write_text(json.dumps(lines, indent=1))
     dist.destroy_process_group()
 
 

@@ -20,7 +20,8 @@ before. A static capacity is 1.25 times the mean; where ``--ranks 1`` has all ex
 replayed, too (``"ep, CUDA graphs"``).
 
 Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
-Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
+Collectives that take no time make replicas look cheap; ``--hardware`` names a cluster in their
+place.
 
 With a network in between a device has as much to compute and longer to wait for rows.
 
@@ -99,7 +100,7 @@ class Attention(nn.Module):
 
 
 class AutoEpExperts(nn.Module):
-    """One AutoEP layer, which is told the choices as ours is. Collective."""
+    """One AutoEP layer, which is reported the choices as ours is. Collective."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class AutoEp(Ours):
         import deepspeed
 
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-        self.name, self._has_own_lanes = AUTO_EP, True
+        self.name, self._has_own_streams = AUTO_EP, True
         self._blocks = nn.ModuleList([Block(AutoEpExperts(sizes)) for _ in range(sizes.layers)])
         self.model = nn.ModuleDict({"blocks": self._blocks})
 

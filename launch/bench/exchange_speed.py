@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows and copies of experts reach between the ranks at hand, by size.
+"""What rows and replicas of experts reach between the ranks at hand, by size.
 
 `torchrun --nproc_per_node 8 launch/bench/exchange_speed.py --mib 1 4 16 64 --expert_mib 9`
 
@@ -8,7 +8,7 @@ All take turns; the slowest rank's time counts. Rates are of the bytes that a ra
 - all-to-all: even exchanges of rows in bfloat16 by the backend (NCCL, or gloo on a CPU);
 - DeepEP: the same rows there, where the package is installed and takes these ranks;
 - copies: one expert of each rank to all others, as strategies copy them (bytes that it takes in);
-- gradients: of those copies, summed at their homes.
+- gradients: of those replicas, summed at their owners.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_moe_ext.commands.profile_ranks import device_of
 from ds_moe_ext.core.comm import all_to_all_rows, connect, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.core.layout import Grid, ParallelLayout, world
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.transfer import Cargo, gather_rounds
+from ds_moe_ext.core.transfer import TransferSize, gather_rounds
 from ds_moe_ext.hosts.attachment.startup_check import Launched
 from ds_moe_ext.moe.dispatch import DeepEp, why_not
 from ds_moe_ext.planning.bench import Bench, clock_of
@@ -52,21 +52,24 @@ def row_works(layout: ParallelLayout, device: torch.device, num_bytes: float) ->
     sent = rows.nbytes * (num_ranks - 1) // num_ranks
     yield "all-to-all", sent, partial(all_to_all_rows, rows, even_C, even_C, group)
     if not why_not(layout, device):
-        trip = DeepEp.of(group).trip(np.full((num_ranks, num_ranks), num_each), device)
-        yield "DeepEP", sent, partial(trip.out, rows)
+        transfer = DeepEp.of(group).transfer(np.full((num_ranks, num_ranks), num_each), device)
+        yield "DeepEP", sent, partial(transfer.out, rows)
 
 
 def copy_works(layout: ParallelLayout, device: torch.device, num_bytes: float) -> Iterator[Work]:
-    """An expert of each rank to all, and the gradients of the copies home."""
+    """An expert of each rank to all, and the gradients of the replicas to the owner."""
     group = layout.group("ep", INTER)
     num_ranks = group.size()
     weights = torch.ones(num_ranks, round(num_bytes / 2), dtype=torch.bfloat16, device=device)
-    home = Placement.owned_by(np.arange(num_ranks), num_ranks)
-    everywhere, cargo = Placement(np.ones_like(home.holds_EC)), Cargo(weights[0].nbytes)
-    rounds = gather_rounds(home, everywhere, np.zeros(num_ranks, np.int64), cargo)
+    take_back = Placement.owned_by(np.arange(num_ranks), num_ranks)
+    everywhere, transfer_size = (
+        Placement(np.ones_like(take_back.holds_EC)),
+        TransferSize(weights[0].nbytes),
+    )
+    rounds = gather_rounds(take_back, everywhere, np.zeros(num_ranks, np.int64), transfer_size)
     part, slots = rounds.part_of(group.rank()), {e: (own,) for e, own in enumerate(weights)}
     others = weights[0].nbytes * (num_ranks - 1)
-    yield "copies", others, lambda: to_the_end(sparse_all_gather(part, slots, slots, group))
+    yield "replicas", others, lambda: to_the_end(sparse_all_gather(part, slots, slots, group))
     yield "gradients", others, lambda: to_the_end(sparse_reduce_scatter(part, slots, group))
 
 

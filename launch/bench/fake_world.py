@@ -41,7 +41,7 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.strategy import Job
 from ds_moe_ext.schedule import executor
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes
+from ds_moe_ext.schedule.executor import InlineStreams, ScheduleStreams
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 RANKS_PER_NODE = 8
@@ -90,7 +90,8 @@ def _all_to_all(
 
 
 def _all_gather(group: dist.ProcessGroup, gathered: Tensor, given: Tensor, *rest: object) -> None:
-    """In place of the fake group's own, which makes a copy for each rank: a device is told once."""
+    """In place of the fake group's own, which makes a copy for each rank: a device is reported
+    once."""
     gathered.view(group.size(), *given.shape).copy_(given)
 
 
@@ -124,16 +125,16 @@ def _no_product(
     return one.new_zeros(*num_slots, one.shape[0], other.shape[-1])
 
 
-INLINE = InlineLanes()
+INLINE = InlineStreams()
 
 
 @contextmanager
-def on_lanes(lanes: Lanes) -> Iterator[None]:
+def on_streams(streams: ScheduleStreams) -> Iterator[None]:
     """Layers run there inside the block, where anything overlaps; programs must be made inside."""
-    real = executor.lanes_for
+    real = executor.streams_for
 
-    def chosen(device: torch.device, overlaps: bool) -> Lanes:
-        return lanes if overlaps else INLINE
+    def chosen(device: torch.device, overlaps: bool) -> ScheduleStreams:
+        return streams if overlaps else INLINE
 
     _put(chosen, real)
     try:
@@ -142,16 +143,16 @@ def on_lanes(lanes: Lanes) -> Iterator[None]:
         _put(real, chosen)  # also where it was imported inside
 
 
-def _put(chooses: Callable[..., Lanes], before: Callable[..., Lanes]) -> None:
+def _put(chooses: Callable[..., ScheduleStreams], before: Callable[..., ScheduleStreams]) -> None:
     """In all modules that have the one before."""
     for name, module in [*sys.modules.items()]:
-        if name.startswith("ds_moe_ext.") and vars(module).get("lanes_for") is before:
-            vars(module)["lanes_for"] = chooses
+        if name.startswith("ds_moe_ext.") and vars(module).get("streams_for") is before:
+            vars(module)["streams_for"] = chooses
 
 
 def inline() -> AbstractContextManager[None]:
-    """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
-    return on_lanes(INLINE)
+    """One thread issues all streams inside the block, as on CUDA; programs must be made inside."""
+    return on_streams(INLINE)
 
 
 # A model's experts, replaced by a JSON block without a host.
@@ -174,47 +175,49 @@ class ReplacedLayers:
         *,
         is_early: bool = True,
         device: torch.device = CPU,
-        tell: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> ReplacedLayers:
         """Replace them. Collective."""
         settings, strategy = read_settings({BLOCK: {"enabled": True, **block}})
         assert strategy is not None
         world_size = dist.get_world_size()
-        if strategy.has_uneven_homes:  # one grid over all nodes: what travels between them counts
-            num_cells = world_size // (settings.expert_sharding_size or 1)
-            settings = replace(settings, expert_parallel_size=num_cells)
+        if strategy.has_uneven_owners:  # one grid over all nodes: what travels between them counts
+            num_ep_ranks = world_size // (settings.expert_sharding_size or 1)
+            settings = replace(settings, expert_parallel_size=num_ep_ranks)
         blueprint = draw(settings, strategy, model, (find_registered,), world_size)
         layers = [layer for layer, _ in build(blueprint, device)]
         if stays_in_slots(blueprint):  # as a host does where they stay
             for layer in layers:
                 assert isinstance(layer.hosted, HostedExperts)
                 layer.hosted.stack()
-        measures = strategy.rhythm().measures
+        measures = strategy.intervals().measures
         if is_early:
             launch_with_blocks(model, layers, measures=measures)
         pipelines = None
         if measures:
             none = DenseGradients((0,) * len(layers), 0, torch.float32, None)
-            pipelines = Pipelines(layers, blueprint.pools, None, none, 1, device)
-        homes = [layer.routed.site.plan.home for layer in layers]
-        node_C = layers[0].routed.site.layout.node_C
+            pipelines = Pipelines(layers, blueprint.cost_groups, None, none, 1, device)
+        owners = [layer.routed.layer_context.plan.owner for layer in layers]
+        node_C = layers[0].routed.layer_context.layout.node_C
         planning = Planning(
             strategy=strategy,
             layers=layers,
-            job=Job.at_start(homes, node_C, blueprint.pools),
-            costs=Costs(layers, blueprint.pools, blueprint.hardware, strategy.rhythm(), pipelines),
+            job=Job.at_start(owners, node_C, blueprint.cost_groups),
+            costs=Costs(
+                layers, blueprint.cost_groups, blueprint.hardware, strategy.intervals(), pipelines
+            ),
             checks=Checks(strategy, layers),
             mover=_stay,
             debug=False,
             rank=dist.get_rank(),
-            tell=tell,
+            log=log,
         )
         return cls(layers, planning)
 
     @property
     def node_C(self) -> np.ndarray:
-        """Node of each cell."""
-        return self.layers[0].routed.site.layout.node_C
+        """Node of each EP rank."""
+        return self.layers[0].routed.layer_context.layout.node_C
 
     def after_step(self, number: int) -> list[Rows]:
         """Plan the next step; what each layer routed in the one of a number. Collective."""
@@ -284,12 +287,12 @@ class Way:
 
     name: str  # in the table
     block: Mapping[str, Any] = field(hash=False)  # of the JSON
-    # lanes are threads, as on a CPU; else one thread issues all, as on CUDA
+    # streams are threads, as on a CPU; else one thread issues all, as on CUDA
     has_threads: bool = False
 
 
-_FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
-_EVERYWHERE = {**_FSSDP, "overlap_degree": 1024, "copies_per_rank": 1024, "share": "paper"}
+_FSSDP = {"overlap_degree": 8, "replicas_per_rank": 2, "reshard_interval": 0}
+_EVERYWHERE = {**_FSSDP, "overlap_degree": 1024, "replicas_per_rank": 1024, "share": "paper"}
 _PROPHET = {"rematerialize": False}
 """As where a GPU has room; a rank of a CPU does as if it had little."""
 
@@ -307,7 +310,9 @@ WAYS = (
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
     Way("fssdp, all everywhere", {"strategy": "fssdp", "fssdp": _EVERYWHERE}),
-    Way("fssdp, nothing copied", {"strategy": "fssdp", "fssdp": {**_FSSDP, "copies_per_rank": 0}}),
+    Way(
+        "fssdp, nothing copied", {"strategy": "fssdp", "fssdp": {**_FSSDP, "replicas_per_rank": 0}}
+    ),
     Way("fssdp, paper share", {"strategy": "fssdp", "fssdp": {**_FSSDP, "share": "paper"}}),
     Way("prophet", {"strategy": "prophet", "prophet": _PROPHET}),
     Way("prophet, freed", {"strategy": "prophet", "prophet": {"rematerialize": True}}),
@@ -365,14 +370,14 @@ class Ours:
         self.name = way.name
         self._blocks = nn.ModuleList([Block(Experts(sizes)) for _ in range(sizes.layers)])
         self.model = nn.ModuleDict({"blocks": self._blocks})
-        # A device has lanes of its own, which one thread issues.
-        self._has_own_lanes = way.has_threads or sizes.device.type == "cuda"
+        # A device has streams of its own, which one thread issues.
+        self._has_own_streams = way.has_threads or sizes.device.type == "cuda"
         with self.turn():
             self.replaced = ReplacedLayers.of(self.model, way.block, device=sizes.device)
 
     def turn(self) -> AbstractContextManager[None]:
         """In which all of a step happens."""
-        return nullcontext() if self._has_own_lanes else inline()
+        return nullcontext() if self._has_own_streams else inline()
 
     def forward(self, batch: Batch) -> Tensor:
         """Tokens through all layers, ``[T, D]``."""

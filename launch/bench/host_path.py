@@ -12,7 +12,7 @@ which other programs disturb less. Gates are not in it: their choices are made b
 Steps of their own count what would make a GPU's host wait, copy or call its network. A tensor is
 the host's if it came from numpy or from Python's numbers, was fetched, or was computed from such
 tensors alone; all others stand for the device's. Methods are changed for all threads. What is the
-host's is followed by a torch function mode, which the product's lanes carry with them: a thread
+host's is followed by a torch function mode, which the product's streams carry with them: a thread
 without it may count too much, never too little.
 """
 
@@ -68,8 +68,8 @@ FETCHES = (
 )  # fmt: skip
 """Methods and functions for which the host waits: for values, or for how many there are."""
 
-COPIES = ("tensor", "as_tensor")
-"""Functions that copy what Python has, where they are told a device."""
+REPLICAS = ("tensor", "as_tensor")
+"""Functions that copy what Python has, where they are notified a device."""
 
 COLLECTIVES = (
     "all_to_all_single", "alltoall_base", "alltoall", "all_gather_single", "_allgather_base",
@@ -317,7 +317,7 @@ def counted() -> Iterator[HostCounts]:
                 if hasattr(owner, name):
                     count(owner, name, counts.waits, _of_devices)
             count(owner, "repeat_interleave", counts.waits, _is_repeated)
-        for name in COPIES:
+        for name in REPLICAS:
             count(torch, name, counts.copies, _names_device)
         for name in ("__getitem__", "__setitem__"):
             count(Tensor, name, counts.waits, _is_indexed)

@@ -72,15 +72,15 @@ class Outcome:
     """What became of it."""
 
     case: Case  # what happened
-    # when the last of the others had ended; in a stop, when the first line was told. None: not in
-    # time
+    # when the last of the others had ended; in a stop, when the first line was reported. None: not
+    # in time
     ended_s: float | None
-    # names_layer, names_rank: what the others told says where they waited, and for whom
+    # names_layer, names_rank: what the others reported says where they waited, and for whom
     names_layer: bool
     names_rank: bool
     is_loaded: bool | None  # of a save: the last checkpoint was loaded, whole
     is_refused: bool  # of a save: it was not, in one line that says why
-    told: str  # by the others, at the end
+    reported: str  # by the others, at the end
 
 
 class NotStarted(RuntimeError):
@@ -137,11 +137,11 @@ def state_of(run: Any) -> str:
 
 
 def step_of(loaded: Sequence[str], before: Sequence[str]) -> str:
-    """Of which step the state was that ranks loaded, by what they had said before; experts may have
-    come to others. Empty: of none."""
+    """Of which step the state was that ranks loaded, by what they had stated before; experts may
+    have come to others. Empty: of none."""
 
-    def together(told: Sequence[str], what: str) -> list[str]:
-        found = [re.search(rf"{what} ([0-9a-f ]+)$", text, re.MULTILINE) for text in told]
+    def together(reported: Sequence[str], what: str) -> list[str]:
+        found = [re.search(rf"{what} ([0-9a-f ]+)$", text, re.MULTILINE) for text in reported]
         return sorted(word for each in found if each for word in each[1].split())
 
     own = together(loaded, "loaded")
@@ -195,7 +195,7 @@ def outcome(case: Case, patience_s: float) -> Outcome:
     """Run one case."""
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
     marks = "saved 3" if case.how in SAVES else "step 3"  # when one is surely there
-    loaded, refused, names_layer, names_rank, told = None, False, False, False, ""
+    loaded, refused, names_layer, names_rank, text = None, False, False, False, ""
     with started(case, folder) as ranks:
         if wait_for(lambda: all(marks in text_of(folder, r) for r in range(2)), START_S) is None:
             raise NotStarted(f"{case} did not start: {text_of(folder, 0)[-3000:]}")
@@ -210,18 +210,18 @@ def outcome(case: Case, patience_s: float) -> Outcome:
             word = signal.SIGKILL if case.how == "kill" else signal.SIGSTOP
             os.kill(int(victim.pid or 0), word)
 
-            def is_told() -> bool:
+            def is_reported() -> bool:
                 return "ds_moe_ext:" in text_of(folder, 1 - case.victim)[length:]
 
             def has_ended() -> bool:
                 return not other.is_alive()
 
-            ended_s = wait_for(is_told if case.how == "stop" else has_ended, patience_s)
-            told = text_of(folder, 1 - case.victim)[length:]
+            ended_s = wait_for(is_reported if case.how == "stop" else has_ended, patience_s)
+            text = text_of(folder, 1 - case.victim)[length:]
             if case.how != "kill" and not is_stopped(victim.pid):
                 raise Continued(f"not counted, for somebody let its victim go on: {case}")
-            names_layer = re.search(WHERE, told) is not None
-            names_rank = re.search(rf"rank {case.victim} ", told) is not None
+            names_layer = re.search(WHERE, text) is not None
+            names_rank = re.search(rf"rank {case.victim} ", text) is not None
     if case.how in SAVES:
         before = [text_of(folder, rank) for rank in range(2)]
 
@@ -232,11 +232,11 @@ def outcome(case: Case, patience_s: float) -> Outcome:
             wait_for(lambda: all(re.search("loaded|refused", after(r)) for r in range(2)), START_S)
         loaded = bool(step_of([after(0), after(1)], before))
         refused = all(re.search(r"refused: .*/saved/.*", after(rank)) for rank in range(2))
-        told = "".join(f"rank {rank}: {after(rank)[-1000:]}\n" for rank in range(2))
+        text = "".join(f"rank {rank}: {after(rank)[-1000:]}\n" for rank in range(2))
         if not loaded and not refused:
-            told += before[0][-1000:] + before[1][-1000:]
+            text += before[0][-1000:] + before[1][-1000:]
     shutil.rmtree(folder)
-    return Outcome(case, ended_s, names_layer, names_rank, loaded, refused, told)
+    return Outcome(case, ended_s, names_layer, names_rank, loaded, refused, text)
 
 
 def files_there() -> set[str]:
@@ -289,7 +289,7 @@ def main() -> None:
 def show(found: list[Outcome]) -> None:
     """A line for each kind of case."""
     table = Table(title=f"{len(found)} cases, two ranks")
-    for name in ("host", "strategy", "what", "cases", "ended or told", "seconds: median, most"):
+    for name in ("host", "strategy", "what", "cases", "ended or reported", "seconds: median, most"):
         table.add_column(name)
     for name in ("names a layer", "names the rank", "loaded", "refused"):
         table.add_column(name)

@@ -43,7 +43,7 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE
-from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.planning.strategy import Job, LayerContext
 from ds_moe_ext.strategies.ep import ExpertParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
@@ -121,8 +121,8 @@ class Contender:
 
 
 def ours(problem: Problem) -> Contender:
-    """All six sub-modules in one program, one cell, strategy ep."""
-    shape, site = problem.shape, one_cell(problem.shape.num_experts)
+    """All six sub-modules in one program, an EP rank, strategy ep."""
+    shape, layer_context = problem.shape, one_ep_rank(problem.shape.num_experts)
     up_EFD, down_EDF = problem.up_EFD.clone(), problem.down_EDF.clone()
     layer = MoELayer(
         nn.ParameterList([problem.gate_ED.clone()]),
@@ -130,26 +130,28 @@ def ours(problem: Problem) -> Contender:
         gate=SoftmaxTopK(top_k=shape.top_k),
         function=FeedForwardExperts(silu_gated),
         strategy=ExpertParallel(),
-        plan=site.plan,
-        layout=site.layout,
+        plan=layer_context.plan,
+        layout=layer_context.layout,
     )
     return Contender(OURS, lambda x: layer(x).y, tuple(layer.parameters()))
 
 
-def one_cell(num_experts: int) -> Site:
-    strategy, home = ExpertParallel(), Placement.block(num_experts, 1)
+def one_ep_rank(num_experts: int) -> LayerContext:
+    strategy, owner = ExpertParallel(), Placement.block(num_experts, 1)
     layout = ParallelLayout.build(Grid(1, 1), strategy.uses())
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    return Site(plan, layout, 0)
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
+    return LayerContext(plan, layout, 0)
 
 
 def ours_in_hugging_face(problem: Problem) -> Contender:
     """Hugging Face's block with its own router; its experts replaced as the plug-in does it."""
     block = _mixtral_block(problem, "grouped_mm")
-    site = one_cell(problem.shape.num_experts)
+    layer_context = one_ep_rank(problem.shape.num_experts)
     for found in list(huggingface.find(block, any_name)):
         held = torch.arange(found.num_experts)
-        found.adopt(held, WHOLE, lambda function: RoutedExperts(ExpertParallel(), site, function))
+        found.adopt(
+            held, WHOLE, lambda function: RoutedExperts(ExpertParallel(), layer_context, function)
+        )
     return _hugging_face_contender("ours: experts of a Hugging Face block", block)
 
 
@@ -271,7 +273,7 @@ class Way:
 
     package: str  # that it needs
     keys: Mapping[str, Any]  # of TransformerConfig
-    fill: Callable[[Any, Problem], None]  # copies a problem's weights into the layer's experts
+    fill: Callable[[Any, Problem], None]  # replicas a problem's weights into the layer's experts
 
 
 def fill_sequential(experts: Any, problem: Problem) -> None:

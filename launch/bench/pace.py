@@ -26,7 +26,7 @@ from ds_moe_ext.core.comm import Pairs, Parcel
 from ds_moe_ext.hosts.attachment.experts import ExpertsDescription, register_experts
 from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.schedule.executor import InlineLanes, Steps, ThreadLanes
+from ds_moe_ext.schedule.executor import InlineStreams, Steps, ThreadStreams
 
 BACKWARD = 2.0  # times as long as forward
 Moments = tuple[float, float]  # start and end
@@ -61,10 +61,10 @@ class Pace:
         return held
 
 
-def union(spans: Iterable[Moments]) -> list[Moments]:
-    """Moments in any of the spans, as spans that are apart."""
+def union(chunk_ranges: Iterable[Moments]) -> list[Moments]:
+    """Moments in any of the chunk ranges, as chunk ranges that are apart."""
     apart: list[Moments] = []
-    for start, end in sorted(spans):
+    for start, end in sorted(chunk_ranges):
         if apart and start <= apart[-1][1]:
             apart[-1] = apart[-1][0], max(apart[-1][1], end)
         else:
@@ -73,7 +73,7 @@ def union(spans: Iterable[Moments]) -> list[Moments]:
 
 
 def bare(start: float, end: float, apart: Sequence[Moments]) -> float:
-    """Seconds between two moments that none of the spans covers, which are apart."""
+    """Seconds between two moments that none of the chunk ranges covers, which are apart."""
     covered = (max(min(end, its_end) - max(start, its_start), 0.0) for its_start, its_end in apart)
     return end - start - sum(covered)
 
@@ -175,7 +175,7 @@ SLICE_S = 0.002  # after which a transfer looks again who shares the card
 
 @dataclass(eq=False)
 class Card:
-    """A rank's network card. Transfers of several lanes that are under way together share it
+    """A rank's network card. Transfers of several streams that are under way together share it
     evenly, as on a network."""
 
     bytes_per_s: float  # each way
@@ -207,9 +207,9 @@ class Card:
 
 @contextmanager
 def paced_links(card: Card, ranks_per_node: int = 1) -> Iterator[None]:
-    """Rows and copies of experts that go to other nodes take their time on a card inside the block;
-    layers are to be built there, too. All bytes are sent besides: nothing of it needs a right that
-    a user has not."""
+    """Rows and replicas of experts that go to other nodes take their time on a card inside the
+    block; layers are to be built there, too. All bytes are sent besides: nothing of it needs a
+    right that a user has not."""
     exchanged, moved = comm.all_to_all_by_pairs, Pairs.move
     own_node = dist.get_rank() // ranks_per_node
 
@@ -238,7 +238,9 @@ def paced_links(card: Card, ranks_per_node: int = 1) -> Iterator[None]:
     with (
         mock.patch.object(dispatch, "all_to_all_by_pairs", all_to_all),
         mock.patch.object(Pairs, "move", move),
-        mock.patch.object(ThreadLanes, "begin", InlineLanes.begin),  # a card carries in a lane
+        mock.patch.object(
+            ThreadStreams, "begin", InlineStreams.begin
+        ),  # a card carries in a stream
         mock.patch("socket.gethostname", lambda: f"node{own_node}"),
     ):
         yield

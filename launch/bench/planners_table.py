@@ -9,7 +9,7 @@ No device and no process group is needed::
     python launch/bench/planners_table.py --trace loads.npz > table.md
 
 A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.loads`` writes them, or ``counts_IRLE``
-and ``iteration_I``. Shape letters: I logged steps, L layers, C cells (ranks), E experts.
+and ``iteration_I``. Shape letters: I logged steps, L layers, C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from rival_planners import (
     laid_out,
     quotas,
     spilled,
-    to_home,
     to_nearest,
+    to_owner,
     transported,
 )
 
 from ds_moe_ext.core.hardware import read_hardware
-from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_owners
 from ds_moe_ext.planning.fssdp_planner import guarded, materialize
 from ds_moe_ext.planning.load_files import read_table
 from ds_moe_ext.planning.loads import LoadWindow, balance_L
 from ds_moe_ext.planning.prices import RoutedRows, RowPrices, between_nodes, busiest_link
 from ds_moe_ext.planning.prophet_planner import place_experts
-from ds_moe_ext.planning.strategy import Job, Pool, Strategy
+from ds_moe_ext.planning.strategy import CostGroup, Job, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 
-COPY_TRIPS = 2  # weights to a copy, gradients back
+REPLICA_TRANSFERS = 2  # weights to a replica, gradients back
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """What is planned, and for what."""
 
-    homes: Sequence[Placement]  # of each layer
+    owners: Sequence[Placement]  # of each layer
     planned_LCE: np.ndarray  # rows planned on
     actual_LCE: np.ndarray  # rows to come
     cluster: PricedCluster
@@ -82,7 +82,7 @@ class Planner:
 
     name: str  # as printed
     layouts: Callable[[Step], Sequence[Layout]]  # plans a step
-    way: Way = to_home  # of the rows
+    way: Way = to_owner  # of the rows
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Score:
     balance: float  # rows of the busiest rank over the mean
     remote: float  # share of rows that leave their rank
     abroad: float  # share of rows that leave their node
-    copies: float  # that a rank holds in a layer
-    late: float  # copies of these that are made after the gate
+    replicas: float  # that a rank holds in a layer
+    late: float  # replicas of these that are made after the gate
     priced_s: float  # of a layer's experts and exchanges, by what rows cost
-    # and of the way of copies that are made after the gate, weights there and gradients back, on
+    # and of the way of replicas that are made after the gate, weights there and gradients back, on
     # the busiest link
     open_s: float
     plan_s: float  # processor seconds of planning a layer
@@ -128,22 +128,22 @@ def score(
     """Plan every step of the trace, and route its rows by the plan."""
     scores = []
     _, num_layers, num_ranks, num_experts = runs[0].shape
-    homes = even_homes([num_experts] * num_layers, num_ranks)
+    owners = even_owners([num_experts] * num_layers, num_ranks)
     for planned_LCE, rows_LCE in planned_steps(runs, window, age):
         started = time.process_time()
-        layouts = planner.layouts(Step(homes, planned_LCE, rows_LCE, cluster))
+        layouts = planner.layouts(Step(owners, planned_LCE, rows_LCE, cluster))
         sendings = [
-            planner.way(Layer(home, layout, planned_CE, cluster))
-            for home, layout, planned_CE in zip(homes, layouts, planned_LCE)
+            planner.way(Layer(owner, layout, planned_CE, cluster))
+            for owner, layout, planned_CE in zip(owners, layouts, planned_LCE)
         ]
         plan_s = (time.process_time() - started) / num_layers
         sent = [send(rows_CE).sum(axis=1) for send, rows_CE in zip(sendings, rows_LCE)]
-        scores.append(_score_of_step(homes, layouts, np.stack(sent), cluster, plan_s))
+        scores.append(_score_of_step(owners, layouts, np.stack(sent), cluster, plan_s))
     return Score(*np.mean([list(vars(each).values()) for each in scores], axis=0).tolist())
 
 
 def _score_of_step(
-    homes: Sequence[Placement],
+    owners: Sequence[Placement],
     layouts: Sequence[Layout],
     sent_LCC: np.ndarray,
     cluster: PricedCluster,
@@ -156,47 +156,47 @@ def _score_of_step(
     num_rows = int(computed_LC.sum())
     num_abroad = sum(int(between_nodes(sent_CC, node_C).sum()) for sent_CC in sent_LCC)
     priced_s = float(np.mean([cluster.row_prices.seconds(sent_CC, node_C) for sent_CC in sent_LCC]))
-    links = [busiest_link(*placements, node_C) for placements in zip(homes, at_gate, targets)]
+    links = [busiest_link(*placements, node_C) for placements in zip(owners, at_gate, targets)]
     return Score(
         balance=float(balance_L(computed_LC).mean()),
         remote=float(received_LC.sum()) / num_rows,
         abroad=num_abroad / num_rows,
-        copies=_added(homes, targets) / computed_LC.size,
+        replicas=_added(owners, targets) / computed_LC.size,
         late=_added(at_gate, targets) / computed_LC.size,
         priced_s=priced_s,
-        open_s=priced_s + COPY_TRIPS * cluster.prices.copy_s * float(np.mean(links)),
+        open_s=priced_s + REPLICA_TRANSFERS * cluster.prices.copy_s * float(np.mean(links)),
         plan_s=plan_s,
     )
 
 
 def _added(before: Sequence[Placement], after: Sequence[Placement]) -> int:
-    """Copies that the ranks hold more."""
+    """Replicas that the ranks hold more."""
     return sum(int((b.holds_EC & ~a.holds_EC).sum()) for a, b in zip(before, after))
 
 
-def materialized(step: Step, *, degree: int, copies: int) -> list[Layout]:
+def materialized(step: Step, *, degree: int, replicas: int) -> list[Layout]:
     """HECATE's targets, guarded."""
     prices, node_C = step.cluster.prices, step.cluster.node_C
     targets = materialize(
-        step.homes,
+        step.owners,
         list(step.planned_LCE.sum(axis=1)),
         overlap_degree=degree,
-        copies_per_cell=copies,
+        replicas_per_ep_rank=replicas,
         node_C=node_C,
     )
     targets = guarded(
-        step.homes, targets, RoutedRows.of(list(step.planned_LCE), node_C), prices=prices
+        step.owners, targets, RoutedRows.of(list(step.planned_LCE), node_C), prices=prices
     )
     return [Layout.of(target) for target in targets]
 
 
 def as_it_comes(step: Step, *, strategy: Strategy) -> list[Layout]:
     """What a strategy of the product plans, and makes of the rows to come; loads are taken to move,
-    memory to be plenty, and attention to hide as many copies as the strategy asks for."""
-    cluster, homes = step.cluster, step.homes
+    memory to be plenty, and attention to hide as many replicas as the strategy asks for."""
+    cluster, owners = step.cluster, step.owners
     prices, block = cluster.prices, cluster.block
-    pool = Pool(
-        layers=tuple(range(len(homes))),
+    cost_group = CostGroup(
+        layers=tuple(range(len(owners))),
         prices=prices,
         expert_bytes=int(block.weight_bytes),
         row_bytes_per_s=block.bytes_per_s,
@@ -204,12 +204,12 @@ def as_it_comes(step: Step, *, strategy: Strategy) -> list[Layout]:
     )
     job = Job(
         rows=tuple(np.ascontiguousarray(step.planned_LCE)),
-        homes=tuple(homes),
+        owners=tuple(owners),
         node_C=cluster.node_C,
-        pools=(pool,),
-        window_s=(block.forward_gap_s,) * len(homes),
-        back_window_s=(block.backward_gap_s,) * len(homes),
-        free_bytes=int(block.weight_bytes) * 4 * sum(home.num_experts for home in homes),
+        cost_groups=(cost_group,),
+        window_s=(block.forward_gap_s,) * len(owners),
+        back_window_s=(block.backward_gap_s,) * len(owners),
+        free_bytes=int(block.weight_bytes) * 4 * sum(owner.num_experts for owner in owners),
     )
     layouts = []
     for plan, rows_CE in zip(strategy.plan(job), step.actual_LCE):
@@ -223,14 +223,15 @@ def replicated(step: Step, *, balance: float) -> list[Layout]:
     search = partial(place_experts, num_excluded=0, balance=balance)
     prices = replace(step.cluster.block, is_scheduled=True)
     plans = (
-        search(home, rows_CE, prices=prices) for home, rows_CE in zip(step.homes, step.planned_LCE)
+        search(owner, rows_CE, prices=prices)
+        for owner, rows_CE in zip(step.owners, step.planned_LCE)
     )
     return [Layout.of(plan.target) for plan in plans]
 
 
-def at_home(step: Step) -> list[Layout]:
-    """No copies."""
-    return [Layout.of(home) for home in step.homes]
+def at_owner(step: Step) -> list[Layout]:
+    """No replicas."""
+    return [Layout.of(owner) for owner in step.owners]
 
 
 def redundant(step: Step, *, more: int) -> list[Layout]:
@@ -253,14 +254,14 @@ def relaid(step: Step, *, slots: int) -> list[Layout]:
 
 Policy = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Rows of each expert that each rank computes, int64 ``[E, C]``: of the rows of each expert, the
-rank at which each is at home and the node of each rank."""
+rank at which each is at the owner and the node of each rank."""
 
 
 def after_gate(step: Step, *, policy: Policy) -> list[Layout]:
     """A policy's, on the rows to come, whatever else is planned on."""
     return [
-        Layout.of_quotas(home, policy(rows_CE.sum(axis=0), home.owner_E, step.cluster.node_C))
-        for home, rows_CE in zip(step.homes, step.actual_LCE)
+        Layout.of_quotas(owner, policy(rows_CE.sum(axis=0), owner.owner_E, step.cluster.node_C))
+        for owner, rows_CE in zip(step.owners, step.actual_LCE)
     ]
 
 
@@ -285,7 +286,7 @@ def on_own_node(policy: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> 
     return quotas_EC
 
 
-EP = Planner("ep", at_home)
+EP = Planner("ep", at_owner)
 OUR_WAYS: tuple[tuple[str, Way], ...] = (
     ("planned", by_planned_parts),
     ("priced", by_priced),
@@ -322,40 +323,41 @@ def late(alphas: Sequence[float], slots: Sequence[int]) -> Iterator[Planner]:
         policy = over_all(partial(spilled, alpha=alpha))
         yield planner(f"llep, alpha = {alpha:g}", policy, in_turn)
     for count in slots:
-        of_copies = f"{count} slot{'s' if count > 1 else ''}"
+        of_replicas = f"{count} slot{'s' if count > 1 else ''}"
         if count == 1:
-            yield planner(f"echo in bins, {of_copies}", over_all(in_bins), evenly)
+            yield planner(f"echo in bins, {of_replicas}", over_all(in_bins), evenly)
         in_shot = over_all(partial(in_one_shot, slots=count))
-        yield planner(f"echo in one shot, {of_copies}", in_shot, evenly)
-        yield planner(f"loongforge, {of_copies}", partial(transported, slots=count), evenly)
+        yield planner(f"echo in one shot, {of_replicas}", in_shot, evenly)
+        yield planner(f"loongforge, {of_replicas}", partial(transported, slots=count), evenly)
         quota = partial(quotas, slots=count)
-        yield planner(f"ultraep, {of_copies}", over_all(quota), in_turn)
-        yield planner(f"ultraep, {of_copies}, own node", on_own_node(quota), in_turn)
+        yield planner(f"ultraep, {of_replicas}", over_all(quota), in_turn)
+        yield planner(f"ultraep, {of_replicas}, own node", on_own_node(quota), in_turn)
 
 
 def late_others(alphas: Sequence[float], slots: Sequence[int]) -> Iterator[Planner]:
-    """Rows of these; parts of a forecast are of no use to copies that are chosen after the gate."""
+    """Rows of these; parts of a forecast are of no use to replicas that are chosen after the
+    gate."""
     for each in late(alphas, slots):
         for name, way in (("spilled", each.way), ("optimum", by_optimum)):
             yield replace(each, name=f"{each.name}, {name}", way=way)
 
 
 def ours(
-    degrees: Sequence[int], copies: Sequence[int], balances: Sequence[float]
+    degrees: Sequence[int], replicas: Sequence[int], balances: Sequence[float]
 ) -> Iterator[Planner]:
     """Rows of the product's copies."""
-    for degree, count in itertools.product(degrees, copies):
-        layouts = partial(materialized, degree=degree, copies=count)
+    for degree, count in itertools.product(degrees, replicas):
+        layouts = partial(materialized, degree=degree, replicas=count)
         hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
         yield from divided(hecate, "nearest")
-        for told, repair in (("as it comes", None), ("without repair", 0)):
-            strategy = FullySharded(overlap_degree=degree, copies_per_rank=count, repair=repair)
+        for reported, repair in (("as it comes", None), ("without repair", 0)):
+            strategy = FullySharded(overlap_degree=degree, replicas_per_rank=count, repair=repair)
             layouts = partial(as_it_comes, strategy=strategy)
-            yield Planner(f"fssdp, t = {degree}, m = {count}, {told}", layouts, by_own_rule)
+            yield Planner(f"fssdp, t = {degree}, m = {count}, {reported}", layouts, by_own_rule)
     for balance in balances:
         layouts = partial(replicated, balance=balance)
-        prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_home)
-        yield from divided(prophet, "local else home")
+        prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_owner)
+        yield from divided(prophet, "local else owner")
         layouts = partial(as_it_comes, strategy=ProProphet(balance=balance))
         yield Planner(f"prophet, alpha = {balance:g}, as it comes", layouts, by_own_rule)
 
@@ -373,7 +375,7 @@ COLUMNS = (
     Column("`ep` / it, open copies counted", lambda it, ep: f"{ep.open_s / it.open_s:.2f}"),
     Column("remote rows", lambda it, ep: f"{it.remote:.0%}"),
     Column("to other nodes", lambda it, ep: f"{it.abroad:.0%}"),
-    Column("copies a rank", lambda it, ep: f"{it.copies:.2f}"),
+    Column("replicas a rank", lambda it, ep: f"{it.replicas:.2f}"),
     Column("of these after the gate", lambda it, ep: f"{it.late:.2f}"),
 )
 
@@ -413,7 +415,7 @@ def table_parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=1, help="logged steps whose mean predicts the next")
     add("--age", type=int, default=1, help="of plans on these, in logged steps, when rows come")
     add("--degrees", type=int, nargs="+", default=[8], help="t")
-    add("--copies", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
+    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
     add("--balances", type=float, nargs="+", default=[1.0], help="alpha of prophet")
     add("--eplb", type=int, nargs="*", default=[1, 2], help="slots of a rank more than of ep")
     add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
@@ -429,7 +431,7 @@ def planners(given: argparse.Namespace) -> list[Planner]:
         EP,
         *others(given.eplb, given.laer),
         *late_others(given.llep, given.late_slots),
-        *ours(given.degrees, given.copies, given.balances),
+        *ours(given.degrees, given.replicas, given.balances),
     ]
     return [row for row in rows if row is EP or given.only in row.name]
 

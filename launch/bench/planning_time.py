@@ -8,7 +8,7 @@ One process stands for one rank of many: no process group is needed, for nothing
 another rank. Rows are drawn in place of routed; all that follows is the product's own, as
 ``Run.after_step`` does it, and then the programs of the next step are made. Parts "beside" are
 those of the thread that plans while the step goes on; here the caller does them, so that they can
-be told apart.
+be distinguished.
 
 Shape letters: L layers, C ranks, E experts.
 """
@@ -36,21 +36,21 @@ from rich.table import Table
 
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica
 from ds_moe_ext.hosts.attachment.host_layer import Hosted
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
 from ds_moe_ext.hosts.steps import planning
 from ds_moe_ext.hosts.steps.costs import STEPS, Costs, Measured
 from ds_moe_ext.hosts.steps.planning import Checks, Planning
 from ds_moe_ext.moe import layer as moe_layer
-from ds_moe_ext.moe.copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.moe.replicas import Replicas, in_order
 from ds_moe_ext.planning.load_models import TRAINED, zipf_rows, zipf_steps
 from ds_moe_ext.planning.loads import LoadWindow
 from ds_moe_ext.planning.loads import Sizes as DrawnSizes
 from ds_moe_ext.planning.prices import Prices
-from ds_moe_ext.planning.strategy import Job, Pool, Site, Strategy, followers
+from ds_moe_ext.planning.strategy import CostGroup, Job, LayerContext, Strategy, followers
 from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
@@ -134,9 +134,9 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (RoutedExperts, "take", "layers take plans"),
     (RoutedExperts, "program", "programs"),
     (RoutedExperts, "successor", "search"),
-    (Copies, "prepare", "trips"),
-    (NearestCopy, "prepare", "shares"),
-    (LocalElseHome, "prepare", "shares"),
+    (Replicas, "prepare", "exchanges"),
+    (NearestReplica, "prepare", "shares"),
+    (LocalElseOwner, "prepare", "shares"),
 )
 
 
@@ -144,13 +144,13 @@ class KnownCosts(Costs):
     """Costs that no step has to show."""
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
-        pools = (
+        cost_groups = (
             replace(p, prices=PRICES, expert_bytes=EXPERT_BYTES, state_bytes=6 * EXPERT_BYTES)
-            for p in self.pools
+            for p in self.cost_groups
         )
         windows_s = (WINDOW_S,) * len(self.layers)
         return Measured(
-            pools=tuple(pools),
+            cost_groups=tuple(cost_groups),
             window_s=windows_s,
             back_window_s=windows_s,
             free_bytes=1 << 40,
@@ -162,7 +162,7 @@ class KnownCosts(Costs):
 class Sizes:
     """Of a run."""
 
-    ranks: int  # of the grid, a cell each
+    ranks: int  # of the grid, an EP rank each
     ranks_per_node: int  # of these
     layers: int  # MoE layers
     experts: int  # of a layer
@@ -195,7 +195,7 @@ class Sizes:
     def layout(self) -> ParallelLayout:
         """Of rank 0; the communicators are nobody's."""
         nodes = tuple(rank // self.ranks_per_node for rank in range(self.ranks))
-        nobody = {("ep", lane): cast(Any, None) for lane in (INTER, PARAM)}
+        nobody = {("ep", stream): cast(Any, None) for stream in (INTER, PARAM)}
         return ParallelLayout(Grid(self.ranks, self.ranks), 0, nodes, _groups=nobody)
 
 
@@ -206,21 +206,21 @@ class OneRank:
         self.parts = parts
         self._beside = Beside(parts)
         layout = sizes.layout()
-        pools = (Pool(layers=tuple(range(sizes.layers))),)
-        homes = strategy.first_homes([sizes.experts] * sizes.layers, pools, sizes.ranks)
-        job = Job.at_start(homes, layout.node_C, pools)
+        cost_groups = (CostGroup(layers=tuple(range(sizes.layers))),)
+        owners = strategy.first_owners([sizes.experts] * sizes.layers, cost_groups, sizes.ranks)
+        job = Job.at_start(owners, layout.node_C, cost_groups)
         self.layers = _layers(strategy, job, layout)
         self.recorder = Recorder("", sizes.ranks, self.layers)
         self.planning = Planning(
             strategy=strategy,
             layers=self.layers,
             job=replace(job, accumulates=True),  # so that no forecasts are checked
-            costs=KnownCosts(self.layers, pools, None, strategy.rhythm()),
+            costs=KnownCosts(self.layers, cost_groups, None, strategy.intervals()),
             checks=Checks(strategy, self.layers),
             mover=_stay,
             debug=False,
             rank=0,
-            tell=lambda line: None,
+            log=lambda line: None,
         )
         for layer in self.layers:
             layer.routed.tasks.is_wanted = False
@@ -232,7 +232,7 @@ class OneRank:
 
     def balance_L(self, rows_LCE: np.ndarray) -> list[float]:
         """Rows of the busiest rank over the mean, if these come under the present plans."""
-        plans = (layer.routed.site.plan for layer in self.layers)
+        plans = (layer.routed.layer_context.plan for layer in self.layers)
         computed = (
             plan.share.of_rows(rows_CE).computed_C(rows_CE)
             for plan, rows_CE in zip(plans, rows_LCE)
@@ -242,7 +242,7 @@ class OneRank:
     def count(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows; the last ones begin the planning."""
         for each, rows_CE in zip(self.layers, rows_LCE):
-            each.routed.rows(rows_CE, 1, each.routed.site.plan.destination)
+            each.routed.rows(rows_CE, 1, each.routed.layer_context.plan.destination)
             each.routed.rows.sent()
 
     def after_step(self, step: int) -> None:
@@ -264,13 +264,13 @@ def _layers(strategy: Strategy, job: Job, layout: ParallelLayout) -> list[Attach
     stacks = [0] * len(plans)
     layers = []
     for index, (plan, following) in enumerate(zip(plans, followers(plans, stacks))):
-        site = Site(plan, layout, index, following)
-        routed = RoutedExperts(strategy, site, lambda rows_RD, slots, weights: rows_RD)
+        layer_context = LayerContext(plan, layout, index, following)
+        routed = RoutedExperts(strategy, layer_context, lambda rows_RD, slots, weights: rows_RD)
         if ("ep", PARAM) in strategy.uses():
-            routed.allow_copies((torch.zeros(1, 1),))
+            routed.allow_replicas((torch.zeros(1, 1),))
         hosted = cast(Hosted, SimpleNamespace(routed=routed, slots=list))
         layers.append(AttachedLayer(f"layer {index}", "", hosted, 0, 0, 0))
-    in_order(layer.routed.copies for layer in layers if layer.routed.copies is not None)
+    in_order(layer.routed.replicas for layer in layers if layer.routed.replicas is not None)
     return layers
 
 
@@ -285,7 +285,7 @@ class Figures(NamedTuple):
     """What one strategy takes a step."""
 
     cpu_ms: dict[str, float]  # of each part
-    copies: float  # of the experts of one layer, mean
+    replicas: float  # of the experts of one layer, mean
     # rows of the busiest rank over the mean, of what came to each layer under the plans that were
     # made before it did; mean
     balance: float
@@ -313,9 +313,9 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     names = sorted({name for step in steps for name in step})
     seconds = {name: [step.get(name, 0.0) for step in steps] for name in names}
     cpu_ms = {name: 1e3 * float(sizes.middle(own)) for name, own in seconds.items()}
-    plans = [layer.routed.site.plan for layer in rank.layers]
-    copies = np.mean([(p.target.holds_EC & ~p.home.holds_EC).sum() for p in plans])
-    return Figures(cpu_ms, float(copies), float(np.mean(balance_L)))
+    plans = [layer.routed.layer_context.plan for layer in rank.layers]
+    replicas = np.mean([(p.target.holds_EC & ~p.owner.holds_EC).sum() for p in plans])
+    return Figures(cpu_ms, float(replicas), float(np.mean(balance_L)))
 
 
 def shown(figures: dict[str, Figures]) -> Table:
@@ -329,7 +329,7 @@ def shown(figures: dict[str, Figures]) -> Table:
         table.add_row(part, *(f"{each.cpu_ms.get(part, 0.0):.2f}" for each in figures.values()))
     for title, is_beside in (("all beside", True), ("all between", False)):
         table.add_row(title, *(f"{each.total_ms(is_beside):.2f}" for each in figures.values()))
-    table.add_row("copies a layer", *(f"{each.copies:.1f}" for each in figures.values()))
+    table.add_row("replicas a layer", *(f"{each.replicas:.1f}" for each in figures.values()))
     table.add_row("max/mean of ranks", *(f"{each.balance:.3f}" for each in figures.values()))
     return table
 
@@ -346,13 +346,13 @@ def main() -> None:
     add("--settled", action="store_true", help="loads of a run that has settled; means of steps")
     add("--strategies", nargs="+", default=["ep", "fssdp", "prophet"], choices=BLOCKS)
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
-    add("--copies_per_rank", type=int, default=2, help="m of fssdp")
+    add("--replicas_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
     add("--each_step", action="store_true", help="plans are looked for in each step")
     add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
     given = parser.parse_args()
     sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
-    copied = {"overlap_degree": given.overlap_degree, "copies_per_rank": given.copies_per_rank}
+    copied = {"overlap_degree": given.overlap_degree, "replicas_per_rank": given.replicas_per_rank}
     keys: dict[str, dict[str, Any]] = {"fssdp": {**copied, "reshard_interval": 0}}
     if given.each_step:
         keys = {"fssdp": {**keys["fssdp"], "plan_interval": 1}, "prophet": {"frequency": 1}}

@@ -3,12 +3,12 @@
 
 `chrt -r 10 python launch/bench/predicted_steps.py`
 
-Layers, lanes, copies and their hooks are the product's own, so that schedules run as they do in
+Layers, streams, replicas and their hooks are the product's own, so that schedules run as they do in
 training; each of their tasks lasts as long as was drawn for it. Plans are drawn, too: how many
 copies, in which pieces, how many chunks and slices. The same tasks are priced by ``simulate``. The
 process stands for one rank of four, whose exchanges return at once (``fake_world.py``).
 
-Shape letters: C cells, E experts, T rows of a rank.
+Shape letters: C EP ranks, E experts, T rows of a rank.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from pace import Pace, PacedExperts
 from rich.console import Console
 from torch import Tensor, nn
 
-from ds_moe_ext.core.share import LocalElseHome
-from ds_moe_ext.moe.copies import Copies
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.moe.layer import RoutedExperts, SawSlice
+from ds_moe_ext.moe.replicas import Replicas
 from ds_moe_ext.planning.layer_pipelines import NOWHERE, Placed
 from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.planning.strategy import Carried, Plan, followers
-from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.executor import Event, Mark, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
-    CELL_GATHER,
-    CELL_SCATTER,
     COMBINE,
     DISPATCH,
+    ETP_GATHER,
+    ETP_SCATTER,
     EXPERT,
     GATHER,
     GRADIENTS,
@@ -55,9 +55,9 @@ from ds_moe_ext.schedule.task import (
     ORDER,
     PLAN,
     RESTORE,
+    ChunkRange,
     Op,
     Schedule,
-    Span,
     Task,
 )
 
@@ -72,8 +72,8 @@ SECONDS: Mapping[str, tuple[float, float]] = {
     ORDER.name: (0.001, 0.002),
     DISPATCH.name: (0.004, 0.015),
     COMBINE.name: (0.004, 0.015),
-    CELL_GATHER.name: (0.004, 0.012),
-    CELL_SCATTER.name: (0.004, 0.012),
+    ETP_GATHER.name: (0.004, 0.012),
+    ETP_SCATTER.name: (0.004, 0.012),
     RESTORE.name: (0.001, 0.002),
     GATHER.name: (0.005, 0.025),
     GRADIENTS.name: (0.002, 0.010),
@@ -109,10 +109,10 @@ def ways() -> Iterator[Way]:
             yield Way(name, block, degree=degree, sliced=sliced)
     fssdp = {"strategy": "fssdp", "fssdp": {"reshard_interval": 0}}
     yield Way("fssdp", fssdp, copied=True)
-    yield Way("fssdp, freed copies", fssdp, copied=True, freed=True)
+    yield Way("fssdp, freed replicas", fssdp, copied=True, freed=True)
     prophet = {"strategy": "prophet"}
     yield Way("prophet", prophet, copied=True, carried=True)
-    yield Way("prophet, freed copies", prophet, copied=True, carried=True, freed=True)
+    yield Way("prophet, freed replicas", prophet, copied=True, carried=True, freed=True)
     esp = {"esp": {"degree": 2, "slice_gradients": False}}
     over = {**esp, **fssdp, "strategy": "esp", "balance": "fssdp"}
     yield Way("esp over fssdp", over, copied=True, freed=True, degree=2)
@@ -120,12 +120,12 @@ def ways() -> Iterator[Way]:
     yield Way("esp over prophet", over, copied=True, carried=True, freed=True, degree=2)
 
 
-Key = tuple[str, int, Span, bool]  # a task's op, layer and span, and whether it is an adjoint
+Key = tuple[str, int, ChunkRange, bool]  # a task's op, layer and span, and whether it is an adjoint
 
 
 def key_of(task: Task) -> Key:
     """By which its seconds are found."""
-    return task.op.name, task.layer, task.span, bool(task.adjoint_of)
+    return task.op.name, task.layer, task.chunk_range, bool(task.adjoint_of)
 
 
 @dataclass(eq=False)
@@ -157,20 +157,26 @@ class PacedStage:
     layer: int
     times: Times
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(
+        self, chunk_range: ChunkRange, *reads: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         came_s = time.perf_counter()
-        made = self.stage.forward(span, *reads)
-        self.times.hold((self.op.name, self.layer, span, False), came_s)
+        made = self.stage.forward(chunk_range, *reads)
+        self.times.hold((self.op.name, self.layer, chunk_range, False), came_s)
         return made
 
-    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+    def backward(
+        self, chunk_range: ChunkRange, saved: tuple[Any, ...], *grads: Any
+    ) -> tuple[Any, ...]:
         came_s = time.perf_counter()
-        made = self.stage.backward(span, saved, *grads)
-        self.times.hold((self.op.name, self.layer, span, True), came_s)
+        made = self.stage.backward(chunk_range, saved, *grads)
+        self.times.hold((self.op.name, self.layer, chunk_range, True), came_s)
         return made
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return self.stage.recut(span, pieces)
+    def recut(
+        self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, tuple[Any, ...]]]
+    ) -> tuple[Any, ...]:
+        return self.stage.recut(chunk_range, pieces)
 
 
 @dataclass(eq=False)
@@ -185,10 +191,10 @@ class PacedSlices:
         """The stage takes the time."""
 
     def begin(self, elements: int, saw: SawSlice) -> None:
-        key = GRADIENTS.name, self.layer, Span(elements - 1, elements), False
-        lanes = lanes_for(CPU, overlaps=True)
+        key = GRADIENTS.name, self.layer, ChunkRange(elements - 1, elements), False
+        streams = streams_for(CPU, overlaps=True)
         work = lambda: self.times.hold(key, time.perf_counter())  # noqa: E731
-        self.events.append(lanes.submit(INTER, work, ()))
+        self.events.append(streams.submit(INTER, work, ()))
 
 
 class _Attention(torch.autograd.Function):
@@ -197,12 +203,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, times: Times, layer: int, x_TD: Tensor) -> Tensor:
         ctx.times, ctx.layer = times, layer
-        times.hold((ATTENTION.name, layer, Span(0, 1), False), time.perf_counter())
+        times.hold((ATTENTION.name, layer, ChunkRange(0, 1), False), time.perf_counter())
         return x_TD.view_as(x_TD)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None, Tensor]:
-        ctx.times.hold((ATTENTION.name, ctx.layer, Span(0, 1), True), time.perf_counter())
+        ctx.times.hold((ATTENTION.name, ctx.layer, ChunkRange(0, 1), True), time.perf_counter())
         return None, None, grad_TD
 
 
@@ -221,7 +227,7 @@ class Block(nn.Module):
 
 
 class Model:
-    """Layers under one strategy, whose tasks take as long as they are told. Collective."""
+    """Layers under one strategy, whose tasks take as long as they are notified. Collective."""
 
     def __init__(self, way: Way, num_layers: int) -> None:
         self.way, self.times = way, Times()
@@ -231,7 +237,7 @@ class Model:
             self._replaced = ReplacedLayers.of(model, way.block)
         self.layers = [each.routed for each in self._replaced.layers]
         for layer in self.layers:
-            layer.slices = PacedSlices(layer.site.layer, self.times)
+            layer.slices = PacedSlices(layer.layer_context.layer, self.times)
         self._x_TD = torch.rand(NUM_ROWS, WIDTH, requires_grad=True)
 
     def take(self, plans: Sequence[Plan]) -> Schedule:
@@ -241,8 +247,8 @@ class Model:
         return whole_step([layer.schedules for layer in self.layers])
 
     def takes_time(self, task: Task) -> bool:
-        """Whether it is work; plans of the next step are, where a lane makes them."""
-        return task.op.is_work and (task.op != PLAN or self.layers[task.layer].plans_in_lane)
+        """Whether it is work; plans of the next step are, where a stream makes them."""
+        return task.op.is_work and (task.op != PLAN or self.layers[task.layer].plans_in_stream)
 
     def step_s(self, seconds: Mapping[Key, float]) -> float:
         """What one step takes."""
@@ -258,7 +264,7 @@ class Model:
             for layer in self.layers:
                 slices = layer.slices
                 assert isinstance(slices, PacedSlices)
-                lanes_for(CPU, overlaps=True).join(slices.events)
+                streams_for(CPU, overlaps=True).join(slices.events)
                 slices.events.clear()
             end_s = time.perf_counter()
         self._replaced.planning.take_rows()
@@ -269,34 +275,36 @@ class Model:
 
 @contextmanager
 def paced(times: Times) -> Iterator[None]:
-    """All stages of layers, and all copies, take their time inside the block."""
+    """All stages of layers, and all replicas, take their time inside the block."""
     stages = RoutedExperts._stages
 
-    def paced_stages(self: RoutedExperts, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
-        layer = self.site.layer
+    def paced_stages(
+        self: RoutedExperts, device: torch.device, streams: ScheduleStreams
+    ) -> Mapping[Op, Stage]:
+        layer = self.layer_context.layer
 
         def stage_of(op: Op, stage: Stage) -> Stage:
-            if not op.is_work or (op == PLAN and not lanes.has_threads):
+            if not op.is_work or (op == PLAN and not streams.has_threads):
                 return stage
             return PacedStage(stage, op, layer, times)
 
-        return {op: stage_of(op, stage) for op, stage in stages(self, device, lanes).items()}
+        return {op: stage_of(op, stage) for op, stage in stages(self, device, streams).items()}
 
-    def paced_began(self: Copies) -> Mark:
+    def paced_began(self: Replicas) -> Mark:
         return time.perf_counter()
 
     def paced_saw(
-        self: Copies, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0
+        self: Replicas, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0
     ) -> None:
-        span, num_pieces = Span(piece, piece + 1), len(self.transfers.gathers)
-        if not is_adjoint and (op.name, self.place.layer, span, False) in times.ran:
-            span = Span(0, num_pieces)  # all once more, for backward
-        times.hold((op.name, self.place.layer, span, is_adjoint), start)
+        chunk_range, num_pieces = ChunkRange(piece, piece + 1), len(self.transfers.gathers)
+        if not is_adjoint and (op.name, self.coordinates.layer, chunk_range, False) in times.ran:
+            chunk_range = ChunkRange(0, num_pieces)  # all once more, for backward
+        times.hold((op.name, self.coordinates.layer, chunk_range, is_adjoint), start)
 
     with (
         mock.patch.object(RoutedExperts, "_stages", paced_stages),
-        mock.patch.object(Copies, "began", paced_began),
-        mock.patch.object(Copies, "saw", paced_saw),
+        mock.patch.object(Replicas, "began", paced_began),
+        mock.patch.object(Replicas, "saw", paced_saw),
     ):
         yield
 
@@ -308,8 +316,8 @@ def drawn_plans(way: Way, model: Model, random: np.random.Generator) -> list[Pla
     """One a layer."""
     plans: list[Plan] = []
     for number, layer in enumerate(model.layers):
-        home = layer.site.plan.home
-        plan = Plan.at_home(home)
+        owner = layer.layer_context.plan.owner
+        plan = Plan.at_owner(owner)
         if way.copied:
             plan = _copied(way, plan, random, follows=number > 0)
         if way.degree > 1:
@@ -322,17 +330,17 @@ def drawn_plans(way: Way, model: Model, random: np.random.Generator) -> list[Pla
 
 
 def _copied(way: Way, plan: Plan, random: np.random.Generator, *, follows: bool) -> Plan:
-    """With copies of some experts in all cells."""
-    home = plan.home
-    copied = random.choice(home.num_experts, size=int(random.integers(2, 5)), replace=False)
-    holds_EC = home.holds_EC.copy()
+    """With replicas of some experts in all EP ranks."""
+    owner = plan.owner
+    copied = random.choice(owner.num_experts, size=int(random.integers(2, 5)), replace=False)
+    holds_EC = owner.holds_EC.copy()
     holds_EC[copied] = True
-    target = home.with_copies(holds_EC)
+    target = owner.with_replicas(holds_EC)
     halves = [_halves(copied, random) for _ in range(2)]
     plan = Plan(
-        home,
+        owner,
         target,
-        LocalElseHome(home, target),
+        LocalElseOwner(owner, target),
         rematerialize=way.freed,
         carried=Carried(*halves) if way.carried and follows else None,
     )
@@ -355,21 +363,21 @@ def drawn_seconds(step: Schedule, random: np.random.Generator, pace: float) -> d
     num_chunks = {task.layer: 1 for task in step.tasks}
     for task in step.tasks:
         if task.op == DISPATCH:
-            num_chunks[task.layer] = max(num_chunks[task.layer], task.span.stop)
+            num_chunks[task.layer] = max(num_chunks[task.layer], task.chunk_range.stop)
     whole: dict[tuple[str, int, bool], float] = {}
     seconds: dict[Key, float] = {}
     for task in step.tasks:
-        key = name, layer, span, is_adjoint = key_of(task)
+        key = name, layer, chunk_range, is_adjoint = key_of(task)
         if not task.op.is_work or key in seconds:
             continue
         if name in (GATHER.name, GRADIENTS.name):  # by the piece
-            drawn = random.uniform(*SECONDS[name]) * (span.stop - span.start)
+            drawn = random.uniform(*SECONDS[name]) * (chunk_range.stop - chunk_range.start)
         else:
             if (name, layer, is_adjoint) not in whole:
                 times = 2 if is_adjoint and name in LONGER_BACK else 1
                 whole[name, layer, is_adjoint] = times * random.uniform(*SECONDS[name])
             drawn = whole[name, layer, is_adjoint]
-            part = (span.stop - span.start) / num_chunks[layer]
+            part = (chunk_range.stop - chunk_range.start) / num_chunks[layer]
             if name != ATTENTION.name and part < 1:
                 drawn *= part * random.uniform(*CHUNK_NOISE)
         seconds[key] = pace * drawn
@@ -398,7 +406,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """By how much more is said than the median step took, as part of it."""
+        """By how much more is stated than the median step took, as part of it."""
         return self.predicted_s / statistics.median(self.executed_s) - 1
 
 
@@ -424,28 +432,28 @@ def results(
 
 
 def check_ran(step: Schedule, model: Model) -> None:
-    """Each lane did just the tasks of the schedule that take time, in its order. Slices of dense
-    gradients, which a layer only begins, are handed to their lane by themselves: beside rows, which
-    come first is not said where both are there.
+    """Each stream did just the tasks of the schedule that take time, in its order. Slices of dense
+    gradients, which a layer only begins, are handed to their stream by themselves: beside rows,
+    which come first is not stated where both are there.
 
     Raises:
         RuntimeError: it did not.
     """
-    lane_of = {key_of(task): task.lane for task in step.tasks}
+    stream_of = {key_of(task): task.stream for task in step.tasks}
     slices = {key_of(task) for task in step.tasks if task.op.name == GRADIENTS.name}
-    for lane, positions in step.by_lane.items():
+    for stream, positions in step.by_stream.items():
         tasks = [step.tasks[position] for position in positions]
         wanted = [key_of(task) for task in tasks if model.takes_time(task)]
-        ran = [key for key in model.times.ran if lane_of.get(key) == lane]
+        ran = [key for key in model.times.ran if stream_of.get(key) == stream]
         for are_slices in (False, True):
             own, its = ([k for k in keys if (k in slices) is are_slices] for keys in (wanted, ran))
             if own != its:
-                raise RuntimeError(f"lane {lane.name} was to do {own}, but did {its}")
+                raise RuntimeError(f"stream {stream.name} was to do {own}, but did {its}")
 
 
 def markdown(found: Sequence[Result]) -> Iterator[str]:
     """A row for each way, and one for all."""
-    columns = ("strategy", "schedules", "step, ms", "error, median", "worst", "said too short")
+    columns = ("strategy", "schedules", "step, ms", "error, median", "worst", "predicted too short")
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     names = dict.fromkeys(each.way for each in found)

@@ -3,8 +3,8 @@
 costs.
 
 The policies are written anew from what is published. EPLB and LAER-MoE plan on forecasts, the
-others after the gate, on exact rows. All is pure. Shape letters: E experts, C ranks (cells), V
-nodes, I items or copies, X experts and R ranks by what they have.
+others after the gate, on exact rows. All is pure. Shape letters: E experts, C ranks (EP ranks), V
+nodes, I items or replicas, X experts and R ranks by what they have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.row_levels import RowLevels, WholePrices
-from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy, Rule
+from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseOwner, NearestReplica, Rule
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD, BlockPrices
 from ds_moe_ext.planning.priced_plans import Routed, divide, in_whole_rows, sent_rows
 from ds_moe_ext.planning.prices import Prices, RowPrices
@@ -49,7 +49,7 @@ class PricedCluster:
     node_C: np.ndarray  # node of each rank
     prices: Prices  # as HECATE counts
     row_prices: RowPrices  # the same, by the row
-    # as Pro-Prophet counts; whether copies are scheduled is the planner's to say
+    # as Pro-Prophet counts; whether replicas are scheduled is the planner's to say
     block: BlockPrices
     text: str  # what was assumed, for a person
 
@@ -98,16 +98,17 @@ class PricedCluster:
             f"{item_bytes} bytes a number; width {width}, {weights / 1e6:.2f} M weights an expert, "
             f"attention over {SEQUENCE:,} tokens, top-{TOP_K}, {rows:,.0f} rows a rank and layer. "
             f"Rows travel at {block.bytes_per_s / 1e9:.3g} GB/s a rank (its share of the node's "
-            f"link), copies at {block.copy_bytes_per_s / 1e9:.3g} GB/s: {1e3 * prices.copy_s:.2g} "
-            f"ms an expert, its gradients as long. 1/t is {1e9 * block.row_s:.3g} ns a row, T_FNEC "
-            f"{1e3 * gap_s:.3g} ms (attention), T_BNEC twice that."
+            f"link), replicas at {block.copy_bytes_per_s / 1e9:.3g} GB/s: "
+            f"{1e3 * prices.copy_s:.2g} ms an expert, its gradients as long. 1/t is "
+            f"{1e9 * block.row_s:.3g} ns a row, T_FNEC {1e3 * gap_s:.3g} ms (attention), T_BNEC "
+            "twice that."
         )
         row_prices = RowPrices.of(prices, hardware.num_ranks)
-        node_C = hardware.node_of_cells(hardware.num_ranks)
+        node_C = hardware.node_of_ep_ranks(hardware.num_ranks)
         return cls(node_C, prices, row_prices, block, text)
 
 
-# How copies divide rows.
+# How replicas divide rows.
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,25 +117,25 @@ class Layout:
 
     target: Placement  # who holds what
     # of an expert's rows what each rank shall get, in any unit, int64: what some policies plan with
-    # the copies
+    # the replicas
     weight_EC: np.ndarray
-    # who holds what by what was planned before the gate; the target's other copies are made after
+    # who holds what by what was planned before the gate; the target's other replicas are made after
     # it, and nothing hides their way. None: it is the target
     planned: Placement | None = None
-    rule: Rule | None = None  # how copies divide rows, where a plan says it
+    rule: Rule | None = None  # how replicas divide rows, where a plan says it
 
     @classmethod
     def of(cls, target: Placement, planned: Placement | None = None) -> Layout:
-        """Copies alone: how they divide rows is another's to say."""
+        """Replicas alone: how they divide rows is another's to say."""
         return cls(target, target.holds_EC.astype(np.int64), planned)
 
     @classmethod
-    def of_quotas(cls, home: Placement, quota_EC: np.ndarray) -> Layout:
-        """By the rows of each expert that each rank computes, int64, known after the gate; homes
+    def of_quotas(cls, owner: Placement, quota_EC: np.ndarray) -> Layout:
+        """By the rows of each expert that each rank computes, int64, known after the gate; owners
         of experts without rows count as if they had one."""
         is_idle_E1 = ~quota_EC.any(axis=1, keepdims=True)
-        weight_EC = quota_EC + (home.holds_EC & is_idle_E1)
-        return cls(home.with_copies(quota_EC > 0), weight_EC, planned=home)
+        weight_EC = quota_EC + (owner.holds_EC & is_idle_E1)
+        return cls(owner.with_replicas(quota_EC > 0), weight_EC, planned=owner)
 
     @classmethod
     def of_slots(cls, slots_EC: np.ndarray) -> Layout:
@@ -143,7 +144,7 @@ class Layout:
 
     @property
     def at_gate(self) -> Placement:
-        """Who holds what before copies are made after the gate."""
+        """Who holds what before replicas are made after the gate."""
         return self.target if self.planned is None else self.planned
 
 
@@ -156,14 +157,14 @@ E]``."""
 class Layer:
     """What is known of a layer before its rows are."""
 
-    home: Placement
+    owner: Placement
     layout: Layout
     planned_CE: np.ndarray  # rows planned on
     cluster: PricedCluster
 
 
 Way = Callable[[Layer], Sending]
-"""How the copies of a layer divide rows."""
+"""How the replicas of a layer divide rows."""
 
 
 def by_rule(rule: Rule) -> Sending:
@@ -172,7 +173,7 @@ def by_rule(rule: Rule) -> Sending:
     def sent(rows_CE: np.ndarray) -> np.ndarray:
         share = rule.of_rows(rows_CE)
         senders = enumerate(rows_CE[:, None])
-        return np.stack([share.rows_from(cell, rows_1E)[0] for cell, rows_1E in senders])
+        return np.stack([share.rows_from(ep_rank, rows_1E)[0] for ep_rank, rows_1E in senders])
 
     return sent
 
@@ -184,13 +185,13 @@ def by_own_rule(layer: Layer) -> Sending:
 
 
 def to_nearest(layer: Layer) -> Sending:
-    """HECATE's way: rows without a copy at hand go to the nearest ones."""
-    return by_rule(NearestCopy(layer.layout.target, layer.cluster.node_C))
+    """HECATE's way: rows without a replica at hand go to the nearest ones."""
+    return by_rule(NearestReplica(layer.layout.target, layer.cluster.node_C))
 
 
-def to_home(layer: Layer) -> Sending:
-    """Pro-Prophet's way: rows without a copy at hand go home."""
-    return by_rule(LocalElseHome(layer.home, layer.layout.target))
+def to_owner(layer: Layer) -> Sending:
+    """Pro-Prophet's way: rows without a replica at hand go to the owner."""
+    return by_rule(LocalElseOwner(layer.owner, layer.layout.target))
 
 
 def by_planned_parts(layer: Layer) -> Sending:
@@ -224,8 +225,8 @@ def by_optimum(layer: Layer) -> Sending:
         whole = in_whole_rows(divide(routed, cluster.row_prices), routed)
         holders = routed.holders
         sent_CEC = np.zeros((*rows_CE.shape, len(rows_CE)), dtype=np.int64)
-        sent_CEC[:, holders.expert_A, holders.cell_A] = rows_CE[:, holders.expert_A]
-        copied = holders.expert_X[holders.copied_N], holders.cell_N
+        sent_CEC[:, holders.expert_A, holders.ep_rank_A] = rows_CE[:, holders.expert_A]
+        copied = holders.expert_X[holders.copied_N], holders.ep_rank_N
         sent_CEC[:, copied[0], copied[1]] = sent_rows(whole, routed)
         return sent_CEC
 
@@ -272,16 +273,16 @@ def in_turn(layer: Layer) -> Sending:
         start_EC = np.concatenate([np.zeros_like(end_EC[:, :1]), end_EC[:, :-1]], axis=1)
         sent_CEC = np.minimum(last_CE1, end_EC) - np.maximum(first_CE1, start_EC)
         sent_CEC = np.maximum(sent_CEC, 0)
-        cells = np.arange(len(rows_CE))
-        sent_CEC[cells, :, cells] += kept_CE
+        ep_ranks = np.arange(len(rows_CE))
+        sent_CEC[ep_ranks, :, ep_ranks] += kept_CE
         return sent_CEC
 
     return sent
 
 
 # EPLB, DeepSeek's expert-parallel load balancer (https://github.com/deepseek-ai/EPLB, from its
-# README's description): one more copy wherever there are most rows a copy; copies packed, heaviest
-# first, to the lightest pack with room; rows divided evenly
+# README's description): one more copy wherever there are most rows a replica; copies packed,
+# heaviest first, to the lightest pack with room; rows divided evenly
 # over copies. Not taken: how it predicts rows, and how seldom it moves experts: here it plans every
 # step.
 
@@ -297,18 +298,18 @@ def balanced_slots(rows_E: np.ndarray, num_ranks: int, slots: int) -> np.ndarray
     if num_experts > num_ranks * slots:
         raise ValueError(f"{num_experts} experts do not fit {num_ranks} ranks x {slots} slots")
     slots_EC = np.zeros((num_experts, num_ranks), dtype=np.int64)
-    copies = replicated(rows_E, num_ranks * slots)
-    rank_I = packed(np.repeat(rows_E / copies, copies), num_ranks)
-    np.add.at(slots_EC, (np.repeat(np.arange(num_experts), copies), rank_I), 1)
+    replicas = replicated(rows_E, num_ranks * slots)
+    rank_I = packed(np.repeat(rows_E / replicas, replicas), num_ranks)
+    np.add.at(slots_EC, (np.repeat(np.arange(num_experts), replicas), rank_I), 1)
     return slots_EC
 
 
 def replicated(rows_E: np.ndarray, num_slots: int) -> np.ndarray:
-    """Copies of each expert, int64: one, and one more wherever there are most rows a copy."""
-    copies_E = np.ones(len(rows_E), dtype=np.int64)
+    """Replicas of each expert, int64: one, and one more wherever there are most rows a copy."""
+    replicas_E = np.ones(len(rows_E), dtype=np.int64)
     for _ in range(num_slots - len(rows_E)):
-        copies_E[(rows_E / copies_E).argmax()] += 1
-    return copies_E
+        replicas_E[(rows_E / replicas_E).argmax()] += 1
+    return replicas_E
 
 
 def packed(rows_I: np.ndarray, num_packs: int) -> np.ndarray:
@@ -326,9 +327,9 @@ def packed(rows_I: np.ndarray, num_packs: int) -> np.ndarray:
 
 
 # LAER-MoE (Liu et al., ASPLOS 2026, arXiv 2602.11686, and Hetu-Galvatron's branch laer-moe): two
-# numbers of copies are tried, equal ones and by rows; copies are placed from most rows to fewest,
-# on the nodes with fewest of that expert, there on the rank with fewest rows. Not taken: its prices
-# (the table's say which layout is faster), random variations, its window of five steps.
+# numbers of replicas are tried, equal ones and by rows; replicas are placed from most rows to
+# fewest, on the nodes with fewest of that expert, there on the rank with fewest rows. Not taken:
+# its prices (the table's say which layout is faster), random variations, its window of five steps.
 
 
 def laid_out(
@@ -344,39 +345,42 @@ def laid_out(
     if num_experts > num_slots:
         raise ValueError(f"{num_experts} experts do not fit {num_ranks} ranks x {slots} slots")
     rows_E = rows_CE.sum(axis=0)
-    tried = [copies_by_rows(rows_E, num_slots, int(node_C.max()) + 1)]
+    tried = [replicas_by_rows(rows_E, num_slots, int(node_C.max()) + 1)]
     if num_slots % num_experts == 0:
         tried.append(np.full(num_experts, num_slots // num_experts))
-    layouts = [placed(rows_E, copies_E, slots, node_C) for copies_E in tried]
+    layouts = [placed(rows_E, replicas_E, slots, node_C) for replicas_E in tried]
     return min(layouts, key=lambda slots_EC: seconds(sent(rows_CE, slots_EC, node_C)))
 
 
-def copies_by_rows(rows_E: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
-    """Copies of each expert, int64; one that is on all nodes gets one on each of them, or none."""
+def replicas_by_rows(rows_E: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
+    """Replicas of each expert, int64; one that is on all nodes gets one on each of them, or
+    none."""
     num_experts = len(rows_E)
     first = num_nodes if num_nodes * num_experts <= num_slots else 1
-    copies_E = np.full(num_experts, first, dtype=np.int64)
+    replicas_E = np.full(num_experts, first, dtype=np.int64)
     left = num_slots - first * num_experts
     heaviest = [(-float(rows) / first, expert) for expert, rows in enumerate(rows_E)]
     heapq.heapify(heaviest)
     while left and heaviest:
         _, expert = heapq.heappop(heaviest)
-        more = num_nodes if copies_E[expert] >= num_nodes else 1
+        more = num_nodes if replicas_E[expert] >= num_nodes else 1
         if more <= left:
-            copies_E[expert] += more
+            replicas_E[expert] += more
             left -= more
-            heapq.heappush(heaviest, (-float(rows_E[expert]) / copies_E[expert], expert))
-    return copies_E
+            heapq.heappush(heaviest, (-float(rows_E[expert]) / replicas_E[expert], expert))
+    return replicas_E
 
 
-def placed(rows_E: np.ndarray, copies_E: np.ndarray, slots: int, node_C: np.ndarray) -> np.ndarray:
-    """The same, of so many copies of each expert."""
+def placed(
+    rows_E: np.ndarray, replicas_E: np.ndarray, slots: int, node_C: np.ndarray
+) -> np.ndarray:
+    """The same, of so many replicas of each expert."""
     num_nodes = int(node_C.max()) + 1
     slots_EC = np.zeros((len(rows_E), len(node_C)), dtype=np.int64)
     on_EV = np.zeros((len(rows_E), num_nodes), dtype=np.int64)
     rows_C, free_C = np.zeros(len(node_C)), np.full(len(node_C), slots)
-    rows_I = np.repeat(rows_E / copies_E, copies_E)
-    expert_I = np.repeat(np.arange(len(rows_E)), copies_E)
+    rows_I = np.repeat(rows_E / replicas_E, replicas_E)
+    expert_I = np.repeat(np.arange(len(rows_E)), replicas_E)
     for copy in np.argsort(-rows_I, kind="stable").tolist():
         on_V = on_EV[expert_I[copy]]
         fits_C = free_C > 0
@@ -401,8 +405,8 @@ def sent(rows_CE: np.ndarray, slots_EC: np.ndarray, node_C: np.ndarray) -> np.nd
 
 
 # LLEP (Nguyen et al., Salesforce, arXiv 2601.17111): after the gate, experts from most rows to
-# fewest; a home keeps what brings it to ``alpha`` times the mean; what is left goes to the rank
-# with fewest rows, in no piece below ``min_rows`` unless it is the last. Not taken: that homes get
+# fewest; an owner keeps what brings it to ``alpha`` times the mean; what is left goes to the rank
+# with fewest rows, in no piece below ``min_rows`` unless it is the last. Not taken: that owners get
 # an expert's first rows; here ranks keep rows of their own first, which is kinder to it.
 
 
@@ -417,7 +421,7 @@ def spilled(
 ) -> np.ndarray:
     """Rows of each expert that each rank computes, int64 ``[E, C]``."""
     quota_EC = np.zeros((len(rows_E), num_ranks), dtype=np.int64)
-    rows_C = np.zeros(num_ranks, dtype=np.int64)  # placed, and those of homes that are to come
+    rows_C = np.zeros(num_ranks, dtype=np.int64)  # placed, and those of owners that are to come
     np.add.at(rows_C, owner_E, rows_E)
     mean = int(rows_E.sum()) // num_ranks
     if rows_C.max() < threshold * mean:
@@ -425,12 +429,12 @@ def spilled(
         return quota_EC
     most = max(int(alpha * mean), 1)
     for expert in np.argsort(-rows_E, kind="stable").tolist():
-        home, left = owner_E[expert], int(rows_E[expert])
-        over = int(np.clip(rows_C[home] - most, 0, left))
-        quota_EC[expert, home] = left - over
-        rows_C[home] -= over
+        owner, left = owner_E[expert], int(rows_E[expert])
+        over = int(np.clip(rows_C[owner] - most, 0, left))
+        quota_EC[expert, owner] = left - over
+        rows_C[owner] -= over
         while over:
-            rank, piece = _next_piece(rows_C, home, over, most, min_rows)
+            rank, piece = _next_piece(rows_C, owner, over, most, min_rows)
             quota_EC[expert, rank] += piece
             rows_C[rank] += piece
             over -= piece
@@ -438,12 +442,12 @@ def spilled(
 
 
 def _next_piece(
-    rows_C: np.ndarray, home: int, left: int, most: int, min_rows: int
+    rows_C: np.ndarray, owner: int, left: int, most: int, min_rows: int
 ) -> tuple[int, int]:
-    """The least loaded rank but the home that takes a piece which is worth it, and the piece; where
-    none does, the least loaded takes all."""
+    """The least loaded rank but the owner that takes a piece which is worth it, and the piece;
+    where none does, the least loaded takes all."""
     order = np.argsort(rows_C, kind="stable")
-    order = order[order != home]
+    order = order[order != owner]
     piece = np.minimum(left, most - rows_C[order])
     fits = np.flatnonzero((piece > 0) & ((piece >= min_rows) | (piece == left)))
     return (int(order[fits[0]]), int(piece[fits[0]])) if len(fits) else (int(order[0]), left)
@@ -488,7 +492,7 @@ def in_one_shot(
     np.put_along_axis(overlap_XR, too_many, 0, axis=0)
     handed_EC = np.zeros_like(overlap_XR)
     handed_EC[np.ix_(experts, ranks)] = overlap_XR
-    return with_homes(handed_EC, rows_E, owner_E)
+    return with_owners(handed_EC, rows_E, owner_E)
 
 
 def in_bins(rows_E: np.ndarray, owner_E: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -512,11 +516,11 @@ def in_bins(rows_E: np.ndarray, owner_E: np.ndarray, num_ranks: int) -> np.ndarr
         spill_E[expert] -= handed_EC[expert, rank]
         if spill_E[expert]:
             heapq.heappush(waiting, (bin_of(int(spill_E[expert])), turn, expert))
-    return with_homes(handed_EC, rows_E, owner_E)
+    return with_owners(handed_EC, rows_E, owner_E)
 
 
-def with_homes(handed_EC: np.ndarray, rows_E: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """What homes hand to copies, and what they keep, int64 ``[E, C]``."""
+def with_owners(handed_EC: np.ndarray, rows_E: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
+    """What owners hand to replicas, and what they keep, int64 ``[E, C]``."""
     quota_EC = handed_EC.copy()
     quota_EC[np.arange(len(rows_E)), owner_E] += rows_E - handed_EC.sum(axis=1)
     return quota_EC
@@ -526,7 +530,7 @@ def with_homes(handed_EC: np.ndarray, rows_E: np.ndarray, owner_E: np.ndarray) -
 # spill, placed by a transport plan (Sinkhorn's iterations) in which a way costs ``far`` times as
 # much between nodes; then, a slot of every rank at a time, each rank with room asks for the expert
 # of highest score, and each expert goes to the one of those whose score is highest. Not taken: its
-# auction between senders, and that copies travel beside rows: the table counts all of their time.
+# auction between senders, and that replicas travel beside rows: the table counts all of their time.
 
 
 TINY = 1e-8
@@ -562,7 +566,7 @@ def transported(
             spill_E[experts] -= moved_EC[experts, ranks]
             room_C[ranks] -= moved_EC[experts, ranks]
             is_open_EC[:, ranks] = False
-    return with_homes(handed_EC, rows_E, owner_E)
+    return with_owners(handed_EC, rows_E, owner_E)
 
 
 def _plan(
@@ -593,7 +597,7 @@ def _matched(score_EC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # bisection on the level to which all ranks can be brought, by a greedy trial: ranks from most rows
 # to fewest, of each its experts likewise, to the rank with most room that has a free slot and no
 # copy. It copies within one NVLink domain alone: the table shows each node for itself, and all
-# ranks as if they were one domain. Not taken: its least 1,024 rows of a copy, and what hides its
+# ranks as if they were one domain. Not taken: its least 1,024 rows of a replica, and what hides its
 # copies.
 
 
@@ -631,7 +635,8 @@ def _handed(
     slots: int,
     min_rows: int,
 ) -> np.ndarray | None:
-    """Rows that homes hand to copies so that no rank has more than the level; None if some has."""
+    """Rows that owners hand to replicas so that no rank has more than the level; None if some
+    has."""
     handed_EC = np.zeros((len(rows_E), len(rows_C)), dtype=np.int64)
     room_C, free_C = np.maximum(level - rows_C, 0), np.full(len(rows_C), slots)
     for rank in np.argsort(-rows_C, kind="stable").tolist():

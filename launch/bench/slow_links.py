@@ -2,7 +2,7 @@
 """What strategies that copy experts gain over `ep` where links are slow and routing is skewed.
 
 `torchrun --standalone --nproc_per_node 4 launch/bench/slow_links.py --inter_mbit 400 --skews 0 1.2`
-`... launch/bench/slow_links.py --trace loads.npz --copies`
+`... launch/bench/slow_links.py --trace loads.npz --replicas`
 
 On a busy machine put `chrt -r 10` before the command. Planners, layers and traffic are the
 product's own, and every byte is sent; what computes and what links take is stood in for, see
@@ -63,7 +63,7 @@ class Routed:
 
     @classmethod
     def of(cls, rows_LCC: np.ndarray, node_C: np.ndarray, pace: Pace) -> Routed:
-        """As the rows are shared and what computing is said to take."""
+        """As the rows are shared and what computing is stated to take."""
         is_far_CC = node_C[:, None] != node_C
         computed_LC = rows_LCC.sum(axis=1)
         even_L = pace.attention_s + pace.row_s * computed_LC.mean(axis=1)
@@ -83,22 +83,22 @@ class Travel(NamedTuple):
 
     gather_s: float = 0.0  # copies travelled
     gather_bare_s: float = 0.0  # and the rank computed nothing
-    reduction_s: float = 0.0  # gradients of copies travelled
+    reduction_s: float = 0.0  # gradients of replicas travelled
     reduction_bare_s: float = 0.0  # and the rank computed nothing
 
 
 def travel(timed: Iterable[TimedTask], held: Iterable[Moments]) -> Travel:
-    """What the tasks of all layers in a step say of its copies."""
+    """What the tasks of all layers in a step say of its replicas."""
     tasks = list(timed)
     worked = [
         (each.start, each.end)
         for each in tasks
-        if each.task.lane == COMPUTE and each.task.op.is_work and each.task.op is not ATTENTION
+        if each.task.stream == COMPUTE and each.task.op.is_work and each.task.op is not ATTENTION
     ]
     busy = union([*held, *worked])
     total = Travel()
     for each in tasks:
-        if each.task.lane == PARAM:
+        if each.task.stream == PARAM:
             seconds, bare_s = each.end - each.start, bare(each.start, each.end, busy)
             seen = (0.0, 0.0, seconds, bare_s) if each.task.adjoint_of else (seconds, bare_s)
             total = Travel(*(a + b for a, b in zip(total, seen)))
@@ -110,8 +110,8 @@ class Seen:
     """One step of one contender on one rank."""
 
     routed: Routed  # the rows
-    travel: Travel  # of copies
-    copy_bytes: int  # weights and gradients of copies that this rank sent
+    travel: Travel  # of replicas
+    replica_bytes: int  # weights and gradients of replicas that this rank sent
     late_s: float  # by how much its paced waits lasted longer
 
 
@@ -119,7 +119,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What a strategy says of its costs."""
 
     line: str  # what it made of its measurements; empty if it measures none
@@ -142,9 +142,9 @@ class Result:
     abroad: float  # see ``Routed``
     balance: float  # see ``Routed``
     sent_bytes: float  # of the busiest rank in a step, to other nodes
-    copy_bytes: float  # of copies and their gradients, to whatever rank
+    replica_bytes: float  # of replicas and their gradients, to whatever rank
     late_s: float  # a step's paced waits lasted longer by so much, mean over ranks
-    told: Told  # what its strategy says
+    reported: Reported  # what its strategy says
 
 
 @dataclass
@@ -155,12 +155,12 @@ class Tally:
     seen: list[Seen] = field(default_factory=list)  # of every step
     sent_bytes: int = 0  # of all steps
 
-    def result(self, load: str, name: str, told: Told, first: Tally) -> Result:
+    def result(self, load: str, name: str, reported: Reported, first: Tally) -> Result:
         """Over all ranks. Collective."""
         num_steps = len(self.seen)
         mine = [sum(column) for column in zip(*(seen.travel for seen in self.seen))]
         mine += [sum(seen.late_s for seen in self.seen)]
-        mine += [self.sent_bytes, sum(seen.copy_bytes for seen in self.seen)]
+        mine += [self.sent_bytes, sum(seen.replica_bytes for seen in self.seen)]
         table = all_gather_counts(torch.tensor(mine, dtype=torch.float64), None)
         gather_s, gather_bare_s, reduction_s, reduction_bare_s, late_s, *_ = table.sum(dim=0)
         *_, sent, copied = table.max(dim=0).values.tolist()
@@ -177,9 +177,9 @@ class Tally:
             abroad=statistics.mean(routed.abroad for routed in ours),
             balance=statistics.mean(routed.balance for routed in ours),
             sent_bytes=sent / num_steps,
-            copy_bytes=copied / num_steps,
+            replica_bytes=copied / num_steps,
             late_s=float(late_s) / len(table) / num_steps,
-            told=told,
+            reported=reported,
         )
 
 
@@ -190,7 +190,7 @@ def _hidden(seconds: float, bare_s: float) -> float | None:
 COLUMNS = (
     *("contender", "ms a step", "faster by", "rounds won", "at best"),
     *("gather hidden", "reduction hidden", "rows remote", "to other nodes"),
-    *("max/mean", "MB sent", "of copies", "late, ms"),
+    *("max/mean", "MB sent", "of replicas", "late, ms"),
 )
 
 
@@ -205,21 +205,21 @@ def markdown(results: Sequence[Result]) -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for each in results:
-        yield f"| {' | '.join(_cells(each, first))} |"
+        yield f"| {' | '.join(_ep_ranks(each, first))} |"
     limit = statistics.median(first.seconds) / first.limit_s
     yield f"\nThe limit, even rows and all hidden: {1e3 * first.limit_s:.0f} ms, {limit:.3f}\n"
     for each in results:
-        said = [each.told.line] if each.told.line else []
-        said += [
-            f"{term.name} {term.error:.0%} off ({1e3 * term.said_s:.3g} ms said, "
+        stated = [each.reported.line] if each.reported.line else []
+        stated += [
+            f"{term.name} {term.error:.0%} off ({1e3 * term.predicted_s:.3g} ms predicted, "
             f"{1e3 * term.found_s:.3g} found)"
-            for term in each.told.terms
+            for term in each.reported.terms
         ]
-        if said:
-            yield f"- {each.name}: {'; '.join(said)}"
+        if stated:
+            yield f"- {each.name}: {'; '.join(stated)}"
 
 
-def _cells(each: Result, first: Result) -> tuple[str, ...]:
+def _ep_ranks(each: Result, first: Result) -> tuple[str, ...]:
     return (
         each.name,
         f"{1e3 * statistics.median(each.seconds):.0f}",
@@ -232,7 +232,7 @@ def _cells(each: Result, first: Result) -> tuple[str, ...]:
         f"{each.abroad:.0%}",
         f"{each.balance:.2f}",
         f"{each.sent_bytes / 1e6:.1f}",
-        f"{each.copy_bytes / 1e6:.1f}",
+        f"{each.replica_bytes / 1e6:.1f}",
         f"{1e3 * each.late_s:.1f}",
     )
 
@@ -246,7 +246,7 @@ class Way:
 
     name: str  # in the table
     block: dict[str, Any]  # of the JSON
-    # copies are launched as a block begins; else where the layer is called, so that nothing hides
+    # replicas are launched as a block begins; else where the layer is called, so that nothing hides
     # them
     is_early: bool = True
 
@@ -254,13 +254,13 @@ class Way:
 PLAIN = Way("ep", {"strategy": "ep"})
 
 
-def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
-    """Copies in growing numbers by either share, variants of the most, and t and m measured."""
-    for copies in copies_per_rank:
-        given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
-        yield _fssdp(f"m = {copies}", **given)
-        yield _fssdp(f"m = {copies}, paper share", **given, share="paper")
-    if copies_per_rank:
+def fssdp_ways(replicas_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
+    """Replicas in growing numbers by either share, variants of the most, and t and m measured."""
+    for replicas in replicas_per_rank:
+        given = {"overlap_degree": overlap_degree, "replicas_per_rank": replicas}
+        yield _fssdp(f"m = {replicas}", **given)
+        yield _fssdp(f"m = {replicas}, paper share", **given, share="paper")
+    if replicas_per_rank:
         yield _fssdp("the same, rematerialized", **given, rematerialize=True)
         yield replace(_fssdp("the same, late", **given), is_early=False)
     yield _fssdp("fssdp, t and m measured")
@@ -289,7 +289,7 @@ def _prophet(name: str, **keys: Any) -> Way:
 def esp_ways() -> Iterator[Way]:
     """Whole experts uncut, in one queue, in two; and so with experts split in the nodes; last the
     pipeline over copies."""
-    for size, name in ((1, "esp"), (2, "esp, cells of 2")):
+    for size, name in ((1, "esp"), (2, "esp, ETP groups of 2")):
         yield _esp(f"{name}, uncut", size, degree=1)
         yield _esp(f"{name}, tutel", size, schedule="tutel")
         yield _esp(f"{name}, fsmoe", size)
@@ -298,8 +298,8 @@ def esp_ways() -> Iterator[Way]:
         yield replace(way, block={**way.block, "balance": balance, balance: keys})
 
 
-def _esp(name: str, cell_size: int, **keys: Any) -> Way:
-    block = {"strategy": "esp", "expert_sharding_size": cell_size}
+def _esp(name: str, etp_size: int, **keys: Any) -> Way:
+    block = {"strategy": "esp", "expert_sharding_size": etp_size}
     return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
 
 
@@ -335,7 +335,7 @@ class Contender:
         shape = (sizes.experts, sizes.expert_rows, sizes.width)
         self._blocks = nn.ModuleList([Block(pace, shape) for _ in range(sizes.layers)])
         model = nn.ModuleDict({"blocks": self._blocks})
-        self._replaced = ReplacedLayers.of(model, way.block, is_early=way.is_early, tell=self._tell)
+        self._replaced = ReplacedLayers.of(model, way.block, is_early=way.is_early, log=self._log)
         self._layers = self._replaced.layers
         for layer in self._layers:
             layer.routed.tasks.is_wanted = True
@@ -344,7 +344,7 @@ class Contender:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self._x_TD = torch.rand(sizes.rows, sizes.width, generator=generator)
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self._line = line
 
     def _clock(self) -> float:
@@ -352,18 +352,18 @@ class Contender:
         return self._own_s + time.perf_counter() - self._began_s
 
     @property
-    def told(self) -> Told:
-        return Told(self._line, self._replaced.planning.checks.terms)
+    def reported(self) -> Reported:
+        return Reported(self._line, self._replaced.planning.checks.terms)
 
     @property
     def _sent_bytes(self) -> int:
-        copies = (layer.routed.copies for layer in self._layers)
-        return sum((each.traffic for each in copies if each), start=Traffic()).sent_bytes
+        replicas = (layer.routed.replicas for layer in self._layers)
+        return sum((each.traffic for each in replicas if each), start=Traffic()).sent_bytes
 
     def step(self, number: int, rows_LE: np.ndarray) -> Seen:
-        """One step whose gates choose as told. Collective."""
+        """One step whose gates choose as given. Collective."""
         self._began_s = time.perf_counter()
-        plans = [layer.routed.site.plan for layer in self._layers]
+        plans = [layer.routed.layer_context.plan for layer in self._layers]
         before = self._sent_bytes
         self._blocks.zero_grad(set_to_none=True)
         x_TD = self._x_TD = self._x_TD.detach().requires_grad_()
@@ -381,12 +381,12 @@ class Contender:
         return Seen(
             routed=Routed.of(rows_LCC, self._replaced.node_C, self._pace),
             travel=travel(timed, [(each.start_s, each.end_s) for each in held]),
-            copy_bytes=self._sent_bytes - before,
+            replica_bytes=self._sent_bytes - before,
             late_s=sum(each.late_s for each in held),
         )
 
     def gradients(self) -> list[Tensor]:
-        """Of the input; and of the experts at home on this rank, if they are whole."""
+        """Of the input; and of the experts at their owners on this rank, if they are whole."""
         whole = (layer for layer in self._layers if layer.hosted.shard.is_whole)
         weights = (parameter for layer in whole for parameter in layer.parameters)
         grads = [parameter.grad for parameter in weights]
@@ -400,7 +400,7 @@ TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 
 def ways(given: argparse.Namespace) -> tuple[Way, ...]:
     """The contenders of the command line."""
-    fssdp = fssdp_ways(given.copies, given.overlap_degree)
+    fssdp = fssdp_ways(given.replicas, given.overlap_degree)
     by_strategy = {
         "fssdp": fssdp,
         "prophet": prophet_ways(),
@@ -446,7 +446,7 @@ def traced(given: argparse.Namespace, world_size: int) -> np.ndarray:
 
 
 def scaled(rows_E: np.ndarray, total: int) -> np.ndarray:
-    """As many rows as told in the same proportions; the largest remainders are rounded up."""
+    """As many rows as given in the same proportions; the largest remainders are rounded up."""
     whole_E, rest_E = np.divmod(rows_E * total, rows_E.sum())
     up = np.argsort(-rest_E, kind="stable")[: total - int(whole_E.sum())]
     whole_E[up] += 1
@@ -492,7 +492,7 @@ def compare(
                 tally.sent_bytes += card.sent_bytes - sent
                 tally.seen += seen
     return [
-        tally.result(load.title, each.name, each.told, tallies[0])
+        tally.result(load.title, each.name, each.reported, tallies[0])
         for each, tally in zip(contenders, tallies)
     ]
 
@@ -519,7 +519,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trace", type=Path, help="of loads, instead; see planners_table.py")
     names = ["fssdp", "prophet", "esp", "auto"]
     add("--strategies", nargs="+", choices=names, default=names[:2], help="beside ep")
-    add("--copies", type=int, nargs="*", default=[1, 2, 4], help="m of fssdp beside what it finds")
+    add(
+        "--replicas", type=int, nargs="*", default=[1, 2, 4], help="m of fssdp beside what it finds"
+    )
     add("--overlap_degree", type=int, default=4, help="t of those")
     add("--layers", type=int, default=3)
     add("--experts", type=int, default=16, help="of a layer; a trace has its own number")

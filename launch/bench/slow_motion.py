@@ -4,8 +4,8 @@ cluster, in slow motion, on any machine and without rights.
 
 `torchrun --standalone --nproc_per_node 4 launch/bench/slow_motion.py`
 
-Layers, lanes, planners and what they measure in their first steps are the product's own, and rows
-and copies of experts are really sent. What devices would compute and how long links would take is
+Layers, streams, planners and what they measure in their first steps are the product's own, and rows
+and replicas of experts are really sent. What devices would compute and how long links would take is
 slept: at the rates of a file of `configs/hardware`, by the rules of `ds-moe-ext price`, slowed down
 until the sleeps outweigh what this machine takes itself. A rank stands for one GPU on a node of its
 own, a row for several. There is no optimizer.
@@ -86,7 +86,7 @@ class Scene:
     @property
     def pace(self) -> Pace:
         """Of dense parts and experts."""
-        row_s = self.run.pool.prices.row_s / (FORWARD + BACKWARD)
+        row_s = self.run.cost_group.prices.row_s / (FORWARD + BACKWARD)
         row_s += 2 * self.run.conditions().tasks.row_move_s
         return Pace(self.slower * self.run.window_s[0], self.slower * self.rows_each * row_s)
 
@@ -122,7 +122,7 @@ class Scene:
         )
         return Load(name, loads.rows_ILCE.copy())  # torch wants to write to it
 
-    def told(self, load: Load, num_layers: int) -> str:
+    def reported(self, load: Load, num_layers: int) -> str:
         """What is shown, and what of it is real."""
         run, link = self.run, self.run.hardware.inter
         assert link is not None
@@ -132,7 +132,7 @@ class Scene:
             f"{run.hardware.name!r}, each on a node of its own, {run.training.tokens:,} tokens a "
             f"GPU, loads {load.title!r}. Slept, at the rates of that hardware file and "
             f"{self.slower:g} times as slow: attention, experts, and the network "
-            f"({link.bytes_per_s / 1e9:.0f} GB/s a GPU). Real: layers, lanes, plans, and every "
+            f"({link.bytes_per_s / 1e9:.0f} GB/s a GPU). Real: layers, streams, plans, and every "
             f"exchange of rows and copies, one row sent for {self.rows_each}."
         )
 
@@ -144,11 +144,11 @@ def table_of(results: Sequence[Result]) -> Table:
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     table.add_column("copies hidden", justify="right")
     for each in results:
-        table.add_row(*_cells(each))
+        table.add_row(*_ep_ranks(each))
     return table
 
 
-def _cells(each: Result) -> Iterator[str]:
+def _ep_ranks(each: Result) -> Iterator[str]:
     step_s = statistics.median(each.seconds)
     yield each.name
     yield f"{1e3 * step_s:.0f} ms"
@@ -192,7 +192,7 @@ def show(given: argparse.Namespace) -> list[Result]:
     num_steps = NUM_WARM_UPS + (given.rounds + 1) * given.steps_per_round
     load = scene.load(given.loads, given.layers, num_steps)
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
-    console.print(scene.told(load, given.layers), markup=False)
+    console.print(scene.reported(load, given.layers), markup=False)
     card = scene.card
     with paced_links(card):
         contenders = [Contender(way, scene.pace, sizes) for way in WAYS]

@@ -212,7 +212,7 @@ class Way:
 
     name: str  # in the table
     block: dict[str, Any]  # of the JSON
-    said_s: float  # seconds of a step by the simulator
+    predicted_s: float  # seconds of a step by the simulator
 
 
 def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
@@ -222,8 +222,8 @@ def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
         "expert_size": simulator.expert_ranks,
     }
 
-    def zebra(name: str, said_s: float, **keys: Any) -> Way:
-        return Way(name, {"strategy": "zebra", "zebra": {**sizes, **keys}}, said_s)
+    def zebra(name: str, predicted_s: float, **keys: Any) -> Way:
+        return Way(name, {"strategy": "zebra", "zebra": {**sizes, **keys}}, predicted_s)
 
     yield Way("ep", {"strategy": "ep"}, simulator.ep_s())
     yield zebra("DistEP", simulator.dist_ep_s(), num_micro_batches=1)
@@ -233,8 +233,8 @@ def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
         moved = simulator.moved(number)
         if any(moved):
             name = f"{name}, moved {' '.join(map(str, moved))}"
-            said_s = simulator.zebra_s(number, moved)
-            yield zebra(name, said_s, num_micro_batches=number, moved=list(moved))
+            predicted_s = simulator.zebra_s(number, moved)
+            yield zebra(name, predicted_s, num_micro_batches=number, moved=list(moved))
 
 
 class Contender:
@@ -294,7 +294,7 @@ class Result:
     """One contender."""
 
     name: str
-    said_s: float  # of a step, by the simulator
+    predicted_s: float  # of a step, by the simulator
     seconds: list[float]  # of a step, by round
     losses: list[float]  # mean over ranks, by step
 
@@ -313,7 +313,9 @@ def compare(contenders: Sequence[Contender], num_rounds: int, num_warm_ups: int)
     for contender, steps in zip(contenders, seen):
         seconds, losses = zip(*steps)
         way = contender.way
-        results.append(Result(way.name, way.said_s, list(seconds[num_warm_ups:]), list(losses)))
+        results.append(
+            Result(way.name, way.predicted_s, list(seconds[num_warm_ups:]), list(losses))
+        )
         check_agree(results[0], results[-1])
     return results
 
@@ -332,7 +334,7 @@ def check_agree(first: Result, other: Result) -> None:
             )
 
 
-COLUMNS = ("contender", "ms a step", "said", "`ep` / it", "said", "DistEP / it", "said")
+COLUMNS = ("contender", "ms a step", "stated", "`ep` / it", "stated", "DistEP / it", "stated")
 
 
 def markdown(results: Sequence[Result]) -> Iterator[str]:
@@ -345,14 +347,14 @@ def markdown(results: Sequence[Result]) -> Iterator[str]:
         cells = [
             each.name,
             f"{1e3 * found_s:.0f}",
-            f"{1e3 * each.said_s:.0f} ({each.said_s / found_s - 1:+.1%})",
+            f"{1e3 * each.predicted_s:.0f} ({each.predicted_s / found_s - 1:+.1%})",
         ]
         for rival in results[:2]:
             ratios = [theirs / ours for theirs, ours in zip(rival.seconds, each.seconds)]
-            found, said = statistics.median(ratios), rival.said_s / each.said_s
+            found, stated = statistics.median(ratios), rival.predicted_s / each.predicted_s
             cells += [
                 f"{found:.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
-                f"{said:.3f} ({said / found - 1:+.1%})",
+                f"{stated:.3f} ({stated / found - 1:+.1%})",
             ]
         yield f"| {' | '.join(cells)} |"
 

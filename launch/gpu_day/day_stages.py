@@ -210,7 +210,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 480.0  # of a row; a lent machine may take a command back after ten minutes
 GPU_TESTS = {
     **dict.fromkeys(("comm", "direct_launch", "graphs", "ranges", "sync"), 1),
-    **dict.fromkeys(("kernels", "lanes", "layer"), 2),
+    **dict.fromkeys(("kernels", "streams", "layer"), 2),
 }
 """Files of tests/gpu, and in how many parts each runs."""
 NUM_PARTS = 16  # in which the slow parity rows run

@@ -95,7 +95,7 @@ PACKAGES = (
 )
 
 
-def told_by(*command: str) -> str:
+def reported_by(*command: str) -> str:
     """What a program prints; empty where it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -110,7 +110,7 @@ def devices() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"GPUs": "none", **cores}
     asked = "--query-gpu=name,memory.total,driver_version"
-    listed = told_by("nvidia-smi", asked, "--format=csv,noheader").splitlines()
+    listed = reported_by("nvidia-smi", asked, "--format=csv,noheader").splitlines()
     return {
         "GPUs": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}",
         "listed": "; ".join(sorted(set(listed))),
@@ -122,11 +122,11 @@ def devices() -> dict[str, str]:
 
 def write_machine(path: Path) -> None:
     """What the day is measured with, printed and as JSON."""
-    commit = told_by("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    commit = reported_by("git", "-C", str(ROOT), "describe", "--always", "--dirty")
     facts = {**devices(), **versions_of(PACKAGES), "commit": commit or "unknown"}
     for name, text in facts.items():
         print(f"{name}: {text}")
-    print(told_by("nvidia-smi", "topo", "-m"))
+    print(reported_by("nvidia-smi", "topo", "-m"))
     path.write_text(json.dumps(facts, indent=1))
 
 
@@ -353,8 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("gpu_day: torch finds no GPU: a rehearsal in tiny sizes, whose figures say nothing")
     num_waiting = run_rows(day, rows, given.budget, again=given.again)
     states = Counter(day.records[row.id]["state"] for row in rows if row.id in day.records)
-    told = ", ".join(f"{number} {state}" for state, number in states.items())
-    print(f"gpu_day: {told}, {num_waiting} waiting; {given.output / PAGE}")
+    text = ", ".join(f"{number} {state}" for state, number in states.items())
+    print(f"gpu_day: {text}, {num_waiting} waiting; {given.output / PAGE}")
     return 3 if num_waiting else int(FAILED in states)
 
 

@@ -128,16 +128,16 @@ class Figure:
     @property
     def verdict(self) -> str:
         """In words."""
-        told = []
+        lines = []
         if self.held:
             number = len(self.held) - len(self.missed)
-            told.append(f"{number} of {len(self.held)} values within {self.tolerance}")
+            lines.append(f"{number} of {len(self.held)} values within {self.tolerance}")
         if self.claims:
             number = len(self.claims) - len(self.broken)
-            told.append(f"{number} of {len(self.claims)} claims hold")
+            lines.append(f"{number} of {len(self.claims)} claims hold")
         if not self.is_judged:
             return "for comparison"
-        return f"{'met' if self.is_met else 'missed'}: {', '.join(told)}"
+        return f"{'met' if self.is_met else 'missed'}: {', '.join(lines)}"
 
 
 @dataclass(frozen=True, kw_only=True)

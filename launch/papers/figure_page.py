@@ -56,14 +56,14 @@ def _figure(figure: Figure) -> Html:
         ["", "", key(PAPERS, "paper"), key(OURS, "ours"), "off by", ""],
         [_row(figure, row, longest) for row in figure.rows],
     )
-    told = [note(f"{figure.verdict}."), Html('<div class="barred">{}</div>').format(rows)]
-    told.append(_listed([f"{'' if c.holds else 'not so: '}{c.text}" for c in figure.claims]))
+    lines = [note(f"{figure.verdict}."), Html('<div class="barred">{}</div>').format(rows)]
+    lines.append(_listed([f"{'' if c.holds else 'not so: '}{c.text}" for c in figure.claims]))
     if figure.assumed:
-        told.append(Html("<p>Assumed: {}.</p>").format("; ".join(figure.assumed)))
+        lines.append(Html("<p>Assumed: {}.</p>").format("; ".join(figure.assumed)))
     if figure.because and not figure.is_met:
-        told.append(Html("<p>Missed because {}.</p>").format(figure.because))
-    told += [_chart(list(curves)) for _, curves in groupby(figure.curves, lambda curve: curve.at)]
-    return section(f"{figure.name}: {figure.title}", joined(told))
+        lines.append(Html("<p>Missed because {}.</p>").format(figure.because))
+    lines += [_chart(list(curves)) for _, curves in groupby(figure.curves, lambda curve: curve.at)]
+    return section(f"{figure.name}: {figure.title}", joined(lines))
 
 
 def _row(figure: Figure, row: Row, longest: float) -> list[str]:

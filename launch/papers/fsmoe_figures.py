@@ -134,10 +134,10 @@ def grid_sums(cluster: str, choices: int, slowed: bool) -> Sums:
 def table_5(cluster: Cluster) -> Figure:
     def rows(choices: int, slowed: bool) -> tuple[Row, ...]:
         sums = grid_sums(cluster.name, choices, slowed)
-        told = f"k = {choices}{'' if slowed else ', no interference'}"
+        reported = f"k = {choices}{'' if slowed else ', no interference'}"
         return tuple(
             Row(
-                name=f"{text} over Tutel, {told}",
+                name=f"{text} over Tutel, {reported}",
                 paper=cluster.paper.get(name),
                 ours=sums.speed[name],
                 is_held=choices == 1 and slowed,
@@ -207,7 +207,8 @@ def step_s(cluster: Cluster, model: str, length: int) -> dict[str, float]:
 
 
 def ds_moe_s(cluster: Cluster, layer: PricedLayer) -> float:
-    """All ranks of a cell send all its rows, and gather none: no cell shares the exchange."""
+    """All ranks of an ETP group send all its rows, and gather none: no EP rank shares the
+    exchange."""
     exchange = layer.forward.all_to_all
     nothing = per_unit(0, 0)
     forward = replace(
@@ -228,8 +229,8 @@ def mean_speed(cases: tuple[tuple[Cluster, str, int], ...], over: str) -> float:
 
 
 OVER_DS = (
-    "DS-MoE is DeepSpeed's layer in one chunk whose ranks of a cell each send all of its rows; "
-    "the paper does not say how it is set up"
+    "DS-MoE is DeepSpeed's layer in one chunk whose ranks of an ETP group each send all of its "
+    "rows; the paper does not say how it is set up"
 )
 
 
@@ -286,7 +287,7 @@ def of_ranks(num_ranks: int) -> Cluster:
         Link(bytes_per_s=ELEMENT_BYTES / beta_s, latency_s=linear(link).alpha_s)
         for beta_s, link in zip(rates[num_ranks], (measured.all_to_all, measured.all_reduce))
     )
-    return replace(A, between_cells=Collectives(all_to_all=exchange, all_reduce=reduce))
+    return replace(A, between_ep_ranks=Collectives(all_to_all=exchange, all_reduce=reduce))
 
 
 def figure_7() -> Figure:
@@ -398,13 +399,13 @@ FSMOE = Paper(
         "the grid's heads are key-value heads beside 32 query heads; a capacity of * is 1 with "
         "even loads",
         "layers are equal: each reduces the gradients of one attention, (2 + 2 heads / 32) M^2 "
-        "over the ranks of a cell; the one queue is that of the MoE part's collectives, beside "
-        "which reductions run under the dense part, gate and order",
+        "over the ranks of an ETP group; the one queue is that of the MoE part's collectives, "
+        "beside which reductions run under the dense part, gate and order",
         f"gradients that no window hides move in {QUANTA} parts; Lina's pieces of 30 MB run "
         "whole, under the dense part and then the experts, where they fit",
         "degrees, 1 to 8, and slices are planned without interference; with it, collectives "
-        "between and within cells slow each other by gamma, computation and collectives by delta, "
-        "both together by the product",
+        "between and within ETP groups slow each other by gamma, computation and collectives by "
+        "delta, both together by the product",
     ),
     fitted=(
         f"gamma = {INTERFERENCE.collectives}, delta = {INTERFERENCE.compute} and k = 1 of the "

@@ -27,7 +27,7 @@ class Shape:
     """One layer of the grid.
 
     Attributes:
-        batch: samples of a cell.
+        batch: samples of an EP rank.
         kv_heads: key-value heads for 32 query heads; the grid's heads (the authors' script).
         length: tokens of a sample.
         width: of the model.
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """Of a cell."""
+        """Of an EP rank."""
         return self.batch * self.length
 
     @property
@@ -73,9 +73,9 @@ class PricedLayer:
 
     Attributes:
         forward: the MoE part's operations in forward.
-        dense_gather_s: the cell's all-gather, in each direction.
+        dense_gather_s: the EP rank's all-gather, in each direction.
         attention_s: in forward; twice that in backward.
-        dense_scatter_s: the cell's reduce-scatter, in each direction.
+        dense_scatter_s: the EP rank's reduce-scatter, in each direction.
         all_reduce: of dense gradients.
         gradient_elements: of one attention, on a rank.
     """
@@ -110,7 +110,7 @@ class Cluster:
         attention: likewise.
         paper: mean speed over Tutel of pipelines, by name (section 6.4).
         text: what is assumed, where the paper does not say.
-        between_cells: collectives in place of the file's, for another number of ranks.
+        between_ep_ranks: collectives in place of the file's, for another number of ranks.
     """
 
     name: str
@@ -120,31 +120,31 @@ class Cluster:
     attention: LinearCost
     paper: Mapping[str, float]
     text: str
-    between_cells: Collectives | None = None
+    between_ep_ranks: Collectives | None = None
 
     @cached_property
     def hardware(self) -> Hardware:
         return read_hardware(CONFIGS / "hardware" / self.file)
 
     def priced(self, shape: Shape, choices: int) -> PricedLayer:
-        """A layer on this cluster; every cell has its own tokens.
+        """A layer on this cluster; every EP rank has its own tokens.
 
         Args:
             shape: of the layer.
             choices: experts of a token.
         """
         intra = self.hardware.intra_collectives
-        inter = self.between_cells or self.hardware.inter_collectives
-        cell = self.hardware.ranks_per_node
+        inter = self.between_ep_ranks or self.hardware.inter_collectives
+        ep_rank = self.hardware.ranks_per_node
         tokens = shape.num_tokens * shape.width
         rows = choices * shape.capacity * tokens
-        work = rows * shape.hidden_ratio * shape.width * shape.num_products / cell
+        work = rows * shape.hidden_ratio * shape.width * shape.num_products / ep_rank
         gather, scatter = linear(intra.all_gather), linear(intra.reduce_scatter)
         reduce = linear(inter.all_reduce)
-        attention = replace(self.attention, n=shape.attention_work / cell)
+        attention = replace(self.attention, n=shape.attention_work / ep_rank)
         return PricedLayer(
             forward=LayerCosts(
-                all_to_all=replace(linear(inter.all_to_all), n=rows / cell),
+                all_to_all=replace(linear(inter.all_to_all), n=rows / ep_rank),
                 all_gather=replace(gather, n=rows),
                 reduce_scatter=replace(scatter, n=rows),
                 expert=replace(self.experts[shape.num_products], n=work),
@@ -153,7 +153,7 @@ class Cluster:
             attention_s=seconds(attention),
             dense_scatter_s=seconds(replace(scatter, n=tokens)),
             all_reduce=AllReduce(reduce.alpha_s, reduce.beta_s),
-            gradient_elements=round(shape.attention_weights / cell),
+            gradient_elements=round(shape.attention_weights / ep_rank),
         )
 
 

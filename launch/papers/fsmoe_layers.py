@@ -22,23 +22,23 @@ from ds_moe_ext.schedule.orders import PIPELINES, Pipeline, Slices, reductions
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     ATTENTION,
-    CELL_GATHER,
-    CELL_SCATTER,
     COMBINE,
     COMPUTE,
     DISPATCH,
+    ETP_GATHER,
+    ETP_SCATTER,
     EXPERT,
     GATE,
     GRADIENTS,
     INTRA,
     RESTORE,
+    ChunkRange,
     Kind,
     Op,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 from papers.fsmoe_grid import ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape
 
@@ -145,7 +145,7 @@ class Interference:
     """How tasks under way slow each other.
 
     Attributes:
-        collectives: share by which one between cells and one within slow each other (gamma).
+        collectives: share by which one between EP ranks and one within slow each other (gamma).
         compute: share by which computation and collectives do (delta).
     """
 
@@ -153,11 +153,11 @@ class Interference:
     compute: float
 
     def __call__(self, task: Task, under_way: Sequence[Task]) -> float:
-        lanes = {each.lane for each in under_way}
-        by_compute = 1 + self.compute * (COMPUTE in lanes and len(lanes) > 1)
-        if task.lane == COMPUTE:
+        streams = {each.stream for each in under_way}
+        by_compute = 1 + self.compute * (COMPUTE in streams and len(streams) > 1)
+        if task.stream == COMPUTE:
             return by_compute
-        return by_compute * (1 + self.collectives * (len(lanes - {COMPUTE}) > 1))
+        return by_compute * (1 + self.collectives * (len(streams - {COMPUTE}) > 1))
 
 
 @cache
@@ -170,23 +170,25 @@ def forward_schedule(pipeline: Pipeline, degree: int) -> Schedule:
 def backward_schedule(pipeline: Pipeline, degree: int, slices: Slices) -> Schedule:
     """The MoE part, behind it what is dense, and the tail behind all."""
     moe = pipeline.arranged(moe_schedule(degree).reversed(), slices._replace(tail=0))
-    whole, before = Span(0, 1), moe.outputs[:1]
+    whole, before = ChunkRange(0, 1), moe.outputs[:1]
     dense = []
     for op in DENSE_OPS:
         dense.append(Task(op, 0, whole, before, (Value(Kind(op.name), 0, whole),)))
         before = dense[-1].writes
     first = slices.within_moe + slices.dense
-    tail = reductions(0, Span(first, first + slices.tail), after=before)
+    tail = reductions(0, ChunkRange(first, first + slices.tail), after=before)
     return Schedule((*moe.tasks, *dense, *tail), moe.inputs, before)
 
 
 def moe_schedule(degree: int) -> Schedule:
     """Dispatch to combine: order and restore are in the dense part's time."""
     tasks = orders.routed_tasks(0, num_chunks=degree, degree=degree, sharded=True)[1:]
-    whole = Span(0, degree)
+    whole = ChunkRange(0, degree)
     inputs = (orders.X, orders.ROUTE, orders.WEIGHTS)
     given = tuple(Value(kind, 0, None if kind == orders.WEIGHTS else whole) for kind in inputs)
-    returned = tuple(Value(orders.RETURNED, 0, span) for span in spans(degree, degree))
+    returned = tuple(
+        Value(orders.RETURNED, 0, chunk_range) for chunk_range in chunk_ranges(degree, degree)
+    )
     return Schedule(tuple(t for t in tasks if t.op != RESTORE), given, returned)
 
 
@@ -205,7 +207,7 @@ def simulated_s(
 
     def backward_s(rank: int, task: Task) -> float:
         if task.op.name == GRADIENTS.name:
-            return slice_s[task.span.start]
+            return slice_s[task.chunk_range.start]
         return in_backward[ADJOINTS.get(task.op.name, task.op.name)]
 
     return (
@@ -215,13 +217,13 @@ def simulated_s(
     )
 
 
-ADJOINTS = {CELL_GATHER.name: CELL_SCATTER.name, CELL_SCATTER.name: CELL_GATHER.name}
+ADJOINTS = {ETP_GATHER.name: ETP_SCATTER.name, ETP_SCATTER.name: ETP_GATHER.name}
 
 
 def task_seconds(layer: PricedLayer, costs: LayerCosts, degree: int) -> Mapping[str, float]:
     """Of each task alone, by its op's name; what is dense as in backward."""
     _, a, g, s, e = map(float, costs.cut(np.array(degree)))
-    each = {DISPATCH: a, CELL_GATHER: g, EXPERT: e, CELL_SCATTER: s, COMBINE: a}
+    each = {DISPATCH: a, ETP_GATHER: g, EXPERT: e, ETP_SCATTER: s, COMBINE: a}
     each |= {GATE: ROUTE_S, DENSE_GATHER: layer.dense_gather_s}
     each |= {ATTENTION: 2 * layer.attention_s, DENSE_SCATTER: layer.dense_scatter_s}
     return {op.name: alone_s for op, alone_s in each.items()}

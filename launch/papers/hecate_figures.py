@@ -11,10 +11,10 @@ from ds_moe_ext.planning.prices import busiest_link
 from papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
 from papers.hecate_steps import (
     BERT_DEEP,
-    COPIES,
     EFFICIENCY,
     GPT_S,
     MODELS,
+    REPLICAS,
     RESHARD,
     WINDOW,
     Model,
@@ -185,17 +185,17 @@ def figure_12() -> Figure:
             Row(
                 name="sparse collectives, RM over HECATE",
                 paper=3.6,
-                ours=float(again.copies_L.sum() / kept.copies_L.sum()),
+                ours=float(again.replicas_L.sum() / kept.replicas_L.sum()),
             ),
         ),
         tolerance=RATIOS,
         claims=(
             Claim(
                 "RM's sparse collectives take longer",
-                bool(again.copies_L.sum() > kept.copies_L.sum()),
+                bool(again.replicas_L.sum() > kept.replicas_L.sum()),
             ),
         ),
-        because="batches are not stated: at 8,192 tokens attention hides 4 copies of BERT's "
+        because="batches are not stated: at 8,192 tokens attention hides 4 replicas of BERT's "
         "experts, at twice that twice as many. RM moves 3 parts where HECATE moves 2; the paper's "
         "3.6 must count what is not hidden, of which there is none here",
     )
@@ -203,24 +203,27 @@ def figure_12() -> Figure:
 
 EP_BYTES = 16  # of a weight: fp16 and its gradient, Adam's three in fp32
 HELD = 5.73  # times EP's weights, figure 13
-RELEASED = 0.902  # of the copies, with re-materialization
+RELEASED = 0.902  # of the replicas, with re-materialization
 
 
 def figure_13() -> Figure:
     """In bytes of each weight that a rank owns (spec rule 40)."""
-    copies, one_layer = 2 * (HELD - 1), 2 * (HELD - 1) * (1 - RELEASED)
+    replicas, one_layer = 2 * (HELD - 1), 2 * (HELD - 1) * (1 - RELEASED)
     of = setup(GPT_S, B).step(System.HECATE)
     received_L = [
-        (target.holds_EC & ~home.holds_EC).sum(axis=0) for home, target in zip(of.homes, of.targets)
+        (target.holds_EC & ~owner.holds_EC).sum(axis=0)
+        for owner, target in zip(of.owners, of.targets)
     ]
-    owned = GPT_S.num_experts / of.homes[0].num_cells
+    owned = GPT_S.num_experts / of.owners[0].num_ep_ranks
     planned = float(np.sum(received_L, axis=0).max()) / (owned * GPT_S.num_layers)
     return Figure(
         name="Figure 13",
         title="memory of weights, gradients and optimizer over EP's, %",
         rows=(
             Row(
-                name="HECATE, more than EP", paper=64.0, ours=100 * (copies + one_layer) / EP_BYTES
+                name="HECATE, more than EP",
+                paper=64.0,
+                ours=100 * (replicas + one_layer) / EP_BYTES,
             ),
             Row(name="RM, more than EP", paper=11.6, ours=100 * 2 * one_layer / EP_BYTES),
             Row(
@@ -232,8 +235,8 @@ def figure_13() -> Figure:
         ),
         tolerance=Tolerance(absolute=1),
         assumed=(
-            f"the paper's {HELD} times EP's weights and {RELEASED} of the copies released are "
-            "inputs, the totals what follows; copies' gradients are summed layer by layer",
+            f"the paper's {HELD} times EP's weights and {RELEASED} of the replicas released are "
+            "inputs, the totals what follows; replicas' gradients are summed layer by layer",
         ),
     )
 
@@ -258,7 +261,8 @@ def figure_14() -> Figure:
         ),
         tolerance=Tolerance(absolute=2.5),
         claims=(Claim("RM is no faster", min(slowdowns) >= 0),),
-        because="copies that fit beside attention's forward fit beside its backward twice, as the "
+        because="replicas that fit beside attention's forward fit beside its backward twice, as "
+        "the "
         "paper's own rule has it (section 3.3): RM then costs nothing. What it costs them, shared "
         "links and starts, is not priced. That others have no memory for six sequences is not "
         "either: activations are not counted",
@@ -268,32 +272,32 @@ def figure_14() -> Figure:
 
 def figure_15a() -> Figure:
     of, longer = setup(GPT_S, B, tokens=END_TO_END), setup(GPT_S, B)
-    sharding, copies = (over(of, rival) for rival in (System.SHARDING, System.COPIES))
-    told = f"with {TOKENS:,} tokens"
+    sharding, replicas = (over(of, rival) for rival in (System.SHARDING, System.REPLICAS))
+    text = f"with {TOKENS:,} tokens"
     return Figure(
         name="Figure 15a",
         title="HECATE over its parts, end to end, GPT-MoE-S on B",
         rows=(
             Row(name="over sharding alone", paper=3.32, ours=sharding),
-            Row(name="over copies alone", paper=1.27, ours=copies),
+            Row(name="over replicas alone", paper=1.27, ours=replicas),
             Row(
-                name=f"over sharding alone, {told}",
+                name=f"over sharding alone, {text}",
                 paper=3.32,
                 ours=over(longer, System.SHARDING),
                 is_held=False,
             ),
             Row(
-                name=f"over copies alone, {told}",
+                name=f"over replicas alone, {text}",
                 paper=1.27,
-                ours=over(longer, System.COPIES),
+                ours=over(longer, System.REPLICAS),
                 is_held=False,
             ),
         ),
         tolerance=RATIOS,
         claims=(
             Claim(
-                "both > copies alone > sharding alone > EP",
-                over(of, System.EP) > sharding > copies > 1,
+                "both > replicas alone > sharding alone > EP",
+                over(of, System.EP) > sharding > replicas > 1,
             ),
         ),
     )
@@ -302,33 +306,34 @@ def figure_15a() -> Figure:
 def figure_15b() -> Figure:
     paper = {10: 1.36, 25: 1.41, 50: 1.34, 100: 1.42}
     speeds = {
-        age: over(setup(GPT_S, B, tokens=END_TO_END, age=age), System.COPIES) for age in paper
+        age: over(setup(GPT_S, B, tokens=END_TO_END, age=age), System.REPLICAS) for age in paper
     }
     spread = max(speeds.values()) / min(speeds.values())
     return Figure(
         name="Figure 15b",
-        title="HECATE over copies alone, by steps between two shardings",
+        title="HECATE over replicas alone, by steps between two shardings",
         rows=tuple(
             Row(name=f"every {age}", paper=paper[age], ours=speed) for age, speed in speeds.items()
         ),
         tolerance=RATIOS,
         claims=(Claim("the interval changes it by less than a tenth", spread < 1.1),),
-        assumed=("of the four intervals the paper names 10 and 100; homes are as old as can be",),
-        because="what remains after copies is smaller here: cold experts of a shuffled Zipf law "
+        assumed=("of the four intervals the paper names 10 and 100; owners are as old as can be",),
+        because="what remains after replicas is smaller here: cold experts of a shuffled Zipf law "
         "lie more evenly than theirs",
     )
 
 
 def volume() -> Figure:
     of = setup(GPT_S, B)
-    step, node_C = of.step(System.HECATE), of.hardware.node_of_cells(of.num_ranks)
+    step, node_C = of.step(System.HECATE), of.hardware.node_of_ep_ranks(of.num_ranks)
     carried = [
-        busiest_link(home, home, target, node_C) for home, target in zip(step.homes, step.targets)
+        busiest_link(owner, owner, target, node_C)
+        for owner, target in zip(step.owners, step.targets)
     ]
     moved = [int((target.num_holders_E > 1).sum()) for target in step.targets]
     return Figure(
         name="Equation (1)",
-        title="experts that the busiest link carries to make copies, of a layer's 64",
+        title="experts that the busiest link carries to make replicas, of a layer's 64",
         rows=(
             Row(name="the most of all layers", paper=None, ours=max(carried)),
             Row(name="t", paper=None, ours=of.overlap_degree),
@@ -357,7 +362,8 @@ HECATE = Paper(
         "scores and sums; the head and a ring of dense gradients are in the step",
         f"batches are not stated: {TOKENS:,} tokens a rank, 4 sequences of GPT-MoE-S, where layers "
         "are compared",
-        f"m = {COPIES} copies a rank and layer (spec 2.11); t by the paper's formula from these",
+        f"m = {REPLICAS} replicas a rank and layer (spec 2.11); t by the paper's formula from "
+        "these",
         "loads by Zipf's law, shuffled in every layer, each share's logarithm walking by 0.02 a "
         "step: the paper shows loads as colours only",
         "copies: what the busiest card carries over the nodes' link, what attention hides is free",

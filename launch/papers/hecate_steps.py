@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of HECATE and of what it is compared with, by our planners and prices (spec 6.4).
 
-A layer's forward and backward is its experts and four all-to-alls (``cost.prices``); copies move
+A layer's forward and backward is its experts and four all-to-alls (``cost.prices``); replicas move
 beside attention, and what attention does not hide is added.
 """
 
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from ds_moe_ext.core.hardware import Hardware, read_hardware
-from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_owners
 from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.fssdp_planner import materialize, shard
 from ds_moe_ext.planning.loads import LoadWindow
@@ -23,7 +23,7 @@ from ds_moe_ext.planning.prices import (
     Prices,
     busiest_link,
     flow_seconds,
-    nearest_copy_flow,
+    nearest_replica_flow,
     overlap_degree,
 )
 from papers.zipf_loads import ZipfLoads
@@ -31,7 +31,7 @@ from papers.zipf_loads import ZipfLoads
 ELEMENT_BYTES = 2
 CHOICES = 2
 EFFICIENCY = 0.35  # of the device's peak
-COPIES = 9  # m, of a rank and layer (spec 2.11)
+REPLICAS = 9  # m, of a rank and layer (spec 2.11)
 WINDOW = 5  # steps whose mean predicts
 RESHARD = 100  # steps between two shardings
 BACKWARD = 2  # times forward
@@ -72,11 +72,11 @@ MODELS = (GPT_S, GPT_L, BERT, BERT_DEEP)
 
 
 class System(Enum):
-    """What a step has of HECATE: homes that are chosen, copies."""
+    """What a step has of HECATE: owners that are chosen, copies."""
 
     EP = (False, False)
     SHARDING = (True, False)
-    COPIES = (False, True)
+    REPLICAS = (False, True)
     HECATE = (True, True)
 
     @property
@@ -84,7 +84,7 @@ class System(Enum):
         return self.value[0]
 
     @property
-    def copies(self) -> bool:
+    def replicas(self) -> bool:
         return self.value[1]
 
 
@@ -93,20 +93,20 @@ class Step:
     """Of one system; seconds of forward and backward together.
 
     Attributes:
-        layer_L: each MoE layer, with what is not hidden of its copies.
+        layer_L: each MoE layer, with what is not hidden of its replicas.
         exchange_L: its four all-to-alls.
-        copies_L: moving its copies and their gradients, hidden or not.
+        replicas_L: moving its replicas and their gradients, hidden or not.
         other_s: of attention, the head and the sum of dense gradients.
         targets: where experts compute.
-        homes: where they live.
+        owners: where they live.
     """
 
     layer_L: np.ndarray
     exchange_L: np.ndarray
-    copies_L: np.ndarray
+    replicas_L: np.ndarray
     other_s: float
     targets: Sequence[Placement]
-    homes: Sequence[Placement]
+    owners: Sequence[Placement]
 
     @property
     def seconds(self) -> float:
@@ -124,8 +124,8 @@ class Setup:
         exponent: of Zipf's law.
         tokens: of a rank, in a step.
         num_nodes: of the cluster that are used.
-        age: steps since homes were chosen.
-        gathers_again: copies are released after forward (HECATE-RM).
+        age: steps since owners were chosen.
+        gathers_again: replicas are released after forward (HECATE-RM).
     """
 
     model: Model
@@ -196,7 +196,7 @@ class Setup:
         steps = ZipfLoads(
             exponents=(self.exponent,) * self.model.num_layers,
             num_experts=self.num_experts,
-            num_cells=self.num_ranks,
+            num_ep_ranks=self.num_ranks,
             rows=CHOICES * self.tokens,
         ).steps([*range(WINDOW), *range(self.age, self.age + WINDOW + 1)])
         *known, now = steps
@@ -210,28 +210,28 @@ class Setup:
     @lru_cache(maxsize=64)  # noqa: B019  figures share steps, and setups are few
     def step(self, system: System) -> Step:
         """Plan by what was known, and price what came."""
-        node_C = self.hardware.node_of_cells(self.num_ranks)
-        degree = self.overlap_degree if system.copies else 0
-        homes = even_homes([self.num_experts] * self.model.num_layers, self.num_ranks)
+        node_C = self.hardware.node_of_ep_ranks(self.num_ranks)
+        degree = self.overlap_degree if system.replicas else 0
+        owners = even_owners([self.num_experts] * self.model.num_layers, self.num_ranks)
         if system.shards:
-            homes = shard(
+            owners = shard(
                 [rows_CE.sum(axis=0) for rows_CE in self.loads.at_sharding],
                 overlap_degree=degree,
                 node_C=node_C,
-                homes=homes,
+                owners=owners,
             )
         targets = materialize(
-            homes,
+            owners,
             [rows_CE.sum(axis=0) for rows_CE in self.loads.predicted],
             overlap_degree=degree,
-            copies_per_cell=COPIES,
+            replicas_per_ep_rank=REPLICAS,
             node_C=node_C,
         )
-        flow = nearest_copy_flow(targets, self.loads.now, node_C)
+        flow = nearest_replica_flow(targets, self.loads.now, node_C)
         computed_and_exchanged_L = flow_seconds(flow, prices=self.prices)
         exchange_L = flow_seconds(flow, prices=replace(self.prices, row_s=0.0))
         one_way_L = self.prices.copy_s * np.array(
-            [busiest_link(home, home, target, node_C) for home, target in zip(homes, targets)]
+            [busiest_link(owner, owner, target, node_C) for owner, target in zip(owners, targets)]
         )
         back_L = one_way_L * (1 + self.gathers_again)
         exposed_L = np.maximum(one_way_L - self.attention_s, 0.0)
@@ -239,10 +239,10 @@ class Setup:
         return Step(
             layer_L=computed_and_exchanged_L + exposed_L,
             exchange_L=exchange_L,
-            copies_L=one_way_L + back_L,
+            replicas_L=one_way_L + back_L,
             other_s=self.other_s,
             targets=targets,
-            homes=homes,
+            owners=owners,
         )
 
 
@@ -251,8 +251,8 @@ class Loads:
     """Rows of each layer, int64 ``[C, E]``.
 
     Attributes:
-        at_sharding: predicted as homes were chosen.
-        predicted: as copies were.
+        at_sharding: predicted as owners were chosen.
+        predicted: as replicas were.
         now: of the step.
     """
 

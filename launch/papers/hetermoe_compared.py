@@ -35,7 +35,7 @@ from ds_moe_ext.schedule.stripes import (
     picked,
     striped_step,
 )
-from ds_moe_ext.schedule.task import EXPERT, Lane, Schedule, Task
+from ds_moe_ext.schedule.task import EXPERT, Schedule, Stream, Task
 from papers.hetermoe_pipelines import Pipelines, best_pipelines
 from papers.hetermoe_rivals import (
     EpGroup,
@@ -109,7 +109,7 @@ class Compared:
         over_ep: as all ranks.
         over_ideal: EP of each class, added.
         over_dist: DistEP.
-        over_itself: zebra with all experts at home.
+        over_itself: zebra with all experts at their owners.
     """
 
     model: str
@@ -126,7 +126,7 @@ def compare(name: str, cluster: Cluster, length: int, way: Way) -> Compared:
     """Price all; the rivals have the tokens of zebra's attention ranks, on all ranks."""
     new, old = cluster.new_ranks, cluster.old_ranks
     ranks = cluster.classes(MODELS[name].model(length))
-    zebra, at_home = (way.zebra(ranks, new, old, moves=moves) for moves in (True, False))
+    zebra, at_owner = (way.zebra(ranks, new, old, moves=moves) for moves in (True, False))
     rate = zebra.price.tokens_per_s
     group, tokens = way.group(new, old), zebra.price.num_tokens / (new + old)
     dist = price_dist_ep(
@@ -140,7 +140,7 @@ def compare(name: str, cluster: Cluster, length: int, way: Way) -> Compared:
         over_ep=rate / ep_tokens_per_s(ranks, group, tokens, degrees=way.degrees),
         over_ideal=rate / ep_ideal_tokens_per_s(ranks, group, tokens, degrees=way.degrees),
         over_dist=rate / dist.tokens_per_s,
-        over_itself=rate / at_home.price.tokens_per_s,
+        over_itself=rate / at_owner.price.tokens_per_s,
     )
 
 
@@ -294,7 +294,7 @@ class Use:
     """D1 on O1 in two stripes: what zebra uses of either side, and DistEP.
 
     Attributes:
-        off: experts at home.
+        off: experts at their owners.
         on: as Algorithm 1 moves them.
         many: a chunk of every layer moved, which the paper's figures suggest.
         dist: DistEP.
@@ -362,7 +362,7 @@ def figure_6(*moved: int) -> Forward:
             return 4 - expert_s
         if task.op == OFFLOADED:
             return expert_s
-        return 3 if task.lane in SIDES else 1
+        return 3 if task.stream in SIDES else 1
 
     timeline = simulate(forward, seconds_of)
     (attention, attention_open), (expert, expert_open) = (
@@ -377,7 +377,7 @@ def figure_6(*moved: int) -> Forward:
     )
 
 
-def _window(schedule: Schedule, timeline: Timeline, lane: Lane) -> tuple[float, float]:
-    at = [i for i, task in enumerate(schedule.tasks) if task.lane == lane]
+def _window(schedule: Schedule, timeline: Timeline, stream: Stream) -> tuple[float, float]:
+    at = [i for i, task in enumerate(schedule.tasks) if task.stream == stream]
     starts, ends = timeline.start_s[0], timeline.end_s[0]
     return sum(ends[i] - starts[i] for i in at), ends[at[-1]] - starts[at[0]]

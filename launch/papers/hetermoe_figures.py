@@ -104,7 +104,9 @@ def use_of_sides() -> Figure:
         return [100 * LOST * of for of in (price.attention_use, price.expert_use)]
 
     names = [
-        f"{how}, {side}" for how in ("at home", "Algorithm 1", "DistEP") for side in ("A40", "V100")
+        f"{how}, {side}"
+        for how in ("at the owner", "Algorithm 1", "DistEP")
+        for side in ("A40", "V100")
     ]
     rows = []
     for length, printed in PAPER_USE.items():
@@ -138,10 +140,15 @@ _NAMES = {
 }
 
 
-def _means(names: Sequence[str], way: Way = WAY, told: str = "") -> list[Row]:
+def _means(names: Sequence[str], way: Way = WAY, reported: str = "") -> list[Row]:
     ours = vars(Means.of(premise(way), aws(way)))
     return [
-        Row(name=_NAMES[name] + told, paper=vars(PAPER)[name], ours=ours[name], is_held=not told)
+        Row(
+            name=_NAMES[name] + reported,
+            paper=vars(PAPER)[name],
+            ours=ours[name],
+            is_held=not reported,
+        )
         for name in names
     ]
 
@@ -223,9 +230,9 @@ def hanging() -> Figure:
         name="Figures 7, 8 again",
         title="the same means under other assumptions",
         rows=tuple(
-            replace(row, name=f"{of_aws.get(name, _NAMES[name])}{told}")
-            for told, way in ways.items()
-            for name, row in zip(names, _means(names, way, told))
+            replace(row, name=f"{of_aws.get(name, _NAMES[name])}{reported}")
+            for reported, way in ways.items()
+            for name, row in zip(names, _means(names, way, reported))
         ),
     )
 

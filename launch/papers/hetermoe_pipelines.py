@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ds_moe_ext.planning.zebra_costs import HEAD_BACKWARD, RankClass, TwoClasses
 from ds_moe_ext.schedule.simulator import simulate
-from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value
+from ds_moe_ext.schedule.task import ChunkRange, Kind, Op, Schedule, Stream, Task, Value
 
 HANDED_ON = Kind("handed_on")  # hidden states, to the next stage
 HANDED_BACK = Kind("handed_back")  # their gradients
@@ -170,47 +170,51 @@ class _Turn(NamedTuple):
 def _pipeline(num_stages: int, num_samples: int) -> Schedule:
     """1F1B: a stage is as many samples ahead as there are stages behind it."""
     queues = [_queue(num_stages - 1 - stage, stage, num_samples) for stage in range(num_stages)]
-    turns: dict[_Turn, int] = {}
+    stage_passes: dict[_Turn, int] = {}
     tasks: list[Task] = []
     while any(queues):
         for queue in queues:
-            while queue and _is_ready(queue[0], turns, num_stages):
-                turn = queue.pop(0)
-                tasks.append(_task(turn, turns, num_stages))
-                turns[turn] = len(turns)
+            while queue and _is_ready(queue[0], stage_passes, num_stages):
+                stage_pass = queue.pop(0)
+                tasks.append(_task(stage_pass, stage_passes, num_stages))
+                stage_passes[stage_pass] = len(stage_passes)
     return Schedule(tuple(tasks), (), ())
 
 
 def _queue(ahead: int, stage: int, num_samples: int) -> list[_Turn]:
     forward = [_Turn(stage, sample, is_back=False) for sample in range(num_samples)]
-    backward = [turn._replace(is_back=True) for turn in forward]
+    backward = [stage_pass._replace(is_back=True) for stage_pass in forward]
     first, rest = forward[:ahead], forward[ahead:]
-    turns = [turn for pair in zip(rest, backward) for turn in pair]
-    return [*first, *turns, *backward[len(rest) :]]
+    stage_passes = [stage_pass for pair in zip(rest, backward) for stage_pass in pair]
+    return [*first, *stage_passes, *backward[len(rest) :]]
 
 
-def _is_ready(turn: _Turn, issued: Collection[_Turn], num_stages: int) -> bool:
-    before = _before(turn, num_stages)
+def _is_ready(stage_pass: _Turn, issued: Collection[_Turn], num_stages: int) -> bool:
+    before = _before(stage_pass, num_stages)
     return before is None or before in issued
 
 
-def _before(turn: _Turn, num_stages: int) -> _Turn | None:
+def _before(stage_pass: _Turn, num_stages: int) -> _Turn | None:
     """What hands a turn what it works on."""
-    if not turn.is_back:
-        return turn._replace(stage=turn.stage - 1) if turn.stage else None
-    is_last = turn.stage == num_stages - 1
-    return turn._replace(is_back=False) if is_last else turn._replace(stage=turn.stage + 1)
+    if not stage_pass.is_back:
+        return stage_pass._replace(stage=stage_pass.stage - 1) if stage_pass.stage else None
+    is_last = stage_pass.stage == num_stages - 1
+    return (
+        stage_pass._replace(is_back=False)
+        if is_last
+        else stage_pass._replace(stage=stage_pass.stage + 1)
+    )
 
 
-def _task(turn: _Turn, issued: dict[_Turn, int], num_stages: int) -> Task:
-    before = _before(turn, num_stages)
-    op = Op("stage", Lane(f"stage {turn.stage}"))
-    of = (issued[turn._replace(is_back=False)],) if turn.is_back else ()
+def _task(stage_pass: _Turn, issued: dict[_Turn, int], num_stages: int) -> Task:
+    before = _before(stage_pass, num_stages)
+    op = Op("stage", Stream(f"stage {stage_pass.stage}"))
+    of = (issued[stage_pass._replace(is_back=False)],) if stage_pass.is_back else ()
     reads = () if before is None else (_handed(before),)
-    span = Span(turn.sample, turn.sample + 1)
-    return Task(op, turn.stage, span, reads, (_handed(turn),), of)
+    chunk_range = ChunkRange(stage_pass.sample, stage_pass.sample + 1)
+    return Task(op, stage_pass.stage, chunk_range, reads, (_handed(stage_pass),), of)
 
 
-def _handed(turn: _Turn) -> Value:
-    kind = HANDED_BACK if turn.is_back else HANDED_ON
-    return Value(kind, turn.stage, Span(turn.sample, turn.sample + 1))
+def _handed(stage_pass: _Turn) -> Value:
+    kind = HANDED_BACK if stage_pass.is_back else HANDED_ON
+    return Value(kind, stage_pass.stage, ChunkRange(stage_pass.sample, stage_pass.sample + 1))

@@ -36,11 +36,11 @@ from ds_moe_ext.schedule.task import (
     ATTENTION,
     EXPERT,
     INTER,
+    ChunkRange,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 
 DEGREES = (1, 2, 4)  # chunks of a layer, of which the best is taken (section 6.1)
@@ -134,7 +134,7 @@ def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: 
     classes = group.classes(ranks)
 
     def seconds_of(rank: int, task: Task) -> float:
-        if task.lane == INTER:
+        if task.stream == INTER:
             return sent_s
         of = classes[rank]
         chunk_s = tokens_per_rank / degree * of.expert_s
@@ -146,7 +146,7 @@ def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: 
             schedule,
             seconds_of,
             num_ranks=len(classes),
-            peers_of=lambda rank, task: range(len(classes)) if task.lane == INTER else (rank,),
+            peers_of=lambda rank, task: range(len(classes)) if task.stream == INTER else (rank,),
         ).makespan_s
 
     return (1 + repeated) * makespan_s(forward) + makespan_s(backward)
@@ -155,10 +155,12 @@ def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: 
 @cache
 def _layer(degree: int) -> tuple[Schedule, Schedule]:
     """Attention and the experts behind it, forward and backward."""
-    whole = Span(0, degree)
+    whole = ChunkRange(0, degree)
     attends = Task(ATTENTION, 0, whole, (), (Value(X, 0, whole), Value(ROUTE, 0, whole)))
-    chunks = spans(degree, degree)
-    routed = [task(0, span) for task in (dispatch, expert, combine) for span in chunks]
-    returned = tuple(Value(RETURNED, 0, span) for span in chunks)
+    chunks = chunk_ranges(degree, degree)
+    routed = [
+        task(0, chunk_range) for task in (dispatch, expert, combine) for chunk_range in chunks
+    ]
+    returned = tuple(Value(RETURNED, 0, chunk_range) for chunk_range in chunks)
     forward = Schedule((attends, *routed), (Value(WEIGHTS, 0),), returned)
     return forward, PIPELINES["tutel"].arranged(forward.reversed())

@@ -104,9 +104,9 @@ def speeds_table(name: str, cluster: Cluster, printed: Printed) -> Figure:
     rows = []
     for (model, picks), (faster, pro) in printed.items():
         ours = speeds[model, picks]
-        told = f"{model}, k = {picks}"
-        rows.append(Row(name=f"{told}: FasterMoE", paper=faster, ours=ours.faster_moe))
-        rows.append(Row(name=f"{told}: Pro-Prophet", paper=pro, ours=ours.prophet))
+        text = f"{model}, k = {picks}"
+        rows.append(Row(name=f"{text}: FasterMoE", paper=faster, ours=ours.faster_moe))
+        rows.append(Row(name=f"{text}: Pro-Prophet", paper=pro, ours=ours.prophet))
     return Figure(
         name=name,
         title=f"speed over DeepSpeed-MoE, {cluster.name}",
@@ -132,7 +132,8 @@ def table_1() -> Figure:
         rows=tuple(Row(name=name, paper=paper[name], ours=shares[name]) for name in paper),
         claims=(Claim("no more than 37.1 % with any model", max(shares.values()) <= 37.1),),
         assumed=("its Search is not priced; cluster and k are not stated",),
-        because="the released policy counts a copy's way there alone, and so copies one to three "
+        because="the released policy counts a replica's way there alone, and so copies one to "
+        "three "
         "experts of each layer everywhere; a step has nothing here but blocks by the model",
     )
 
@@ -291,8 +292,8 @@ def figure_16() -> Figure:
                 bool(min(float((ratio_L > 1).mean()) for ratio_L in ratios.values()) > 0.5),
             ),
         ),
-        because="by these loads the planner stops where one more copy costs more than it saves, "
-        "and copies fewer experts than FasterMoE, whose model counts a copy's way there alone "
+        because="by these loads the planner stops where one more replica costs more than it saves, "
+        "and copies fewer experts than FasterMoE, whose model counts a replica's way there alone "
         "(spec 8.5 has 0.5 to 0.9). No n of 0, 1, 8 and automatic with no alpha from 0 to 3 lifts "
         "a layer above 1.01; the paper's traces, n and alpha are not known",
         curves=tuple(_by_layer(f"k = {picks}", ratio_L) for picks, ratio_L in ratios.items()),
@@ -317,10 +318,10 @@ PROPHET = Paper(
         "a share's logarithm walking by 0.02 a step; a second choice is another expert by that law",
         f"alpha = 1, n = 0, a plan each step from the rows of the one before; {STEPS - 1} steps",
         "time by equations (6) and (8) and the non-MoE layer; searching is free",
-        "FasterMoE: its released policy, by the rows that come, copies and sums blocking",
+        "FasterMoE: its released policy, by the rows that come, replicas and sums blocking",
     ),
     fitted=(
-        "the one bandwidth: of eleven pairs for rows and copies that were tried, two kept all "
+        "the one bandwidth: of eleven pairs for rows and replicas that were tried, two kept all "
         "orders but those of table I and RB; the one with a single value was taken. Orders are "
         "held, not values (spec 8.5)",
     ),

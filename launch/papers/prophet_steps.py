@@ -2,7 +2,7 @@
 """A block of Pro-Prophet and of what it is compared with, by its own model of time (spec 2.3, 8.5).
 
 Plans are made for the rows of the step before and priced on those that came; FasterMoE's for the
-rows that came, by eq. (6), for its copies wait for nothing and hide behind nothing.
+rows that came, by eq. (6), for its replicas wait for nothing and hide behind nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.layer_costs import (
     BlockPrices,
     BlockSeconds,
-    cell_rows,
     copied_experts,
+    ep_rank_rows,
     seconds_of_rows,
 )
 from ds_moe_ext.planning.prophet_planner import place_experts, shadow_experts
@@ -160,12 +160,12 @@ class Block:
         )
 
     @cached_property
-    def home(self) -> Placement:
+    def owner(self) -> Placement:
         return Placement.block(self.cluster.num_ranks, self.cluster.num_ranks)
 
     def priced(self, target: Placement, rows_CE: np.ndarray, *, scheduled: bool) -> Planned:
         """What a placement takes for some rows."""
-        rows = cell_rows(self.home, target, rows_CE)
+        rows = ep_rank_rows(self.owner, target, rows_CE)
         prices = replace(self.prices, is_scheduled=scheduled)
         return Planned(
             seconds_of_rows(rows, copied_experts(target), prices=prices), rows.computed_C
@@ -178,7 +178,7 @@ class Block:
         loads = ZipfLoads(
             exponents=(EXPONENT,) * self.model.num_layers,
             num_experts=num_ranks,
-            num_cells=num_ranks,
+            num_ep_ranks=num_ranks,
             rows=self.picks * self.cluster.tokens // num_ranks,
             picks=self.picks,
             own=SENDERS_ALIKE,
@@ -203,18 +203,18 @@ def planned(block: Block, policy: Policy) -> Sequence[Sequence[Planned]]:
 
 
 def deepspeed(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
-    """DeepSpeed-MoE: no copies."""
-    return block.priced(block.home, now_CE, scheduled=False)
+    """DeepSpeed-MoE: no replicas."""
+    return block.priced(block.owner, now_CE, scheduled=False)
 
 
 def faster_moe(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
-    plan = shadow_experts(block.home, now_CE, prices=block.prices)
+    plan = shadow_experts(block.owner, now_CE, prices=block.prices)
     return block.priced(plan.target, now_CE, scheduled=False)
 
 
 def _prophet(block: Block, before_CE: np.ndarray, *, scheduled: bool) -> Placement:
     prices = replace(block.prices, is_scheduled=scheduled)
-    return place_experts(block.home, before_CE, prices=prices).target
+    return place_experts(block.owner, before_CE, prices=prices).target
 
 
 def planner(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
@@ -223,7 +223,7 @@ def planner(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
 
 
 def scheduler(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
-    """The same placement, its copies hidden."""
+    """The same placement, its replicas hidden."""
     return block.priced(_prophet(block, before_CE, scheduled=False), now_CE, scheduled=True)
 
 
@@ -233,7 +233,7 @@ def prophet(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
 
 
 def _hottest(block: Block, before_CE: np.ndarray, now_CE: np.ndarray, count: int) -> Planned:
-    holds_EC = block.home.holds_EC.copy()
+    holds_EC = block.owner.holds_EC.copy()
     holds_EC[np.argsort(-before_CE.sum(axis=0), kind="stable")[:count]] = True
     return block.priced(Placement(holds_EC), now_CE, scheduled=False)
 

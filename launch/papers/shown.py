@@ -93,13 +93,13 @@ def _show(figure: Figure, console: Console) -> None:
             "missed" if figure.is_beyond(row) else "",
         )
     console.print(table)
-    for text in told(figure):
+    for text in reported(figure):
         console.print(f"  {text}", markup=False, highlight=False)
     console.print()
 
 
-def told(figure: Figure) -> Iterator[str]:
-    """What is said under a figure."""
+def reported(figure: Figure) -> Iterator[str]:
+    """What is stated under a figure."""
     yield figure.verdict
     for claim in figure.claims:
         yield f"{'so' if claim.holds else 'not so'}: {claim.text}"

@@ -2,8 +2,8 @@
 """Rows of a skewed gate whose load drifts: what papers show as colours stands here as a law. Pure.
 
 Expert loads fall by Zipf's law and lie shuffled over the experts; each sender has its own mixture
-of them; from step to step every share takes a small random walk. Shape letters: L layers, C cells,
-E experts of a layer.
+of them; from step to step every share takes a small random walk. Shape letters: L layers, C EP
+ranks, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ZipfLoads:
     Attributes:
         exponents: of Zipf's law, one a layer; each layer has a shuffle of its own.
         num_experts: of a layer.
-        num_cells: senders.
+        num_ep_ranks: senders.
         rows: that each sender routes, in one layer and step.
         picks: experts of a token where the law is that of the first; the second is another one by
             the same law. 1: the law is that of all rows.
@@ -33,7 +33,7 @@ class ZipfLoads:
 
     exponents: tuple[float, ...]
     num_experts: int
-    num_cells: int
+    num_ep_ranks: int
     rows: int
     picks: int = 1
     drift: float = 0.02
@@ -57,8 +57,8 @@ class ZipfLoads:
         if self.picks == 2:
             share_E = (share_E + second_shares(share_E)) / 2
         if np.isinf(self.own):
-            return draw.multinomial(self.rows, share_E, size=self.num_cells)
-        share_CE = draw.dirichlet(self.own * share_E, size=self.num_cells)
+            return draw.multinomial(self.rows, share_E, size=self.num_ep_ranks)
+        share_CE = draw.dirichlet(self.own * share_E, size=self.num_ep_ranks)
         return draw.multinomial(self.rows, share_CE)
 
 

@@ -79,8 +79,8 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, by Hugging Face's own reader; it must miss nothing."""
     from transformers import AutoModelForCausalLM
 
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, reported = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(reported[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return dict(model.state_dict())
 
 

@@ -40,7 +40,7 @@ def test_there_and_back(family: str, dtype: torch.dtype, tmp_path: Path) -> None
 
 
 def test_files_of_several_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model: an index, and files that are no larger than told."""
+    """A large model: an index, and files that are no larger than stated."""
     models.saved("qwen3_moe", tmp_path / "hf")
     monkeypatch.setattr(huggingface, "SHARD_BYTES", 30_000)
     there = converted(tmp_path / "hf", tmp_path / "there", Form.MEGATRON)
@@ -76,11 +76,11 @@ def test_the_command(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "3 layers, 2 of them with 4 experts" in said
+    stated = capsys.readouterr().out
+    assert "3 layers, 2 of them with 4 experts" in stated
     for flag in ("--qk-layernorm", "--moe-router-pre-softmax", "--moe-layer-freq [1,0,1]"):
-        assert flag in said
-    assert "--untie" not in said
+        assert flag in stated
+    assert "--untie" not in stated
     stored = megatron.open_source(
         tmp_path / "there" / "release",
         megatron.model_of_arguments(megatron.arguments(tmp_path / "there" / "release")),
@@ -114,7 +114,7 @@ def cut(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected"),
     [
         (edited(model_type="llama"), "model_type is 'llama'; converted are mixtral, qwen3_moe"),
         (edited(sliding_window=64), "sliding_window is 64"),
@@ -130,10 +130,10 @@ def cut(folder: Path) -> None:
         (cut, "model.safetensors cannot be read"),
     ],
 )
-def test_what_is_refused(change: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+def test_what_is_refused(change: Callable[[Path], None], expected: str, tmp_path: Path) -> None:
     models.saved("mixtral", tmp_path / "hf")
     change(tmp_path / "hf")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         converted(tmp_path / "hf", tmp_path / "there", Form.MEGATRON)
     assert not (tmp_path / "there").exists()
 
@@ -159,13 +159,13 @@ def test_a_target_that_cannot_be_written_is_named(goal: Form, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is no folder; name a new one"):
         converted(tmp_path / "hf", tmp_path / "file", goal)
-    says = "TARGET is '/proc/nope/x', where nothing can be written .*; name another folder"
-    with pytest.raises(ValueError, match=says):
+    expected = "TARGET is '/proc/nope/x', where nothing can be written .*; name another folder"
+    with pytest.raises(ValueError, match=expected):
         converted(tmp_path / "hf", Path("/proc/nope/x"), goal)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
         ({"swiglu": False}, "of no family that is converted"),
@@ -174,7 +174,7 @@ def test_a_target_that_cannot_be_written_is_named(goal: Form, tmp_path: Path) ->
     ],
 )
 def test_what_is_refused_of_megatron(
-    changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models.saved("mixtral", tmp_path / "hf")
     there = converted(tmp_path / "hf", tmp_path / "there", Form.MEGATRON)
@@ -182,7 +182,7 @@ def test_what_is_refused_of_megatron(
     common = torch.load(path, weights_only=False)
     vars(common["args"]).update(changes)
     torch.save(common, path)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         converted(there, tmp_path / "back", Form.HUGGINGFACE)
     if "num_layers" not in changes:  # a description stands in for what the checkpoint says
         back = converted(there, tmp_path / "back", Form.HUGGINGFACE, described=tmp_path / "hf")

@@ -50,8 +50,8 @@ def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, **chang
 def loaded(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """By Hugging Face's own reader; it must miss nothing."""
     cls: Any = type(families.build(family))
-    model, told = cls.from_pretrained(folder, output_loading_info=True, dtype=dtype)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, reported = cls.from_pretrained(folder, output_loading_info=True, dtype=dtype)
+    assert not any(reported[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return dict(model.state_dict())
 
 
@@ -114,8 +114,8 @@ def test_there_and_back(family: str, dtype: torch.dtype, tmp_path: Path) -> None
     given, got = (load_file(tmp_path / each / huggingface.WHOLE) for each in ("hf", "back"))
     assert_equal(got, given)
     configs = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("hf", "back"))
-    told, again = configs
-    assert told.items() <= again.items()
+    reported, again = configs
+    assert reported.items() <= again.items()
     assert_equal(loaded(family, back, dtype), loaded(family, tmp_path / "hf", dtype))
 
 
@@ -163,7 +163,7 @@ def without(ends: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "says"),
+    ("family", "change", "expected"),
     [
         ("dbrx", edited(n_layers=3), r"has no transformer\.blocks\.2.* and 5 more; is it a whole"),
         ("dbrx", edited(d_model=None), "config has no d_model; add it"),
@@ -179,11 +179,11 @@ def without(ends: str) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_refused(
-    family: str, change: Callable[[Path], None], says: str, tmp_path: Path
+    family: str, change: Callable[[Path], None], expected: str, tmp_path: Path
 ) -> None:
     saved(family, tmp_path / "hf")
     change(tmp_path / "hf")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         converted(tmp_path / "hf", tmp_path / "there", Form.DEEPSPEED, None)
     assert not (tmp_path / "there").exists()
 
@@ -198,12 +198,12 @@ def test_what_is_refused(
 )
 def test_megatron_has_none_of_them(family: str, lacks: str, tmp_path: Path) -> None:
     saved(family, tmp_path / "hf")
-    says = f"a {family} model is converted between deepspeed and .* only: .*{lacks}.*; choose"
-    with pytest.raises(ValueError, match=says):
+    expected = f"a {family} model is converted between deepspeed and .* only: .*{lacks}.*; choose"
+    with pytest.raises(ValueError, match=expected):
         converted(tmp_path / "hf", tmp_path / "there", Form.MEGATRON, None)
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         converted(tmp_path / "megatron", tmp_path / "there", Form.HUGGINGFACE, tmp_path / "hf")
 
 

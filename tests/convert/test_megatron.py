@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     ep: int
 
 
-def said_by_megatron(loads: dict[Path, Path], tokens: Tensor, sizes: Sizes) -> list[Tensor]:
+def set_by_megatron(loads: dict[Path, Path], tokens: Tensor, sizes: Sizes) -> list[Tensor]:
     """Logits of each checkpoint; it saves each again."""
     asked = {
         "cases": [[str(load / "release"), str(save)] for load, save in loads.items()],
@@ -49,7 +49,7 @@ def said_by_megatron(loads: dict[Path, Path], tokens: Tensor, sizes: Sizes) -> l
     return [torch.load(save / "logits.pt") for save in loads.values()]
 
 
-def said_by_huggingface(model: nn.Module) -> Tensor:
+def set_by_huggingface(model: nn.Module) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(models.tokens()).logits
     return logits
@@ -67,11 +67,11 @@ def test_megatron_computes_what_huggingface_does(sizes: Sizes, tmp_path: Path) -
     """From one checkpoint, however it is split; and what it saves is equal to the last bit."""
     expected, loads = [], {}
     for family in models.MODELS:
-        expected.append(said_by_huggingface(models.saved(family, tmp_path / family)))
+        expected.append(set_by_huggingface(models.saved(family, tmp_path / family)))
         there = tmp_path / f"{family}_there"
         convert(Asked(tmp_path / family, there, Form.MEGATRON), quietly())
         loads[there] = tmp_path / f"{family}_saved"
-    got = said_by_megatron(loads, models.tokens(), sizes)
+    got = set_by_megatron(loads, models.tokens(), sizes)
     for ours, theirs in zip(got, expected, strict=True):
         error = (ours[..., : models.VOCABULARY] - theirs).abs().max()
         assert error <= 1e-5 * theirs.abs().max()
@@ -86,9 +86,7 @@ def test_our_gpt_in_megatron(tmp_path: Path) -> None:
     result = ran(GPT, save=tmp_path / "ds")
     model = described(result, tmp_path)
     there = converted(tmp_path / "ds", tmp_path / "there", Form.MEGATRON, model)
-    (logits,) = said_by_megatron(
-        {there: tmp_path / "saved"}, jobs.micro_batch(0, 0), Sizes(1, 1, 1)
-    )
+    (logits,) = set_by_megatron({there: tmp_path / "saved"}, jobs.micro_batch(0, 0), Sizes(1, 1, 1))
     assert (logits - result.logits).abs().max() <= 1e-5 * result.logits.abs().max()
     back = converted(tmp_path / "saved", tmp_path / "back", Form.DEEPSPEED, model)
     models.assert_equal(ran(GPT, load=back).state, result.state)

@@ -94,14 +94,14 @@ WITHIN: dict[str, tuple[Form, str, Callable[[Path, Path], None], str]] = {
 @pytest.mark.parametrize("case", WITHIN)
 def test_nothing_within_a_file_is_run(case: str, sources: dict[Form, Path], tmp_path: Path) -> None:
     """Beside what belongs there: it is refused, or taken for nothing where weights are read."""
-    form, name, plant, says = WITHIN[case]
+    form, name, plant, expected = WITHIN[case]
     source, marker = tmp_path / "source", tmp_path / "marker"
     shutil.copytree(sources[form], source)
     plant(source / name, marker)
     goal = Form.MEGATRON if form is not Form.MEGATRON else Form.DEEPSPEED
     arguments = source, tmp_path / "to", goal, form, sources[Form.HUGGINGFACE]
-    if says:
-        with pytest.raises(ValueError, match=says):
+    if expected:
+        with pytest.raises(ValueError, match=expected):
             converted(*arguments)
     else:
         converted(*arguments)

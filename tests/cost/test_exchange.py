@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways between cells: their messages and bytes as itineraries have them, their lines, the choice.
+"""Ways between EP ranks: their messages and bytes as itineraries have them, their lines, the
+choice.
 
 Shape letters: V nodes, G ranks of a node, P ranks that exchange rows.
 """
@@ -151,7 +152,7 @@ def test_links_of_a_file() -> None:
         intra=Link(bytes_per_s=1e11),
         intra_collectives=Collectives(all_to_all=Link(bytes_per_s=2e11, latency_s=1e-6)),
     )
-    links = described_links(hardware, 4, 4, cell_size=2)
+    links = described_links(hardware, 4, 4, etp_size=2)
     assert (links.num_nodes, links.node_size) == (4, 4)
     assert links.within == Line(alpha_s=1e-6, beta_s=1 / 2e11)  # as measured
     # A node's link carries three quarters of what its eight ranks give.

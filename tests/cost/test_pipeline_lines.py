@@ -45,9 +45,9 @@ def cluster(**known: Any) -> Hardware:
     return Hardware(**{**sizes, "device": GPU, **WIRES, **known})
 
 
-def usage(num_cells: int, cell_size: int, **changed: Any) -> Usage:
+def usage(num_ep_ranks: int, etp_size: int, **changed: Any) -> Usage:
     usual = {
-        "num_ranks": num_cells * cell_size,
+        "num_ranks": num_ep_ranks * etp_size,
         "dense_ranks_per_node": 1,
         "number_type": "bf16",
         "row_multiply_adds": 3e6,
@@ -55,7 +55,7 @@ def usage(num_cells: int, cell_size: int, **changed: Any) -> Usage:
         "element_bytes": 2,
         "expert_bytes": 0,
     }
-    return Usage(num_cells=num_cells, cell_size=cell_size, **{**usual, **changed})
+    return Usage(num_ep_ranks=num_ep_ranks, etp_size=etp_size, **{**usual, **changed})
 
 
 # Costs of a layer.
@@ -80,14 +80,14 @@ all_lines = st.builds(
     st.integers(1, 16),
 )
 def test_a_chunk_costs_what_its_units_cost(
-    ours: PipelineLines, sent: int, cell_size: int, row_bytes: int, degree: int
+    ours: PipelineLines, sent: int, etp_size: int, row_bytes: int, degree: int
 ) -> None:
     def seconds(line: Line, units: float) -> float:
         return line.alpha_s + line.beta_s * units / degree
 
-    gathered = cell_size * sent
+    gathered = etp_size * sent
     costs = layer_costs(
-        ours, LayerRows(sent=sent, gathered=gathered, row_bytes=row_bytes, cell_row_bytes=row_bytes)
+        ours, LayerRows(sent=sent, gathered=gathered, row_bytes=row_bytes, etp_row_bytes=row_bytes)
     )
     _, *found_s = (float(each) for each in costs.cut(np.array(degree)))
     expert_s = seconds(ours.expert, gathered)
@@ -113,13 +113,14 @@ def test_seconds_below_zero_are_refused() -> None:
 
 
 def test_golden_layer_of_testbed_a() -> None:
-    """Spec, G5: F = 2.4 of 4096 tokens, M = 1600, H = 6400, eight ranks a cell, six cells."""
+    """Spec, G5: F = 2.4 of 4096 tokens, M = 1600, H = 6400, eight ranks an EP rank, six EP
+    ranks."""
     hardware = read_hardware(FOLDER / "fsmoe_a.json")
     ours = described_lines(hardware, usage(6, 8, number_type="fp32", element_bytes=4))
     row_multiply_adds = 2 * 1600 * 6400 / 8
     fitted = Line(alpha_s=0.70623e-3, beta_s=7.6571e-14 * row_multiply_adds)
     rows = LayerRows(
-        sent=2.4 * 4096 / 8, gathered=2.4 * 4096, row_bytes=4 * 1600, cell_row_bytes=4 * 1600
+        sent=2.4 * 4096 / 8, gathered=2.4 * 4096, row_bytes=4 * 1600, etp_row_bytes=4 * 1600
     )
     forward = layer_costs(replace(ours, expert=fitted), rows)
     whole = forward.cut(np.array([1]))
@@ -151,7 +152,7 @@ def test_links_where_nothing_was_measured() -> None:
     assert together.all_reduce.beta_s == pytest.approx(ours.all_reduce.beta_s / 4)
 
 
-def test_cells_of_one_node() -> None:
+def test_ep_ranks_of_one_node() -> None:
     ours = described_lines(cluster(inter=None), usage(2, 2, dense_ranks_per_node=4))
     assert_line(ours.all_to_all, 1e-6, 1 / 2 / 100e9)
     assert_line(ours.all_gather, 1e-6, 1 / 2 / 100e9)
@@ -166,9 +167,9 @@ def test_one_rank_has_nothing_to_send() -> None:
         FREE
     ] * 4
     assert FREE.over(1e9).chunk_seconds(np.array([4])) == [0.0]
-    whole_cells = described_lines(cluster(), usage(8, 1))
-    assert (whole_cells.all_gather, whole_cells.reduce_scatter) == (FREE, FREE)
-    assert whole_cells.all_to_all.beta_s == pytest.approx(4 / 2 / 10e9), "half leaves its node"
+    whole_ep_ranks = described_lines(cluster(), usage(8, 1))
+    assert (whole_ep_ranks.all_gather, whole_ep_ranks.reduce_scatter) == (FREE, FREE)
+    assert whole_ep_ranks.all_to_all.beta_s == pytest.approx(4 / 2 / 10e9), "half leaves its node"
 
 
 def test_what_was_measured_goes_before_links() -> None:
@@ -194,7 +195,7 @@ def test_what_was_measured_goes_before_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacks", "asked", "says"),
+    ("lacks", "asked", "expected"),
     [
         (
             {"inter": None},
@@ -220,10 +221,10 @@ def test_what_was_measured_goes_before_links() -> None:
         (
             {},
             usage(1, 8),
-            "cells of 8 ranks do not fit into the nodes of hardware 'ours', .* have 4",
+            "EP ranks of 8 ranks do not fit into the nodes of hardware 'ours', .* have 4",
         ),
     ],
 )
-def test_what_the_file_lacks_is_named(lacks: dict[str, Any], asked: Usage, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_the_file_lacks_is_named(lacks: dict[str, Any], asked: Usage, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         described_lines(cluster(**lacks), asked)

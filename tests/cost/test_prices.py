@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model: traffic by hand and against the shares, seconds by hand. Pure.
 
-Shape letters: L layers, E experts, C cells, N nodes.
+Shape letters: L layers, E experts, C EP ranks, N nodes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import NearestCopy
-from ds_moe_ext.core.transfer import Cargo, gather_rounds
-from ds_moe_ext.planning.exchange_costs import BARE, LinkPrices, Trip, trip_through
-from ds_moe_ext.planning.prices import PARTS, Prices, nearest_copy_flow, step_seconds
-from tests.planners.plainly import HOME, NODE_C, PROPERTY, ROWS_CE, small_models
+from ds_moe_ext.core.share import NearestReplica
+from ds_moe_ext.core.transfer import TransferSize, gather_rounds
+from ds_moe_ext.planning.exchange_costs import BARE, ExchangeFit, LinkPrices, exchange_fit_of
+from ds_moe_ext.planning.prices import PARTS, Prices, nearest_replica_flow, step_seconds
+from tests.planners.plainly import NODE_C, OWNER, PROPERTY, ROWS_CE, small_models
 
 PRICES = Prices(
     row_s=1e-3, row_bytes=100.0, copy_s=0.0, inter_bytes_per_s=1e4, intra_bytes_per_s=1e5
@@ -26,19 +26,20 @@ PRICES = Prices(
 
 
 def test_seconds_by_hand() -> None:
-    """Plain expert parallelism on the golden rows: 50 rows at the busiest cell; 30 enter node 0."""
-    traffic = nearest_copy_flow([HOME], [ROWS_CE], NODE_C)
+    """Plain expert parallelism on the golden rows: 50 rows at the busiest EP rank; 30 enter node
+    0."""
+    traffic = nearest_replica_flow([OWNER], [ROWS_CE], NODE_C)
     assert traffic.computed_LC.tolist() == [[50, 10, 28, 12]]
     assert traffic.in_LN.tolist() == [[30, 20]]
     assert traffic.out_LN.tolist() == [[20, 30]]
-    # Cell 0 keeps 10 + 3 of its 25 rows, and computes 50.
+    # EP rank 0 keeps 10 + 3 of its 25 rows, and computes 50.
     assert traffic.sent_LC[0, 0] == 12
     assert traffic.received_LC[0, 0] == 37
     # 50 ms, and 4 trips of 30 rows of 100 bytes at 10 kB/s: 0.3 s each. (37 at 100 kB/s: 0.037 s.)
-    seconds = step_seconds([HOME], [ROWS_CE], prices=PRICES, node_C=NODE_C)
+    seconds = step_seconds([OWNER], [ROWS_CE], prices=PRICES, node_C=NODE_C)
     assert seconds.tolist() == pytest.approx([0.05 + 4 * 0.3])
-    # On one node the cells' own links are the slowest.
-    seconds = step_seconds([HOME], [ROWS_CE], prices=PRICES, node_C=np.zeros(4, dtype=np.int64))
+    # On one node the EP ranks' own links are the slowest.
+    seconds = step_seconds([OWNER], [ROWS_CE], prices=PRICES, node_C=np.zeros(4, dtype=np.int64))
     assert seconds.tolist() == pytest.approx([0.05 + 4 * 0.037])
 
 
@@ -61,9 +62,9 @@ def test_costs_that_no_cluster_has(field: str, value: float) -> None:
 def models(
     draw: st.DrawFn,
 ) -> tuple[tuple[Placement, ...], list[np.ndarray], np.ndarray]:
-    """Targets with copies, rows of each layer, nodes."""
-    homes, sizes, node_C, rng = draw(small_models())
-    targets = tuple(home.with_copies(rng.random(home.holds_EC.shape) < 0.3) for home in homes)
+    """Targets with replicas, rows of each layer, nodes."""
+    owners, sizes, node_C, rng = draw(small_models())
+    targets = tuple(owner.with_replicas(rng.random(owner.holds_EC.shape) < 0.3) for owner in owners)
     rows = [rng.integers(0, 500, (len(node_C), size)) for size in sizes]
     return targets, rows, node_C
 
@@ -75,11 +76,11 @@ def test_traffic_is_that_of_the_share(
 ) -> None:
     """But for remainders: exactly what leaves, what comes within a row for each sender."""
     targets, rows, node_C = model
-    traffic = nearest_copy_flow(targets, rows, node_C)
+    traffic = nearest_replica_flow(targets, rows, node_C)
     nodes = np.unique(node_C)
     for layer, (target, rows_CE) in enumerate(zip(targets, rows)):
-        share, cells = NearestCopy(target, node_C), range(len(node_C))
-        moved_CEC = np.stack([share.rows_from(c, rows_CE[c][None])[0] for c in cells])
+        share, ep_ranks = NearestReplica(target, node_C), range(len(node_C))
+        moved_CEC = np.stack([share.rows_from(c, rows_CE[c][None])[0] for c in ep_ranks])
         moved_CC = moved_CEC.sum(axis=1)
         kept_C = moved_CC.diagonal()
         assert traffic.sent_LC[layer].tolist() == (moved_CC.sum(axis=1) - kept_C).tolist()
@@ -100,16 +101,16 @@ def test_traffic_is_that_of_the_share(
 
 
 LINKS = LinkPrices(near_bytes_per_s=10.0, far_bytes_per_s=2.0, node_bytes_per_s=4.0)
-"""Each cell has a card of its own."""
+"""Each EP rank has a card of its own."""
 
 
 def test_an_exchange_takes_as_long_as_its_busiest_link() -> None:
     near_CC, far_CC = np.zeros((2, 4, 4))
     near_CC[0, 1], near_CC[2, 2] = 50, 999  # what stays does not travel
     assert LINKS.link_s(near_CC, NODE_C) == 5
-    far_CC[0, 2], far_CC[0, 3] = 6, 4  # cell 0 sends 10
+    far_CC[0, 2], far_CC[0, 3] = 6, 4  # EP rank 0 sends 10
     assert LINKS.link_s(far_CC, NODE_C) == 5
-    far_CC[1, 2] = 4  # cell 2 receives 10, and node 0 sends 14
+    far_CC[1, 2] = 4  # EP rank 2 receives 10, and node 0 sends 14
     assert LINKS.link_s(far_CC, NODE_C) == 5
     shared = replace(LINKS, node_bytes_per_s=2.0)
     assert shared.link_s(far_CC, NODE_C) == 7
@@ -119,50 +120,51 @@ def test_an_exchange_takes_as_long_as_its_busiest_link() -> None:
 def test_what_layers_add() -> None:
     bytes_CC = np.zeros((4, 4))
     bytes_CC[0, 2] = 8  # 4 s
-    links = replace(LINKS, start_s=0.5, trip=Trip(start_s=2.0, factor=3.0))
+    links = replace(LINKS, start_s=0.5, exchange_fit=ExchangeFit(start_s=2.0, factor=3.0))
     assert links.exchange_s(bytes_CC, NODE_C) == 2 + 3 * (0.5 + 4)
     assert links.exchange_s(bytes_CC, NODE_C, num_chunks=4) == 2 + 3 * (4 * 0.5 + 4)
     assert links.exchange_start_s == 2 + 3 * 0.5
 
 
-def copies_s(holds: list[list[int]], links: LinkPrices = LINKS) -> list[float]:
-    """Of experts of 20 bytes, the first at home in cell 0, the second in cell 1, and so on."""
-    homes = Placement.block(4, 4)
-    target = homes.with_copies(np.array(holds, dtype=bool))
-    transfers = gather_rounds(homes, target, NODE_C, Cargo())
-    seconds: list[float] = links.copies_s_C(transfers, 20.0).tolist()
+def replicas_s(holds: list[list[int]], links: LinkPrices = LINKS) -> list[float]:
+    """Of experts of 20 bytes, the first at the owner in EP rank 0, the second in EP rank 1, and so
+    on."""
+    owners = Placement.block(4, 4)
+    target = owners.with_replicas(np.array(holds, dtype=bool))
+    transfers = gather_rounds(owners, target, NODE_C, TransferSize())
+    seconds: list[float] = links.replicas_s_C(transfers, 20.0).tolist()
     return seconds
 
 
 NOWHERE = [0, 0, 0, 0]
 
 
-def test_copies_of_one_home_follow_each_other() -> None:
+def test_replicas_of_one_owner_follow_each_other() -> None:
     """2 s within the node, 10 s out of it; who takes no part is through at once."""
-    assert copies_s([[0, 1, 0, 0], *[NOWHERE] * 3]) == [2, 2, 0, 0]
-    assert copies_s([[0, 0, 1, 0], *[NOWHERE] * 3]) == [10, 0, 10, 0]
+    assert replicas_s([[0, 1, 0, 0], *[NOWHERE] * 3]) == [2, 2, 0, 0]
+    assert replicas_s([[0, 0, 1, 0], *[NOWHERE] * 3]) == [10, 0, 10, 0]
     # Out of the node and in it, at once; what is passed on in the other node comes behind.
-    assert copies_s([[0, 1, 1, 1], *[NOWHERE] * 3]) == [10, 2, 12, 12]
-    # Two experts of two homes leave a node by two cards; or by one that these share.
+    assert replicas_s([[0, 1, 1, 1], *[NOWHERE] * 3]) == [10, 2, 12, 12]
+    # Two experts of two owners leave a node by two cards; or by one that these share.
     both = [[0, 0, 1, 0], [0, 0, 0, 1], NOWHERE, NOWHERE]
-    assert copies_s(both) == [10, 10, 10, 10]
-    assert copies_s(both, replace(LINKS, node_bytes_per_s=2.0)) == [20, 20, 20, 20]
-    assert copies_s(both, replace(LINKS, start_s=1.0, copy_factor=2.0)) == [22, 22, 22, 22]
-    assert copies_s([NOWHERE] * 4) == [0, 0, 0, 0]
+    assert replicas_s(both) == [10, 10, 10, 10]
+    assert replicas_s(both, replace(LINKS, node_bytes_per_s=2.0)) == [20, 20, 20, 20]
+    assert replicas_s(both, replace(LINKS, start_s=1.0, copy_factor=2.0)) == [22, 22, 22, 22]
+    assert replicas_s([NOWHERE] * 4) == [0, 0, 0, 0]
 
 
 def test_segments_share_what_an_expert_weighs() -> None:
-    """Three nodes of one cell, along a chain of four segments: the last cell has the first of them
-    after two hops, and then one a hop."""
-    homes = Placement.block(3, 3)
-    everywhere = homes.with_copies(np.array([[1, 1, 1], [0, 0, 0], [0, 0, 0]], dtype=bool))
-    cargo = Cargo(expert_bytes=16 * 80, start_bytes=80)
-    transfers = gather_rounds(homes, everywhere, np.arange(3), cargo)
+    """Three nodes of an EP rank, along a chain of four segments: the last EP rank has the first of
+    them after two hops, and then one a hop."""
+    owners = Placement.block(3, 3)
+    everywhere = owners.with_replicas(np.array([[1, 1, 1], [0, 0, 0], [0, 0, 0]], dtype=bool))
+    transfer_size = TransferSize(expert_bytes=16 * 80, start_bytes=80)
+    transfers = gather_rounds(owners, everywhere, np.arange(3), transfer_size)
     (num_segments,) = set(transfers.num_segments_N.tolist())
     assert num_segments > 1
     links = LinkPrices(near_bytes_per_s=1.0, far_bytes_per_s=2.0, node_bytes_per_s=2.0)
     hop_s = 20.0 / num_segments / 2.0
-    found = sorted(links.copies_s_C(transfers, 20.0).tolist())
+    found = sorted(links.replicas_s_C(transfers, 20.0).tolist())
     assert found == pytest.approx([n * hop_s for n in (num_segments, *[num_segments + 1] * 2)])
 
 
@@ -170,31 +172,41 @@ SECONDS = st.floats(1e-3, 10.0)
 
 
 @given(SECONDS, st.floats(0.2, 5.0), st.lists(SECONDS, min_size=2, unique=True))
-def test_a_line_is_found_again(start_s: float, factor: float, said_N: list[float]) -> None:
-    trip = trip_through(said_N, [start_s + factor * said for said in said_N])
-    if max(said_N) >= 2 * min(said_N):
-        assert (trip.start_s, trip.factor) == pytest.approx((start_s, factor), rel=1e-5, abs=1e-6)
+def test_a_line_is_found_again(start_s: float, factor: float, predicted_N: list[float]) -> None:
+    exchange_fit = exchange_fit_of(
+        predicted_N, [start_s + factor * stated for stated in predicted_N]
+    )
+    if max(predicted_N) >= 2 * min(predicted_N):
+        assert (exchange_fit.start_s, exchange_fit.factor) == pytest.approx(
+            (start_s, factor), rel=1e-5, abs=1e-6
+        )
     else:
-        assert trip.factor == 1
+        assert exchange_fit.factor == 1
 
 
 @pytest.mark.parametrize(
-    ("said", "found", "trip"),
+    ("stated", "found", "exchange_fit"),
     [
         ([], [], BARE),
-        ([0.0, 1.0], [1.0, 0.0], BARE),  # nothing was said, or found
-        ([2.0, 2.5], [3.0, 4.0], Trip(1.25)),
+        ([0.0, 1.0], [1.0, 0.0], BARE),  # nothing was stated, or found
+        ([2.0, 2.5], [3.0, 4.0], ExchangeFit(1.25)),
         ([2.0, 2.5], [1.0, 2.0], BARE),  # no start is below zero
-        ([1.0, 4.0], [1.0, 8.0], Trip(0.0, (1 + 0.5) / (1 + 0.25))),  # a line from below zero
-        ([1.0, 4.0], [9.0, 5.0], Trip(4.5)),  # that falls
+        (
+            [1.0, 4.0],
+            [1.0, 8.0],
+            ExchangeFit(0.0, (1 + 0.5) / (1 + 0.25)),
+        ),  # a line from below zero
+        ([1.0, 4.0], [9.0, 5.0], ExchangeFit(4.5)),  # that falls
     ],
 )
-def test_trips_worked_by_hand(said: list[float], found: list[float], trip: Trip) -> None:
-    assert trip_through(said, found) == pytest.approx(trip)
+def test_trips_worked_by_hand(
+    stated: list[float], found: list[float], exchange_fit: ExchangeFit
+) -> None:
+    assert exchange_fit_of(stated, found) == pytest.approx(exchange_fit)
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"factor is -1\.0"):
-        replace(LINKS, trip=Trip(0.0, -1.0))
+        replace(LINKS, exchange_fit=ExchangeFit(0.0, -1.0))
     with pytest.raises(ValueError, match="far_bytes_per_s is 0"):
         replace(LINKS, far_bytes_per_s=0.0)

@@ -253,8 +253,9 @@ def test_classes_that_cannot_be() -> None:
         ranks_of(model_of(), backward=0)
 
 
-def test_copies_cost_what_does_not_hide() -> None:
-    """A copy takes 0.1 s; attention and dispatch of a stripe 0.6 s. They travel there and back."""
+def test_replicas_cost_what_does_not_hide() -> None:
+    """A replica takes 0.1 s; attention and dispatch of a stripe 0.6 s. They travel there and
+    back."""
     model = model_of(2)
     bytes_per_s = 10 * model.expert_weights * model.element_bytes
     ranks, shape = ranks_of(model, link=Link(bytes_per_s=bytes_per_s)), shape_of(2, 2, 2)

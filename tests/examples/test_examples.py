@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import slow
-from tests.ranks import meeting_place
+from tests.ranks import key_value_store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -44,7 +44,7 @@ def check_trains(printed: str, strategy: str) -> None:
 @pytest.mark.slow  # tests/hosts/test_launch.py has the launcher
 def test_deepspeed_and_hugging_face_by_json() -> None:
     pytest.importorskip("deepspeed")
-    with meeting_place() as address:
+    with key_value_store() as address:
         launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", address["MASTER_PORT"])
         script = ("examples/deepspeed_mixtral.py", "--deepspeed_config")
         file = "examples/deepspeed_mixtral.json"
@@ -75,19 +75,19 @@ def test_the_strategy_of_one_s_own_is_right() -> None:
     assert len(lines) == 9 and all(": equal, largest relative error" in line for line in lines)
 
 
-def test_plan_copies() -> None:
-    printed = printed_by("python", "examples/plan_copies.py")
+def test_plan_replicas() -> None:
+    printed = printed_by("python", "examples/plan_replicas.py")
     assert "expert 0 computes on ranks [0 1 2 3 4 5 6 7]" in printed
     # Experts 0 and 1 of 16 live on rank 0 of 8: (1 + 1/2) / (1 + 1/2 + ... + 1/16) of all rows.
-    assert "at home: the busiest rank computes 3.55 times the mean" in printed
-    assert "with copies: the busiest rank computes 1.39 times the mean" in printed
+    assert "at the owner: the busiest rank computes 3.55 times the mean" in printed
+    assert "with replicas: the busiest rank computes 1.39 times the mean" in printed
 
 
 @pytest.mark.slow
 def test_price_my_model() -> None:
     printed = printed_by("bash", "examples/price_my_model.sh", "--strategies", "ep,fssdp")
     assert "my_model: 10.2 billion weights, 24 layers of 64 experts" in printed
-    assert "8 NVIDIA H100-SXM5-80GB" in printed and "fastest: fssdp on 16 cells" in printed
+    assert "8 NVIDIA H100-SXM5-80GB" in printed and "fastest: fssdp on 16 EP ranks" in printed
 
 
 def test_the_page_names_every_example() -> None:

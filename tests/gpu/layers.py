@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One MoE layer on one device, on lanes that a test chooses; on a CPU the same code runs too.
+"""One MoE layer on one device, on streams that a test chooses; on a CPU the same code runs too.
 
 Shape letters: T tokens, K choices a token, E experts, D model width, F expert width.
 """
@@ -21,11 +21,11 @@ from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.schedule.executor import (
-    CudaLanes,
-    InlineCudaLanes,
-    InlineLanes,
-    Lanes,
-    ThreadLanes,
+    DeviceStreams,
+    InlineDeviceStreams,
+    InlineStreams,
+    ScheduleStreams,
+    ThreadStreams,
 )
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -83,9 +83,9 @@ class Case:
 
 
 def layer_of(case: Case, device: torch.device) -> MoELayer:
-    """The layer in one cell. No process group is needed."""
-    home, strategy = Placement.block(case.num_experts, 1), case.strategy
-    (plan,) = strategy.plan(Job.at_start([home], np.zeros(1, dtype=np.int64)))
+    """The layer in an EP rank. No process group is needed."""
+    take_back, strategy = Placement.block(case.num_experts, 1), case.strategy
+    (plan,) = strategy.plan(Job.at_start([take_back], np.zeros(1, dtype=np.int64)))
     gate, *experts = (weight.to(device) for weight in case.weights())
     return MoELayer(
         nn.ParameterList([gate]),
@@ -99,19 +99,19 @@ def layer_of(case: Case, device: torch.device) -> MoELayer:
     )
 
 
-def side_by_side(device: torch.device) -> Lanes:
-    """Lanes that overlap."""
-    return CudaLanes(device) if device.type == "cuda" else ThreadLanes()
+def side_by_side(device: torch.device) -> ScheduleStreams:
+    """Streams that overlap."""
+    return DeviceStreams(device) if device.type == "cuda" else ThreadStreams()
 
 
-def one_by_one(device: torch.device) -> Lanes:
-    """Lanes in the caller's stream or thread."""
-    return InlineCudaLanes(device) if device.type == "cuda" else InlineLanes()
+def one_by_one(device: torch.device) -> ScheduleStreams:
+    """Streams in the caller's cuda_stream or thread."""
+    return InlineDeviceStreams(device) if device.type == "cuda" else InlineStreams()
 
 
 @dataclass(frozen=True, eq=False)
 class Runner:
-    """A layer's program on chosen lanes."""
+    """A layer's program on chosen streams."""
 
     layer: MoELayer
     program: Program
@@ -121,11 +121,11 @@ class Runner:
         cls,
         case: Case,
         device: torch.device,
-        lanes: Lanes,
+        streams: ScheduleStreams,
         change: Callable[[Program], Program] = lambda program: program,
     ) -> Runner:
         layer = layer_of(case, device)
-        program = replace(layer.routed.program(device), lanes=lanes)
+        program = replace(layer.routed.program(device), streams=streams)
         return cls(layer, change(program))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 streams wait for, and whether memory is handed out while somebody may still read it.
 
 A GPU shows such a mistake once in many runs, and then as numbers that are wrong. Here all that is
-done to any tensor is held against what the stream that does it has waited for.
+done to any tensor is held against what the cuda_stream that does it has waited for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, _tensors
-from ds_moe_ext.schedule.task import Lane
+from ds_moe_ext.schedule.executor import DeviceStreams, InlineStreams, _tensors
+from ds_moe_ext.schedule.task import Stream
 
 Moments = Mapping["Queue", int]
 """How many things of each queue are done, as far as somebody knows."""
@@ -32,7 +32,7 @@ Moments = Mapping["Queue", int]
 
 @dataclass(eq=False)
 class Queue:
-    """A stream, as ``torch.cuda.Stream`` is one."""
+    """A cuda_stream, as ``torch.cuda.Stream`` is one."""
 
     name: str
     known: dict[Queue, int] = field(default_factory=dict)
@@ -49,8 +49,8 @@ class Queue:
         for queue, number in event.items():
             self.known[queue] = max(self.known.get(queue, 0), number)
 
-    def wait_stream(self, stream: Queue) -> None:
-        self.wait_event(stream.known)
+    def wait_stream(self, cuda_stream: Queue) -> None:
+        self.wait_event(cuda_stream.known)
 
     def record_event(self) -> Moments:
         return dict(self.known)
@@ -67,20 +67,20 @@ class Queues:
         current: Queue = getattr(self._of_thread, "current", self._of_caller)
         return current
 
-    def made_for(self, lane: Lane) -> Queue:
-        return Queue(lane.name)
+    def made_for(self, stream: Stream) -> Queue:
+        return Queue(stream.name)
 
     @contextmanager
-    def entered(self, stream: Any) -> Iterator[None]:
+    def entered(self, cuda_stream: Any) -> Iterator[None]:
         before = self.current()
-        self.enter(stream)
+        self.enter(cuda_stream)
         try:
             yield
         finally:
             self.enter(before)
 
-    def enter(self, stream: Any) -> None:
-        self._of_thread.current = stream
+    def enter(self, cuda_stream: Any) -> None:
+        self._of_thread.current = cuda_stream
 
 
 @dataclass(eq=False)
@@ -190,17 +190,17 @@ def _block_of(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-class QueuedLanes(CudaLanes):
-    """Those of CUDA, on such streams."""
+class QueuedStreams(DeviceStreams):
+    """Those of CUDA, on such cuda_streams."""
 
     def __init__(self, queues: Queues) -> None:
         super().__init__(torch.device("cpu"), queues)
 
-    keep, mark = InlineLanes.keep, InlineLanes.mark
-    seconds_between = InlineLanes.seconds_between
+    keep, mark = InlineStreams.keep, InlineStreams.mark
+    seconds_between = InlineStreams.seconds_between
 
 
-class BookedLanes(QueuedLanes):
+class BookedStreams(QueuedStreams):
     """And what is kept there stands in the books."""
 
     def __init__(self, queues: Queues, books: Books) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse collectives over NCCL: trees against broadcasts. On a CPU the trees alone, over gloo.
 
-Shape letters: E experts, C cells.
+Shape letters: E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from torch import Tensor
 from ds_moe_ext.core import comm
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
+from ds_moe_ext.core.transfer import SMALL, Move, Part, Round, TransferSize, gather_rounds
 from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER
 from tests.ranks import pool_of
 
 SHAPE = (64, 48)
 NUM_EXPERTS = 3
-IN_SEGMENTS = Cargo(expert_bytes=2 * 64 * 48, start_bytes=1)  # where it has two hops
+IN_SEGMENTS = TransferSize(expert_bytes=2 * 64 * 48, start_bytes=1)  # where it has two hops
 
 
-def expert(number: int, cell: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def expert(number: int, ep_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A weight, transposed, and a bias: integers, whose sums are exact in any order."""
-    generator = torch.Generator().manual_seed(100 * number + cell)
+    generator = torch.Generator().manual_seed(100 * number + ep_rank)
     drawn = torch.randint(-8, 9, SHAPE, generator=generator).to(device, torch.bfloat16)
     return drawn.t(), drawn[0, :1]
 
 
 def check_there_and_back(
-    rank: int, world_size: int, device: torch.device, cargo: Cargo = SMALL
+    rank: int, world_size: int, device: torch.device, transfer_size: TransferSize = SMALL
 ) -> None:
-    """Experts go everywhere and gradients come home, twice without the host's waiting."""
+    """Experts go everywhere and gradients come to the owner, twice without the host's waiting."""
     # Of two ranks the first has two experts, which go as one where they are broadcast.
-    home = Placement.owned_by(np.sort(np.arange(NUM_EXPERTS) % world_size), world_size)
+    take_back = Placement.owned_by(np.sort(np.arange(NUM_EXPERTS) % world_size), world_size)
     everywhere = Placement(np.ones((NUM_EXPERTS, world_size), dtype=bool))
-    part = gather_rounds(home, everywhere, np.arange(world_size) // 2, cargo).part_of(rank)
-    chunks = {int(e): expert(int(e), 0, device) for e in home.experts_of(rank)}
+    part = gather_rounds(take_back, everywhere, np.arange(world_size) // 2, transfer_size).part_of(
+        rank
+    )
+    chunks = {int(e): expert(int(e), 0, device) for e in take_back.experts_of(rank)}
     slabs = [torch.zeros(NUM_EXPERTS, *SHAPE[::-1]), torch.zeros(NUM_EXPERTS, 1)]
     slabs = [slab.to(device, torch.bfloat16) for slab in slabs]
     buffers = {e: tuple(slab[slot] for slab in slabs) for slot, e in enumerate(part.received)}
@@ -62,8 +64,10 @@ def check_there_and_back(
         assert all(map(torch.equal, tensors, expert(e, 0, device)))
     assert set(came.grads) == set(chunks)
     for e, tensors in came.grads.items():
-        copies = [expert(e, 1 + cell, device) for cell in range(world_size) if cell != rank]
-        assert all(map(torch.equal, tensors, (sum(same) for same in zip(*copies))))
+        replicas = [
+            expert(e, 1 + ep_rank, device) for ep_rank in range(world_size) if ep_rank != rank
+        ]
+        assert all(map(torch.equal, tensors, (sum(same) for same in zip(*replicas))))
     for e, tensors in grads.items():
         assert all(map(torch.equal, tensors, expert(e, 1 + rank, device)))
 
@@ -95,7 +99,7 @@ def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
 
 
 def check_goes_first(world_size: int, device: torch.device) -> None:
-    """Communicators of lanes have streams of high priority, and the world's timeout."""
+    """Communicators of streams have streams of high priority, and the world's timeout."""
     built = ParallelLayout.build(Grid(world_size, world_size), [("ep", INTER)])
     group = built.group("ep", INTER)
     comm.connect(group, device)
@@ -133,13 +137,13 @@ def test_nccl(world_size: int, tmp_path: Path) -> None:
 def test_counts_come_while_the_host_goes_on() -> None:
     """Nobody waits before they are asked for, and several may be on their way."""
     device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream(device)
+    cuda_stream = torch.cuda.Stream(device)
     expected = [torch.arange(5) + 10 * number for number in range(4)]
     given = [counts.to(device) for counts in expected]
     for is_checked in (False, True):  # the first time memory is allocated, which may wait
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(cuda_stream):
             torch.cuda._sleep(50_000_000)  # tens of milliseconds
             coming = [comm.counts_to_host(counts + 0, None) for counts in given]
         torch.cuda.set_sync_debug_mode("default")

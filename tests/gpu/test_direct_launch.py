@@ -49,7 +49,7 @@ def plain(launched: tuple[Any, ...]) -> list[Any]:
     return [
         (each.shape, each.dtype) if isinstance(each, Tensor) else str(each)
         for each in launched
-        if type(each).__name__ != "LazyDict"  # told to its profiler
+        if type(each).__name__ != "LazyDict"  # reported to its profiler
     ]
 
 

@@ -24,8 +24,8 @@ from tests.test_graphs import (
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-STRATEGIES = {"padded": PADDED, "one cell": ALONE}
-LIKES = {"padded": (torch.bfloat16, torch.float32, torch.float64), "one cell": (torch.bfloat16,)}
+STRATEGIES = {"padded": PADDED, "an EP rank": ALONE}
+LIKES = {"padded": (torch.bfloat16, torch.float32, torch.float64), "an EP rank": (torch.bfloat16,)}
 
 
 @pytest.mark.parametrize(

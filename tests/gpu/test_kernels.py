@@ -21,9 +21,9 @@ from ds_moe_ext.core import kernels
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import Moved, indices_of
 from ds_moe_ext.moe.feed_forward import _product, _product_grad
-from ds_moe_ext.moe.order import Padding, Seat
-from ds_moe_ext.moe.route import Route, one_cell_route, weighing_grads
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.moe.order import Padding, RankCoordinates
+from ds_moe_ext.moe.route import Route, one_rank_route, weighing_grads
+from ds_moe_ext.schedule.task import ChunkRange
 from tests.gpu.layers import CPU, ON_CUDA
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and kernels.HAS_TRITON
@@ -63,8 +63,8 @@ def test_silu_product(device: torch.device, dtype: torch.dtype, rows: int, width
 
 def some_route(num_tokens: int, top_k: int, device: torch.device) -> Route:
     expert_TE = torch.rand(num_tokens, 8, device=device).argsort(dim=1)
-    whole = one_cell_route(expert_TE[:, :top_k], Placement.block(8, 1))
-    return whole.on(Span(0, 1))
+    whole = one_rank_route(expert_TE[:, :top_k], Placement.block(8, 1))
+    return whole.on(ChunkRange(0, 1))
 
 
 @DEVICES
@@ -87,8 +87,8 @@ def test_sums_of_padded_rows(
     """Some choices have no row, and some rows are no choice's."""
     tokens, top_k, width = sizes
     expert_TE = torch.rand(tokens, 8, device=device).argsort(dim=1)
-    whole, _ = Padding(3, Placement.block(8, 1), Seat(0)).route(expert_TE[:, :top_k])
-    route = whole.on(Span(0, 1))
+    whole, _ = Padding(3, Placement.block(8, 1), RankCoordinates(0)).route(expert_TE[:, :top_k])
+    route = whole.on(ChunkRange(0, 1))
     assert route.row_of_choices is route.padded_row_N
     check_sums(route, width, dtype, is_wide)
 

@@ -64,12 +64,12 @@ def errors(case: Case, ours: list[Tensor], device: torch.device) -> dict[str, fl
 
 
 @DEVICES
-@pytest.mark.parametrize("lanes_of", [one_by_one, side_by_side])
+@pytest.mark.parametrize("streams_of", [one_by_one, side_by_side])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_dense(name: str, device: torch.device, lanes_of: type) -> None:
+def test_equals_dense(name: str, device: torch.device, streams_of: type) -> None:
     case = CASES[name]
     x, grad = (tensor.to(device) for tensor in case.tokens())
-    ours = Runner.of(case, device, lanes_of(device)).step(x, grad)
+    ours = Runner.of(case, device, streams_of(device)).step(x, grad)
     found = errors(case, ours, device)
     assert max(found.values()) <= 1e-12, found
 

@@ -11,7 +11,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.executor import ScheduleStreams
 from tests.gpu.layers import CPU, CUDA, DEVICES, Case, Runner, one_by_one, side_by_side
 
 CASE = Case(degrees=(2, 4))
@@ -22,9 +22,11 @@ EXPECTED = {f"layer 0 {op}": number for op, number in OPS.items()}
 EXPECTED |= {f"layer 0 {op}'": number for op, number in ADJOINTS.items()}
 
 
-def profiled(device: torch.device, lanes: Lanes, *, all_threads: bool) -> list[FunctionEvent]:
+def profiled(
+    device: torch.device, streams: ScheduleStreams, *, all_threads: bool
+) -> list[FunctionEvent]:
     """The ranges of a step."""
-    runner = Runner.of(CASE, device, lanes)
+    runner = Runner.of(CASE, device, streams)
     x, grad = (tensor.to(device) for tensor in CASE.tokens())
     runner.step(x, grad)
     activities = [ProfilerActivity.CPU]
@@ -49,12 +51,12 @@ def test_tasks_have_their_names(device: torch.device, all_threads: bool) -> None
 def test_worker_threads_show_theirs_where_all_threads_are_profiled() -> None:
     events = profiled(CPU, side_by_side(CPU), all_threads=True)
     assert counts(events) == EXPECTED
-    of_lane = {name: set[int]() for name in ("inter", "compute")}
+    of_stream = {name: set[int]() for name in ("inter", "compute")}
     for event in events:
         is_sent = event.name.rstrip("'").endswith(("order", "dispatch", "combine"))
-        of_lane["inter" if is_sent else "compute"].add(event.thread)
-    assert {name: len(threads) for name, threads in of_lane.items()} == {"inter": 1, "compute": 1}
-    assert of_lane["inter"] != of_lane["compute"]
+        of_stream["inter" if is_sent else "compute"].add(event.thread)
+    assert {name: len(threads) for name, threads in of_stream.items()} == {"inter": 1, "compute": 1}
+    assert of_stream["inter"] != of_stream["compute"]
 
 
 @pytest.mark.gpu

@@ -12,19 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_lanes
+from fake_world import Batch, Ours, Sizes, Way, as_on_cuda, esp, fake_world, on_streams
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.hosts.steps.costs import STEPS
 from ds_moe_ext.moe.expert import Expert
 from tests.gpu.layers import CPU, Case, Runner
-from tests.gpu.stream_order import BookedLanes, Books, Queue, QueuedLanes, Queues
+from tests.gpu.stream_order import BookedStreams, Books, Queue, QueuedStreams, Queues
 from tests.gpu.way import copied_from_the_host
 from tests.hosts.test_configurations import FREE
 from tests.marks import slow
 
-FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+FSSDP = {"overlap_degree": 8, "replicas_per_rank": 2, "reshard_interval": 0}
 FREED = {**FSSDP, "rematerialize": True}
 PROPHET = {"planner": "shadow", "split": "half", "rematerialize": False}
 SHARDED = {"expert_sharding_size": 2}
@@ -50,8 +50,8 @@ def mistakes_of(
     """Of some steps."""
     queues = Queues()
     books = Books(queues)
-    lanes = BookedLanes(queues, books)
-    with fake_world(4, rank=1), on_lanes(lanes), as_on_cuda(), copied_from_the_host():
+    streams = BookedStreams(queues, books)
+    with fake_world(4, rank=1), on_streams(streams), as_on_cuda(), copied_from_the_host():
         model = Ours(Way("", block, has_threads=True), SIZES)
         for number in range(num_steps):
             batch = Batch.of(SIZES, number)
@@ -61,8 +61,10 @@ def mistakes_of(
                 y_TD.backward(torch.ones_like(y_TD))
                 del y_TD
             model.after_step(number)
-        has_copies = [layer.routed.site.plan.has_copies for layer in model.replaced.layers]
-    assert any(has_copies) or not {"fssdp", "prophet"} & block.keys()
+        has_replicas = [
+            layer.routed.layer_context.plan.has_replicas for layer in model.replaced.layers
+        ]
+    assert any(has_replicas) or not {"fssdp", "prophet"} & block.keys()
     return books.mistakes
 
 
@@ -74,7 +76,7 @@ def forward(model: Ours, batch: Batch, *, recomputes: bool) -> Tensor:
 
 
 GUARDED = {"esp, 3 chunks", "fssdp", "prophet", "esp over fssdp"}
-"""By sharded ones, and by copies that are freed."""
+"""By sharded ones, and by replicas that are freed."""
 
 
 @pytest.mark.parametrize("recomputes", [slow(False), True], ids=["", "recomputes"])
@@ -92,18 +94,18 @@ def test_streams_wait_for_what_they_read(name: str, recomputes: bool, tmp_path: 
 def test_streams_wait_where_backward_is_cut_anew(degrees: tuple[int, int]) -> None:
     queues = Queues()
     books, case = Books(queues), Case(degrees=degrees, hot=1.0)
-    runner = Runner.of(case, CPU, BookedLanes(queues, books))
+    runner = Runner.of(case, CPU, BookedStreams(queues, books))
     with books:
         for seed in range(3):
             runner.step(*case.tokens(seed))
     assert books.mistakes == []
 
 
-def mistakes_of_two_callers(lanes: type[BookedLanes]) -> list[str]:
-    """Who run a layer by turns, each in a stream that does not wait for the other's."""
+def mistakes_of_two_callers(streams: type[BookedStreams]) -> list[str]:
+    """Who run a layer by turns, each in a cuda_stream that does not wait for the other's."""
     queues = Queues()
     books, case = Books(queues), Case(degrees=(3, 2), hot=1.0)
-    runner = Runner.of(case, CPU, lanes(queues, books))
+    runner = Runner.of(case, CPU, streams(queues, books))
     callers = queues.current(), Queue("another")
     with books, torch.no_grad():
         for number in range(4):
@@ -113,10 +115,10 @@ def mistakes_of_two_callers(lanes: type[BookedLanes]) -> list[str]:
 
 
 def test_streams_wait_for_who_called_before() -> None:
-    class Forgetful(BookedLanes):
-        _last_caller = property(lambda lanes: None, lambda lanes, caller: None)
+    class Forgetful(BookedStreams):
+        _last_caller = property(lambda streams: None, lambda streams, caller: None)
 
-    assert mistakes_of_two_callers(BookedLanes) == []
+    assert mistakes_of_two_callers(BookedStreams) == []
     assert mistakes_of_two_callers(Forgetful)
 
 
@@ -128,20 +130,20 @@ class Failed(Exception):
 def test_who_catches_an_error_comes_behind_all_streams(method: str) -> None:
     """As trainers do that leave out a batch: they may get what was to be read."""
     queues = Queues()
-    case, lanes = Case(degrees=(3, 3), hot=1.0), QueuedLanes(queues)
-    runner = Runner.of(case, CPU, lanes)
+    case, streams = Case(degrees=(3, 3), hot=1.0), QueuedStreams(queues)
+    runner = Runner.of(case, CPU, streams)
     runner.step(*case.tokens(0))
-    streams = [*lanes._streams.values()]
+    cuda_streams = [*streams._cuda_streams.values()]
 
     def fail(*given: Any) -> None:
-        for stream in streams:
-            stream.do()  # issued, and nobody has waited for it
+        for cuda_stream in cuda_streams:
+            cuda_stream.do()  # issued, and nobody has waited for it
         raise Failed
 
     with mock.patch.object(Expert, method, fail), pytest.raises(Failed):
         runner.step(*case.tokens(1))
     caller = queues.current()
-    assert streams and all(caller.knows(each, each.known[each]) for each in streams)
+    assert cuda_streams and all(caller.knows(each, each.known[each]) for each in cuda_streams)
 
 
 @pytest.mark.parametrize("name", ["esp, 2 chunks", "esp over fssdp"])
@@ -153,6 +155,6 @@ def test_books_see_who_does_not_wait(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["esp, 2 chunks", "esp, sharded"])
 def test_books_see_what_is_not_kept(name: str) -> None:
-    with mock.patch.object(BookedLanes, "keep", lambda lanes, reads: None):
+    with mock.patch.object(BookedStreams, "keep", lambda streams, reads: None):
         mistakes = mistakes_of(BLOCKS[name])
     assert any(" gets " in mistake for mistake in mistakes)

@@ -13,17 +13,17 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_moe_ext.hosts.zebra import passage
+from ds_moe_ext.hosts.zebra import stripe_pass
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.executor import Carried
 from tests import test_striped
-from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
+from tests.gpu.stream_order import BookedStreams, Books, Queue, Queues
 from tests.gpu.way import on_this_way
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_striped import (
     CASES,
-    WITH_COPIES,
+    WITH_REPLICAS,
     Case,
     Copied,
     CopiedAndRevised,
@@ -66,12 +66,12 @@ def mistakes_of(rank: int, world_size: int, case: Case, dtype: torch.dtype) -> l
     """Of a step on this rank."""
     queues = Queues()
     books = Books(queues)
-    lanes, model = BookedLanes(queues, books), Case.model
+    streams, model = BookedStreams(queues, books), Case.model
     with (
-        on_this_way(lanes),
-        mock.patch.object(test_striped, "_lanes", lambda: lanes),
+        on_this_way(streams),
+        mock.patch.object(test_striped, "_streams", lambda: streams),
         mock.patch.object(Case, "model", lambda case: model(case).to(dtype)),
-        mock.patch.object(passage, "Carried", Carrying(queues, books)),
+        mock.patch.object(stripe_pass, "Carried", Carrying(queues, books)),
         books,
     ):
         test_striped.run_case(rank, world_size, case)
@@ -107,6 +107,6 @@ def test_stripes_wait_for_what_they_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", with_slow(COPYING))
-def test_so_do_copies(name: str) -> None:
+def test_so_do_replicas(name: str) -> None:
     case, strategy, dtype = COPYING[name]
-    assert found(WITH_COPIES[case]._replace(strategy=strategy), dtype) == []
+    assert found(WITH_REPLICAS[case]._replace(strategy=strategy), dtype) == []

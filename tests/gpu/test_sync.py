@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where one cell holds all experts and nothing is dropped, the host never waits for the device."""
+"""Where an EP rank holds all experts and nothing is dropped, the host never waits for the
+device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.executor import ScheduleStreams
 from tests.gpu.layers import DEVICES, Case, Runner, layer_of, one_by_one, side_by_side
 
 CASE = Case(num_tokens=256, width=64, expert_width=128, dtype=torch.bfloat16)
@@ -82,20 +83,22 @@ def check(device: torch.device, step: Callable[[], Tensor]) -> None:
     assert y.isfinite().all()
 
 
-LANES: Mapping[str, Callable[[torch.device], Lanes]] = {
+STREAMS: Mapping[str, Callable[[torch.device], ScheduleStreams]] = {
     "one by one": one_by_one,
     "side by side": side_by_side,
 }
 
 
 @DEVICES
-@pytest.mark.parametrize("lanes", LANES)
-def test_after_a_gate_of_the_hosts(device: torch.device, lanes: str) -> None:
+@pytest.mark.parametrize("streams", STREAMS)
+def test_after_a_gate_of_the_hosts(device: torch.device, streams: str) -> None:
     skip_without_grouped_gemm(device)
     x, grad = (tensor.to(device) for tensor in CASE.tokens())
     layer = layer_of(CASE, device)
-    routed = RoutedExperts(CASE.strategy, layer.routed.site, FeedForwardExperts(silu_gated))
-    program = replace(routed.program(device), lanes=LANES[lanes](device))
+    routed = RoutedExperts(
+        CASE.strategy, layer.routed.layer_context, FeedForwardExperts(silu_gated)
+    )
+    program = replace(routed.program(device), streams=STREAMS[streams](device))
     choice = SoftmaxTopK(top_k=CASE.top_k)(x, tuple(layer.gate_weights))
     score_TK = choice.score_TK.detach().requires_grad_()
 
@@ -110,9 +113,9 @@ def test_after_a_gate_of_the_hosts(device: torch.device, lanes: str) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("lanes", LANES)
-def test_with_a_gate_of_ours(device: torch.device, lanes: str) -> None:
+@pytest.mark.parametrize("streams", STREAMS)
+def test_with_a_gate_of_ours(device: torch.device, streams: str) -> None:
     skip_without_grouped_gemm(device)
     x, grad = (tensor.to(device) for tensor in CASE.tokens())
-    runner = Runner.of(CASE, device, LANES[lanes](device))
+    runner = Runner.of(CASE, device, STREAMS[streams](device))
     check(device, lambda: runner.step(x, grad)[0])

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from tests import ranks
-from tests.gpu.stream_order import QueuedLanes, Queues
+from tests.gpu.stream_order import QueuedStreams, Queues
 from tests.gpu.way import held_against_books, on_this_way
 from tests.hosts import copied_runs, test_configurations
 from tests.hosts.copied_runs import Step
@@ -35,7 +35,7 @@ ROUNDING = 4
 
 
 def _train(rank: int, world_size: int, job: Job, books: bool) -> tuple[Result | None, list[Step]]:
-    with held_against_books() if books else on_this_way(QueuedLanes(Queues())):
+    with held_against_books() if books else on_this_way(QueuedStreams(Queues())):
         return copied_runs.train_watched(rank, world_size, job)
 
 

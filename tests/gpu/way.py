@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a GPU, on a CPU: one thread issues all lanes into streams; experts compute at once
+"""The way of a GPU, on a CPU: one thread issues all streams into streams; experts compute at once
 where they can; what goes everywhere is broadcast; and new memory is never zeros.
 """
 
@@ -12,18 +12,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_world import as_on_cuda, on_lanes
+from fake_world import as_on_cuda, on_streams
 
 from ds_moe_ext.core import comm
-from ds_moe_ext.schedule.executor import Lanes
-from tests.gpu.stream_order import BookedLanes, Books, Queues
+from ds_moe_ext.schedule.executor import ScheduleStreams
+from tests.gpu.stream_order import BookedStreams, Books, Queues
 
 
 @contextmanager
-def on_this_way(lanes: Lanes) -> Iterator[None]:
-    """All that is built and run inside the block goes this way, on lanes that are given."""
+def on_this_way(streams: ScheduleStreams) -> Iterator[None]:
+    """All that is built and run inside the block goes this way, on streams that are given."""
     with ExitStack() as changed:
-        changed.enter_context(on_lanes(lanes))
+        changed.enter_context(on_streams(streams))
         changed.enter_context(copied_from_the_host())
         changed.enter_context(as_on_cuda())
         changed.enter_context(by_broadcasts())
@@ -36,7 +36,7 @@ def held_against_books() -> Iterator[None]:
     """The same on streams that keep books, which must have found nothing."""
     queues = Queues()
     books = Books(queues)
-    with on_this_way(BookedLanes(queues, books)), books:
+    with on_this_way(BookedStreams(queues, books)), books:
         yield
     assert not books.mistakes, books.mistakes[:5]
 

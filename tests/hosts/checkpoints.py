@@ -38,9 +38,9 @@ from tests.ranks import pool_of
 WEIGHT = "weight"
 Key = tuple[str, str]  # of a parameter, and what of it
 
-COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
+REPLICAS = (("overlap_degree", 2), ("replicas_per_rank", 2))
 OFTEN = (("reshard_interval", 1), ("resharding", "paper"))
-MOVING = Job(strategy="fssdp", keys=(*COPIES, *OFTEN))
+MOVING = Job(strategy="fssdp", keys=(*REPLICAS, *OFTEN))
 """Plans by rows alone in its first five steps, so that two runs plan alike."""
 
 
@@ -56,7 +56,7 @@ class Held(NamedTuple):
     """What an engine has and does, of one rank."""
 
     pieces: dict[Key, Piece]
-    homes: list[list[int]]
+    owners: list[list[int]]
     slots: dict[str, str]  # of each parameter of the model, its name when the engine was made
     remembered: int  # steps
     steps: int
@@ -68,8 +68,8 @@ def regions_of(engine: Any) -> dict[nn.Parameter, tuple[str, Region]]:
     """Of each parameter its name and what this rank has of it."""
     named = {p: (name, Region.all_of(p.shape)) for name, p in engine.module.named_parameters()}
     for layer in run_of(engine).layers:
-        site = layer.routed.site
-        numbers = site.plan.home.experts_of(site.layout.index("ep"))
+        layer_context = layer.routed.layer_context
+        numbers = layer_context.plan.owner.experts_of(layer_context.layout.index("ep"))
         for number, slot in zip(numbers, layer.hosted.slots(), strict=True):
             weights = zip(layer.hosted.weight_names, slot.parameters)
             for index, (weight, parameter) in enumerate(weights):
@@ -152,7 +152,7 @@ def held_by(engine: Any) -> Held:
     planning = run_of(engine).planning
     return Held(
         pieces=pieces_of(engine),
-        homes=[home.owner_E.tolist() for home in planning.job.homes],
+        owners=[owner.owner_E.tolist() for owner in planning.job.owners],
         slots={
             name: engine.param_names[p]
             for p, name in names_of(engine).items()
@@ -186,7 +186,7 @@ def save(rank: int, world_size: int, job: Job, folder: str, *, steps: int) -> He
 def load(rank: int, world_size: int, job: Job, folder: str, call: Call) -> Held:
     engine = jobs.engine_of(job, world_size)
     run_steps(rank, world_size, engine, range(50, 50 + call.before))
-    loss_of(engine, micro_batch(98, rank))  # so that there are copies of the weights that go
+    loss_of(engine, micro_batch(98, rank))  # so that there are replicas of the weights that go
     path, client = engine.load_checkpoint(folder, **dict(call.arguments))
     assert path is not None and client["mine"] == 7 and "optimizer" not in client
     held = held_by(engine)
@@ -236,14 +236,14 @@ class Layout:
 
     def __str__(self) -> str:
         job = self.job
-        cells = "" if job.cells is None else f"-{job.cells}cells"
-        size = "" if job.cell_size is None else f"-of{job.cell_size}"
+        ep_ranks = "" if job.ep_ranks is None else f"-{job.ep_ranks}ep_ranks"
+        size = "" if job.etp_size is None else f"-of{job.etp_size}"
         strategy = job.strategy if job.balance is None else f"{job.strategy}-{job.balance}"
-        return f"{job.family}-{strategy}-{self.world_size}ranks{cells}{size}-zero{job.stage}"
+        return f"{job.family}-{strategy}-{self.world_size}ranks{ep_ranks}{size}-zero{job.stage}"
 
 
-def ep(world_size: int, stage: int, cells: int | None = None) -> Layout:
-    return Layout(world_size, Job(stage=stage, cells=cells))
+def ep(world_size: int, stage: int, ep_ranks: int | None = None) -> Layout:
+    return Layout(world_size, Job(stage=stage, ep_ranks=ep_ranks))
 
 
 def fssdp(world_size: int, stage: int) -> Layout:
@@ -254,14 +254,14 @@ def prophet(world_size: int, stage: int) -> Layout:
     return Layout(world_size, Job(strategy="prophet", stage=stage))
 
 
-def esp(world_size: int, stage: int, cells: int, cell_size: int) -> Layout:
-    """Experts split in cells of so many ranks."""
-    job = Job(strategy="esp", stage=stage, cells=cells, cell_size=cell_size)
+def esp(world_size: int, stage: int, ep_ranks: int, etp_size: int) -> Layout:
+    """Experts split in EP ranks of so many ranks."""
+    job = Job(strategy="esp", stage=stage, ep_ranks=ep_ranks, etp_size=etp_size)
     return Layout(world_size, replace(job, keys=(("degree", 2),)))
 
 
 def moving(stage: int) -> Layout:
-    """Two cells of two ranks; experts change cells after every step."""
+    """Two EP ranks of two ranks; experts change EP ranks after every step."""
     layout = esp(4, stage, 2, 2)
     return replace(layout, job=replace(layout.job, balance="fssdp", balance_keys=MOVING.keys))
 
@@ -271,7 +271,7 @@ def striped(world_size: int, stage: int, *sizes: int, **keys: Any) -> Layout:
     return Layout(world_size, zebra(Job(stage=stage), *sizes, num_micro_batches=1, **keys))
 
 
-LAST = {"attention_cells": [1]}  # of two ranks the first has experts only
+LAST = {"attention_ep_ranks": [1]}  # of two ranks the first has experts only
 MOVED = striped(2, 1, moved=[0, 1])
 
 
@@ -343,7 +343,7 @@ def refused(
     return messages
 
 
-def assert_all_say(messages: Iterable[str], pattern: str) -> None:
+def assert_all_raise(messages: Iterable[str], pattern: str) -> None:
     for message in messages:
         assert re.search(pattern, message), message
 

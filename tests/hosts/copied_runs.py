@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with copies: what each rank does for them counted, and results compared.
+"""Runs with replicas: what each rank does for them counted, and results compared.
 
 Collectives can be late on purpose, each by another time on each rank, and what a gather will write
 is not a number until it has arrived.
@@ -43,9 +43,9 @@ SLOW = Hardware(
     intra_collectives=Collectives(copy=Link(bytes_per_s=1e12)),
     copy=Link(bytes_per_s=1e12),
 )
-"""Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
+"""Where a row on its way is so dear that dividing anew always pays, and replicas are cheap."""
 
-COPIES = "ds_moe_ext.moe.copies"
+REPLICAS = "ds_moe_ext.moe.replicas"
 
 Tensors = Mapping[int, Sequence[Tensor]]
 
@@ -83,14 +83,14 @@ class Watch:
         return arrived
 
     def end_step(self, planning: Planning) -> None:
-        plans = tuple(layer.routed.site.plan for layer in planning.layers)
+        plans = tuple(layer.routed.layer_context.plan for layer in planning.layers)
         self.steps.append(Step(plans, tuple(self._gathers), tuple(self._reductions)))
         self._gathers.clear()
         self._reductions.clear()
 
     def _be_late(self, part: Part) -> None:
         number = len(self._gathers) + len(self._reductions)
-        chance = np.random.default_rng([part.cell, len(self.steps), number])
+        chance = np.random.default_rng([part.ep_rank, len(self.steps), number])
         time.sleep(self.late_s * chance.random())
 
 
@@ -104,8 +104,8 @@ def watching(watch: Watch) -> Iterator[None]:
         after_step(planning, step, rows)
 
     with (
-        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", watch.gather),
-        mock.patch(f"{COPIES}.sparse_reduce_scatter", watch.reduce),
+        mock.patch("ds_moe_ext.moe.replica_memory.sparse_all_gather", watch.gather),
+        mock.patch(f"{REPLICAS}.sparse_reduce_scatter", watch.reduce),
         mock.patch.object(Planning, "after_step", then_plan),
     ):
         yield
@@ -176,18 +176,18 @@ def worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], job: Job) ->
 
 
 def num_copied(steps: Sequence[Step]) -> list[int]:
-    """Copies in each step's plans."""
+    """Replicas in each step's plans."""
     return [
-        sum(int((plan.target.holds_EC & ~plan.home.holds_EC).sum()) for plan in step.plans)
+        sum(int((plan.target.holds_EC & ~plan.owner.holds_EC).sum()) for plan in step.plans)
         for step in steps
     ]
 
 
 def num_moved(steps: Sequence[Step]) -> int:
-    """Experts that went to new homes, in all steps."""
+    """Experts that went to new owners, in all steps."""
     pairs = itertools.pairwise(steps)
     return sum(
-        int((before.home.owner_E != after.home.owner_E).sum())
+        int((before.owner.owner_E != after.owner.owner_E).sum())
         for first, second in pairs
         for before, after in zip(first.plans, second.plans)
     )

@@ -58,14 +58,14 @@ def _trained(rank: int, world_size: int, case: Case) -> Learnt:
 
     from ds_moe_ext import full_state_dict
 
-    job, copies, here = case.job, world_size // case.size, rank // case.size
-    engine = _engine_of(case, copies)
+    job, replicas, here = case.job, world_size // case.size, rank // case.size
+    engine = _engine_of(case, replicas)
     if job.resume:
         engine.load_checkpoint(job.folder)
     losses, norms = [], []
     for step in range(engine.global_steps, job.steps):
         total = torch.zeros((), dtype=torch.float64)
-        for number in range(here, job.micro_batches, copies):
+        for number in range(here, job.micro_batches, replicas):
             loss = _LOSSES[case.way](engine, micro_batch(step, number), rank % case.size, case.size)
             engine.backward(loss)
             engine.step()
@@ -80,12 +80,12 @@ def _trained(rank: int, world_size: int, case: Case) -> Learnt:
     return Learnt(losses, norms, state, 0)
 
 
-def _engine_of(case: Case, copies: int) -> Any:
+def _engine_of(case: Case, replicas: int) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = model_of(case.job)
-    document, mpu = document_of(case.job, copies), None
+    document, mpu = document_of(case.job, replicas), None
     if case.way is Way.AUTOTP:
         document["tensor_parallel"] = {"preset_model": "mixtral"}
         if case.early:

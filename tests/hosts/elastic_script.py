@@ -26,7 +26,7 @@ from tests.hosts.jobs import (
 )
 
 KEYS = {
-    "fssdp": (("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 2)),
+    "fssdp": (("overlap_degree", 2), ("replicas_per_rank", 2), ("reshard_interval", 2)),
     "esp": (("slice_gradients", False),),
     "zebra": (("attention_size", 1), ("expert_size", 1)),
 }

@@ -44,9 +44,9 @@ def fused_dispatch(
     rank_TK = expert_TK.div(num_local, rounding_mode="floor")
     tokens = [(rank_TK == rank).any(1).nonzero()[:, 0] for rank in range(num_ranks)]
     sent = [len(own) for own in tokens]
-    told = [torch.empty(num_ranks, dtype=torch.long) for _ in range(num_ranks)]
-    dist.all_gather(told, torch.tensor(sent), group=group)
-    came = [int(row[group.rank()]) for row in told]
+    lines = [torch.empty(num_ranks, dtype=torch.long) for _ in range(num_ranks)]
+    dist.all_gather(lines, torch.tensor(sent), group=group)
+    came = [int(row[group.rank()]) for row in lines]
     token_R = torch.cat(tokens)
     to_R = torch.cat([torch.full((num,), rank) for rank, num in enumerate(sent)])
     is_there_RK = rank_TK[token_R] == to_R[:, None]

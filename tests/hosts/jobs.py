@@ -30,10 +30,10 @@ class Job:
     family: str = "mixtral"
     stage: int = 1
     block: bool = True  # the ds_moe_ext block
-    cells: int | None = None
+    ep_ranks: int | None = None
     strategy: str = "ep"
     keys: tuple[tuple[str, Any], ...] = ()  # of the strategy's block
-    cell_size: int | None = None
+    etp_size: int | None = None
     balance: str | None = None
     balance_keys: tuple[tuple[str, Any], ...] = ()  # of its block
     hardware: str | None = None
@@ -217,8 +217,8 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
     if job.block:
         document["ds_moe_ext"] = {
             "enabled": True,
-            "expert_parallel_size": job.cells,
-            "expert_sharding_size": job.cell_size,
+            "expert_parallel_size": job.ep_ranks,
+            "expert_sharding_size": job.etp_size,
             "strategy": job.strategy,
             "balance": job.balance,
             "options" if ":" in job.strategy else job.strategy: dict(job.keys),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs under Megatron-core whose experts are unevenly busy, so that copies of them are made.
+"""Runs under Megatron-core whose experts are unevenly busy, so that replicas of them are made.
 
 The norm before a router gives rows whose elements sum to 0. With a bias of ones there, a constant
 that is added to an expert's row of the router's weights shifts all its logits alike.
@@ -111,6 +111,6 @@ def worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     return max(errors, default=0.0)
 
 
-def num_copies(seen: list[Seen]) -> int:
+def num_replicas(seen: list[Seen]) -> int:
     """In all plans of all steps, on the rank that had most."""
     return max(sum(num_copied(one.steps)) for one in seen)

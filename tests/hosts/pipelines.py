@@ -41,7 +41,7 @@ class Result(NamedTuple):
     norms: list[float]
     state: dict[str, Tensor]  # all parameters at the end, of all stages
     evaluations: list[float]
-    copies: int  # of experts, over all layers and steps
+    replicas: int  # of experts, over all layers and steps
 
 
 class Embedding(nn.Embedding):
@@ -223,7 +223,9 @@ def train(rank: int, world_size: int, pipeline: Pipeline) -> Result | None:
         if job.dtype == "float64":
             stack.enter_context(jobs.float64_everywhere())
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)  # in which stages tell each other their losses
+            torch.set_default_dtype(
+                torch.float64
+            )  # in which stages report to each other their losses
         return _trained(rank, world_size, pipeline)
 
 
@@ -248,11 +250,11 @@ def _trained(rank: int, world_size: int, pipeline: Pipeline) -> Result | None:
         if job.save_at == step + 1:
             engine.save_checkpoint(job.folder)
     own = {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, (own, _num_copies(engine)))
-    state = {name: weight for states, _ in told for name, weight in states.items()}
-    copies = sum(number for _, number in told[::num_places])
-    return Result(losses, norms, state, evaluations, copies) if rank == 0 else None
+    lines: list[Any] = [None] * world_size
+    dist.all_gather_object(lines, (own, _num_replicas(engine)))
+    state = {name: weight for states, _ in lines for name, weight in states.items()}
+    replicas = sum(number for _, number in lines[::num_places])
+    return Result(losses, norms, state, evaluations, replicas) if rank == 0 else None
 
 
 def why_refused(rank: int, world_size: int, pipeline: Pipeline) -> str:
@@ -289,7 +291,7 @@ def train_with_report(rank: int, world_size: int, pipeline: Pipeline) -> None:
         ReportFiles(run.files.folder).write(run.recorder.record())
 
 
-def _num_copies(engine: Any) -> int:
+def _num_replicas(engine: Any) -> int:
     from ds_moe_ext.hosts.steps.training_run import recorder_of
     from ds_moe_ext.report.summary import outcomes_by_layer
 
@@ -297,4 +299,4 @@ def _num_copies(engine: Any) -> int:
     record = None if recorder is None else recorder.record()
     if record is None or record.placements is None:
         return 0
-    return round(sum(o.copies for o in outcomes_by_layer(record)) * len(record.steps_I))
+    return round(sum(o.replicas for o in outcomes_by_layer(record)) * len(record.steps_I))

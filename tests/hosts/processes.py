@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import meeting_place
+from tests.ranks import key_value_store
 
 ROOT = Path(__file__).parents[2]
 SWITCHES = ("DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH")
@@ -42,7 +42,7 @@ def started(
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         **environment,
     }
-    with meeting_place() as address, ExitStack() as ended:
+    with key_value_store() as address, ExitStack() as ended:
         ranks = []
         for rank in range(world_size):
             process = subprocess.Popen(

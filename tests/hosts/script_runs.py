@@ -17,14 +17,14 @@ from torch.distributed import TCPStore
 def main(script: str, runs: list[list[str]]) -> None:
     sys.path.insert(0, str(Path(script).parent))
     rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
-    told = TCPStore(address, int(os.environ["MASTER_PORT"]))
+    reported = TCPStore(address, int(os.environ["MASTER_PORT"]))
     stores = []
     for number, arguments in enumerate(runs):
         # A store of its own for each run: what the groups of the last one left would mislead them.
         if rank == 0:
             stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
-            told.set(f"port of run {number}", str(stores[-1].port))
-        os.environ["MASTER_PORT"] = told.get(f"port of run {number}").decode()
+            reported.set(f"port of run {number}", str(stores[-1].port))
+        os.environ["MASTER_PORT"] = reported.get(f"port of run {number}").decode()
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
 

@@ -57,7 +57,7 @@ def delayed_gradients_come_with_backward_dw() -> None:
     assert len(called) == 1
 
 
-def copies_in_fp8_are_made_in_the_first_micro_batch() -> None:
+def replicas_in_fp8_are_made_in_the_first_micro_batch() -> None:
     linear, exact = made(), made()(ROWS, SPLITS)
     with torch.no_grad(), fp8_autocast(fp8_recipe=recipe.Float8CurrentScaling()):
         before = linear(ROWS, SPLITS, is_first_microbatch=True)
@@ -122,7 +122,7 @@ def padding_is_taken_away_again() -> None:
 if __name__ == "__main__":
     fused_gradients_are_set_first_and_then_added()
     delayed_gradients_come_with_backward_dw()
-    copies_in_fp8_are_made_in_the_first_micro_batch()
+    replicas_in_fp8_are_made_in_the_first_micro_batch()
     more_gemms_need_quantizers_of_their_own()
     tensors_of_a_module_take_part_as_weights()
     extra_state_has_what_delayed_scaling_keeps()

@@ -19,7 +19,7 @@ INTERVAL, STEPS = 8, 20
 PLENTY = 10**9
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """Of one rank."""
 
     free_bytes: int
@@ -27,14 +27,16 @@ class Told(NamedTuple):
     printed: str
 
 
-def told(rank: int, world_size: int, spare: tuple[int, ...], later: tuple[int, ...]) -> Told:
-    """With so many bytes left on each rank, and others once copies have been made."""
+def reported(
+    rank: int, world_size: int, spare: tuple[int, ...], later: tuple[int, ...]
+) -> Reported:
+    """With so many bytes left on each rank, and others once replicas have been made."""
     left = [spare[rank]]
     block = {
         "enabled": True,
         "strategy": "auto",
         "auto": {"interval": INTERVAL, "candidates": ["fssdp"]},
-        "fssdp": {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0},
+        "fssdp": {"overlap_degree": 8, "replicas_per_rank": 8, "reshard_interval": 0},
     }
     torch.manual_seed(0)
     model = jobs.model_of(jobs.Job("toy"))
@@ -49,37 +51,38 @@ def told(rank: int, world_size: int, spare: tuple[int, ...], later: tuple[int, .
             ids = torch.randint(0, 8, (2, 8), generator=generator)
             model(ids, ids).loss.backward()
             optimizer.step()
-            choice = planning.layers[0].routed.site.plan.choice
+            choice = planning.layers[0].routed.layer_context.plan.choice
             choices.append("" if choice is None else choice.name)
             free_bytes = free_bytes or planning.job.free_bytes
             if choice is not None and choice.name == "fssdp":
                 left[0] = later[rank]
-    return Told(free_bytes, choices, printed.getvalue())
+    return Reported(free_bytes, choices, printed.getvalue())
 
 
 def test_the_tightest_rank_counts() -> None:
     few = 10
-    ranks = pool_of(2).run(told, (PLENTY, few), (PLENTY, few))
+    ranks = pool_of(2).run(reported, (PLENTY, few), (PLENTY, few))
     assert [rank.free_bytes for rank in ranks] == [int(0.7 * few)] * 2
     assert ranks[0].choices == ranks[1].choices
     assert set(ranks[0].choices) == {"", "ep"}
-    assert ranks[0].printed.count("; fssdp is left out, for its copies want ") == 1
+    assert ranks[0].printed.count("; fssdp is left out, for its replicas want ") == 1
     assert not ranks[1].printed
 
 
-def test_what_copies_were_seen_to_take_on_one_rank_counts_at_the_next_choice() -> None:
-    ranks = pool_of(2).run(told, (PLENTY, PLENTY), (PLENTY, PLENTY // 5))
+def test_what_replicas_were_seen_to_take_on_one_rank_counts_at_the_next_choice() -> None:
+    ranks = pool_of(2).run(reported, (PLENTY, PLENTY), (PLENTY, PLENTY // 5))
     assert ranks[0].choices == ranks[1].choices
     names = ranks[0].choices
     assert names.index("fssdp") < names.index("ep")
     assert names[-1] == "ep"
     assert (
-        "; fssdp is left out, for its copies want 800 MB of a rank, where 700 MB are free for them"
+        "; fssdp is left out, for its replicas want 800 MB of a rank, where 700 MB are free for "
+        "them"
     ) in ranks[0].printed
 
 
 def test_plenty_is_plenty() -> None:
-    first, second = pool_of(2).run(told, (PLENTY, PLENTY), (PLENTY, PLENTY // 2))
+    first, second = pool_of(2).run(reported, (PLENTY, PLENTY), (PLENTY, PLENTY // 2))
     assert first.choices == second.choices
     assert set(first.choices) == {"", "fssdp"}
     assert "left out" not in first.printed

@@ -30,7 +30,9 @@ print("answer:", ds_moe_ext.__file__, getattr(ds_moe_ext, "mine", None))
 """
 
 
-def said(folder: Path, code: str, switch: Mapping[str, str], *path: Path) -> tuple[list[str], str]:
+def stated(
+    folder: Path, code: str, switch: Mapping[str, str], *path: Path
+) -> tuple[list[str], str]:
     """Answers of a script in a folder, and all that it printed."""
     script = folder / "script.py"
     script.write_text(code)
@@ -41,7 +43,7 @@ def said(folder: Path, code: str, switch: Mapping[str, str], *path: Path) -> tup
 @pytest.fixture
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as pip fills it, for ``PYTHONPATH``: found before the editable install."""
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.mktemp("layer_context")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "ds_moe_ext", folder / "ds_moe_ext", ignore=ignore)
     for name in ("configs", "patches"):
@@ -51,8 +53,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = folder / "ds_moe_ext-0.1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-moe-ext\nVersion: 0.1.0\n")
-    told = importlib.metadata.distribution("ds-moe-ext").read_text("entry_points.txt")
-    (about / "entry_points.txt").write_text(told or "")
+    reported = importlib.metadata.distribution("ds-moe-ext").read_text("entry_points.txt")
+    (about / "entry_points.txt").write_text(reported or "")
     return folder
 
 
@@ -67,8 +69,8 @@ def test_a_module_of_our_name_stays_what_it_is(
     beside = tmp_path / name
     beside.parent.mkdir(exist_ok=True)
     beside.write_text("mine = 7\n")
-    told, printed = said(tmp_path, SCRIPT + ASKS_FOR_IT, switch)
-    assert told == ["2.0", "False False", f"{beside} 7"]
+    reported, printed = stated(tmp_path, SCRIPT + ASKS_FOR_IT, switch)
+    assert reported == ["2.0", "False False", f"{beside} 7"]
     off = f"ds_moe_ext is off: {beside} has its name"
     assert printed.count(off) == printed.count("ds_moe_ext is off") == (switch is ON)
     assert ("rename it, or set DS_MOE_EXT_AUTOLOAD=0" in printed) == (switch is ON)
@@ -78,8 +80,8 @@ def test_a_module_of_our_name_stays_what_it_is(
 def test_a_module_of_our_name_that_was_imported_before(tmp_path: Path) -> None:
     beside = tmp_path / "ds_moe_ext.py"
     beside.write_text("mine = 7\n")
-    told, printed = said(tmp_path, ASKS_FOR_IT + SCRIPT, ON)
-    assert told == [f"{beside} 7", "2.0", "True False"]
+    reported, printed = stated(tmp_path, ASKS_FOR_IT + SCRIPT, ON)
+    assert reported == [f"{beside} 7", "2.0", "True False"]
     assert printed.count(f"ds_moe_ext is off: {beside} has its name") == 1
 
 
@@ -96,15 +98,15 @@ def test_a_folder_of_our_name_is_in_the_way_of_an_editable_install(tmp_path: Pat
     """As checkpoints have one: the hook of such an install is asked after the script's folder."""
     folder = tmp_path / "ds_moe_ext"
     folder.mkdir()
-    told, printed = said(tmp_path, SCRIPT, ON)
-    assert told == ["2.0", "False False"]
+    reported, printed = stated(tmp_path, SCRIPT, ON)
+    assert reported == ["2.0", "False False"]
     assert printed.count(f"ds_moe_ext is off: {folder} has its name") == 1
 
 
 def test_a_folder_of_our_name_is_not_in_the_way_of_another(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "ds_moe_ext").mkdir()
-    told, printed = said(tmp_path, SCRIPT + ASKS_FOR_IT, ON, installed)
-    assert told == ["2.0", "True True", f"{installed}/ds_moe_ext/__init__.py None"]
+    reported, printed = stated(tmp_path, SCRIPT + ASKS_FOR_IT, ON, installed)
+    assert reported == ["2.0", "True True", f"{installed}/ds_moe_ext/__init__.py None"]
     assert "Warning" not in printed
 
 
@@ -116,10 +118,10 @@ def test_a_folder_of_our_name_is_not_in_the_way_of_another(installed: Path, tmp_
 def test_a_module_rich_of_the_users(first: str, switch: dict[str, str], tmp_path: Path) -> None:
     """It is not looked at before a host is imported, which then goes on without us."""
     (tmp_path / "rich.py").write_text("mine = 7\n")
-    told, printed = said(
+    reported, printed = stated(
         tmp_path, f"{first}{SCRIPT}import rich; print('answer:', rich.mine)", switch
     )
-    assert told == ["2.0", " ".join([str(switch is ON)] * 2), "7"]
+    assert reported == ["2.0", " ".join([str(switch is ON)] * 2), "7"]
     expected = bool(first) and switch is ON
     assert printed.count("ds_moe_ext could not attach to deepspeed and is off") == expected
 
@@ -130,8 +132,8 @@ def test_a_package_that_cannot_be_imported(
     name: str, switch: dict[str, str], installed: Path, tmp_path: Path
 ) -> None:
     (installed / "ds_moe_ext" / name).write_text("def broken(:\n")
-    told, printed = said(tmp_path, SCRIPT, switch, installed)
-    assert told == ["2.0", "False False"]
+    reported, printed = stated(tmp_path, SCRIPT, switch, installed)
+    assert reported == ["2.0", "False False"]
     off = "ds_moe_ext cannot be imported and is off: SyntaxError("
     assert printed.count(off) == printed.count("ds_moe_ext cannot") == (switch is ON)
     assert ("install it again, or set DS_MOE_EXT_AUTOLOAD=0" in printed) == (switch is ON)
@@ -142,14 +144,14 @@ def test_a_package_that_has_gone(installed: Path, tmp_path: Path) -> None:
     """Its entry point is left: no other ``ds_moe_ext`` is found, the editable one neither."""
     shutil.rmtree(installed / "ds_moe_ext")
     forbid = "import sys; sys.modules['ds_moe_ext'] = None\n"
-    told, printed = said(tmp_path, forbid + SCRIPT, ON, installed)
-    assert told == ["2.0", "True False"]
+    reported, printed = stated(tmp_path, forbid + SCRIPT, ON, installed)
+    assert reported == ["2.0", "True False"]
     assert printed.count("ds_moe_ext cannot be imported and is off: ModuleNotFoundError(") == 1
 
 
 @ON_AND_SLOWLY_OFF
 def test_without_numpy(switch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['numpy'] = None")
-    told, printed = said(tmp_path, SCRIPT, switch, tmp_path)
-    assert told == ["2.0", " ".join([str(switch is ON)] * 2)]
+    reported, printed = stated(tmp_path, SCRIPT, switch, tmp_path)
+    assert reported == ["2.0", " ".join([str(switch is ON)] * 2)]
     assert "ds_moe_ext" not in printed

@@ -26,7 +26,7 @@ preload("deepspeed", "transformers")
 SOON_S = 30.0  # of a group that would wait for 120 s
 BAD_STEP = 2
 HALF = Job(micro_batches=2, dtype="float16")
-MOVING = (("copies_per_rank", 1), ("reshard_interval", 1), ("resharding", "paper"))
+MOVING = (("replicas_per_rank", 1), ("reshard_interval", 1), ("resharding", "paper"))
 JOBS = {
     "ep": HALF,
     "fssdp": replace(HALF, strategy="fssdp", keys=MOVING),
@@ -42,7 +42,8 @@ def _spoil(module: Any, given: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _dense(engine: Any) -> list[Tensor]:
-    """Weights that change by an optimizer's step alone: experts may have another home behind it."""
+    """Weights that change by an optimizer's step alone: experts may have another owner behind
+    it."""
     named = engine.module.named_parameters()
     return [parameter for name, parameter in named if ".experts." not in name]
 
@@ -70,7 +71,7 @@ def _step(engine: Any, rank: int, step: int, what: str) -> Tensor:
     return loss
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """By one rank."""
 
     changed: list[bool]
@@ -79,7 +80,7 @@ class Told(NamedTuple):
     bad_scores: BadScores | None
 
 
-def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> Told:
+def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> Reported:
     """Train past a step of bad numbers."""
     scaled = (("fp16", {"enabled": True, "initial_scale_power": 4}),)
     with _float16_on_a_cpu():
@@ -99,21 +100,23 @@ def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> Told:
             assert step == BAD_STEP or bool(loss.isfinite())
             changed.append(any(not torch.equal(p, old) for p, old in zip(own, before)))
             experts.append(_experts(engine))
-        return Told(changed, experts, int(engine.skipped_steps), ranks.own.told(0.0).bad_scores)
+        return Reported(
+            changed, experts, int(engine.skipped_steps), ranks.own.reported(0.0).bad_scores
+        )
 
 
 @pytest.mark.parametrize("what", ["logits", slow("loss")])
 @pytest.mark.parametrize("name", JOBS)
 def test_all_ranks_skip_the_step(name: str, what: str) -> None:
     ranks = pool_of(2).run(trained, JOBS[name], what, 0)
-    changed = [any(each) for each in zip(*(told.changed for told in ranks))]
+    changed = [any(each) for each in zip(*(reported.changed for reported in ranks))]
     assert changed == [step != BAD_STEP for step in range(len(changed))]
-    experts = [sorted(chain(*each)) for each in zip(*(told.experts for told in ranks))]
+    experts = [sorted(chain(*each)) for each in zip(*(reported.experts for reported in ranks))]
     same = [before == after for before, after in pairwise(experts)]
     assert same == [step == BAD_STEP for step in range(1, len(experts))]
-    assert [told.num_skipped for told in ranks] == [1, 1]
+    assert [reported.num_skipped for reported in ranks] == [1, 1]
     bad = BadScores(BAD_STEP, layer=1, rank=0) if what == "logits" else None
-    assert [told.bad_scores for told in ranks] == [bad, None]
+    assert [reported.bad_scores for reported in ranks] == [bad, None]
 
 
 class Left(NamedTuple):
@@ -150,7 +153,9 @@ def left(job: Job, what: str) -> tuple[list[Left], set[int]]:
     ranks = pool_of(2).run(left_by_steps, job, what)
     steps = [
         Left(any(changed), all(dense), all(experts))
-        for changed, dense, experts in (zip(*each) for each in zip(*(told for told, _ in ranks)))
+        for changed, dense, experts in (
+            zip(*each) for each in zip(*(reported for reported, _ in ranks))
+        )
     ]
     return steps, {num_skipped for _, num_skipped in ranks}
 

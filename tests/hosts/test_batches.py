@@ -95,8 +95,8 @@ def test_ragged_batches(roles: Roles, num_stripes: int) -> None:
         assert shared.num_samples_C == SIZES
         assert shared.pieces == every[0].pieces
         run = tuple(tuple(call.piece for call in stripe) for stripe in shared.calls)
-        if rank in roles.attention_cells:
-            assert run == shared.pieces[roles.attention_cells.index(rank)]
+        if rank in roles.attention_ep_ranks:
+            assert run == shared.pieces[roles.attention_ep_ranks.index(rank)]
             weights = [
                 (call.weight, call.piece.num_samples / SIZES[call.piece.sender])
                 for stripe in shared.calls
@@ -126,8 +126,8 @@ def test_only_adopted_samples_travel(roles: Roles) -> None:
             stripes for stripes in shared.pieces if rank in {p.sender for s in stripes for p in s}
         ]
         sent = SIZES[rank] * (21 * LENGTHS[rank] + 2) + 76 * len(adopters)
-        assert shared.traffic.sent_bytes == (0 if rank in roles.attention_cells else sent)
-        assert (shared.traffic.received_bytes > 0) == (rank in roles.attention_cells)
+        assert shared.traffic.sent_bytes == (0 if rank in roles.attention_ep_ranks else sent)
+        assert (shared.traffic.received_bytes > 0) == (rank in roles.attention_ep_ranks)
     sent, received = (
         sum(getattr(shared.traffic, way) for shared in every)
         for way in ("sent_bytes", "received_bytes")
@@ -151,7 +151,7 @@ def test_batches_of_attention_ranks_are_adopted_too() -> None:
 
 
 def _refused(rank: int, world_size: int, change: Callable[[dict[str, Any]], Any]) -> str:
-    """What every rank is told where the last one's call is not like the others'."""
+    """What every rank is notified where the last one's call is not like the others'."""
     batches = exchange_of(rank, world_size, Roles.first(1, 2), 2)
     own = batch_of(rank)
     mode = (change(own) if rank == world_size - 1 else None) or "train"
@@ -197,7 +197,7 @@ def _one_sample(own: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (_eval, "the mode is 'train' at place 0 and 'eval' at place 2"),
         (
@@ -215,11 +215,11 @@ def _one_sample(own: dict[str, Any]) -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_unlike_calls_are_refused_on_every_rank(
-    change: Callable[[dict[str, Any]], Any], told: str
+    change: Callable[[dict[str, Any]], Any], reported: str
 ) -> None:
     messages = pool_of(3).run(_refused, change)
     assert len(set(messages)) == 1
-    assert told in messages[0]
+    assert reported in messages[0]
 
 
 def _few_samples(rank: int, world_size: int) -> Shared:
@@ -337,7 +337,7 @@ def _round_trip_checked(rank: int, world_size: int, make: Callable[..., Any]) ->
 
 
 def _changes(rank: int, world_size: int) -> list[str]:
-    """Outputs change their type between steps, and the expert rank is told."""
+    """Outputs change their type between steps, and the expert rank is notified."""
     batches = exchange_of(rank, world_size, Roles.first(1, 1), 2)
     kinds = []
     for make in (dict_output, dict_output, tensor_output, dict_output):

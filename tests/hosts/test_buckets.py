@@ -20,10 +20,10 @@ from tests.ranks import pool_of
     "stage, overlap", [(1, False), slow(1, True), slow(2, False), slow(2, True)]
 )
 def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
-    """Each rank has other experts in each step: homes are shuffled after every one."""
+    """Each rank has other experts in each step: owners are shuffled after every one."""
     zero = {"stage": stage, "reduce_bucket_size": 6000, "overlap_comm": overlap}
     plain = Job(steps=4, stage=stage, extra=(("zero_optimization", zero),))
-    keys = (("copies", 0.3), ("shard_every", 1))
+    keys = (("replicas", 0.3), ("shard_every", 1))
     moving = Job(**{**vars(plain), "strategy": VARIED, "keys": keys})
     (expected, _), (got, _) = (pool_of(2).run(train, job) for job in (plain, moving))
     assert got.losses == pytest.approx(expected.losses, abs=1e-6)
@@ -36,10 +36,10 @@ def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
     "stage, overlap", [slow(1, True), (2, True), slow(2, False), slow(3, True)]
 )
 def test_grids_reduce_in_step(stage: int, overlap: bool) -> None:
-    """Each of two grids copies by plans of its own; their gradients are summed."""
+    """Each of two grids replicas by plans of its own; their gradients are summed."""
     zero = {**zero_of(stage), "reduce_bucket_size": 6000, "overlap_comm": overlap}
-    plain = Job(steps=4, stage=stage, cells=2, extra=(("zero_optimization", zero),))
-    copying = replace(plain, strategy=IN_SLOTS, keys=(("copies", 0.5),))
+    plain = Job(steps=4, stage=stage, ep_ranks=2, extra=(("zero_optimization", zero),))
+    copying = replace(plain, strategy=IN_SLOTS, keys=(("replicas", 0.5),))
     (expected, *_), (got, *_) = (pool_of(4).run(train, job) for job in (plain, copying))
     assert got.losses == pytest.approx(expected.losses, abs=1e-6)
     assert got.norms == pytest.approx(expected.norms, rel=1e-5)

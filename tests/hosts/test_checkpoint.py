@@ -29,7 +29,7 @@ from tests.hosts.checkpoints import (
     Held,
     Layout,
     Saved,
-    assert_all_say,
+    assert_all_raise,
     assert_equal,
     check_cross,
     edit_layout,
@@ -98,7 +98,11 @@ CROSSES = [
 ]
 QUICK = {(1, 0), (7, 1), (9, 0), (20, 2), (21, 0)}
 EVERY = [
-    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in range(4)),
+    *(
+        ep(w, stage, ep_ranks)
+        for w, ep_ranks in ((1, 1), (2, 2), (2, 1), (4, 2))
+        for stage in range(4)
+    ),
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
     *(prophet(w, stage) for w in (2, 4) for stage in range(4)),
 ]
@@ -139,7 +143,7 @@ def test_every_layout_goes_on(family: str, dtype: str, source: Layout, goal: Lay
 def test_experts_had_moved(layout: Layout) -> None:
     """Or the crosses above would show less."""
     first = pool_of(layout.world_size).run(held_at_start, layout.job)
-    assert saved(layout.world_size, layout.job).ranks[0].homes != first[0].homes
+    assert saved(layout.world_size, layout.job).ranks[0].owners != first[0].owners
 
 
 def held_at_start(rank: int, world_size: int, job: Job) -> Held:
@@ -149,7 +153,7 @@ def held_at_start(rank: int, world_size: int, job: Job) -> Held:
 @pytest.mark.parametrize(("here", "there"), [("float32", "bfloat16"), slow("bfloat16", "float32")])
 def test_another_precision_keeps_masters_and_states(here: str, there: str) -> None:
     checkpoint = saved(2, Job("gpt_moe", 1, dtype=here))
-    got = joined(loaded(4, Job("gpt_moe", 2, dtype=there, cells=2), checkpoint))
+    got = joined(loaded(4, Job("gpt_moe", 2, dtype=there, ep_ranks=2), checkpoint))
     for key, tensor in joined(checkpoint.ranks).items():
         expected = joined_master(got, key) if key[1] == WEIGHT else tensor
         assert torch.equal(got[key], expected), key
@@ -233,11 +237,11 @@ PARTS = replace(MOVING, stage=1, keys=(*MOVING.keys, ("share", "planned")))
     ids=str,
 )
 def test_the_same_layout_goes_on_to_the_last_bit(layout: Layout) -> None:
-    """Homes, slots and what was remembered come back, into an engine that has moved its own."""
+    """Owners, slots and what was remembered come back, into an engine that has moved its own."""
     checkpoint = saved(layout.world_size, layout.job, steps=3)
     ranks = loaded(layout.world_size, layout.job, checkpoint, Call(before=1, after=2))
     for got, expected in zip(ranks, checkpoint.ranks):
-        assert (got.homes, got.slots) == (expected.homes, expected.slots)
+        assert (got.owners, got.slots) == (expected.owners, expected.slots)
         assert got.losses == expected.losses
     if layout.job.strategy == "fssdp":
         assert ranks[0].remembered == checkpoint.ranks[0].remembered == 3
@@ -251,15 +255,15 @@ def test_another_share_goes_on(after: Job) -> None:
     for source, goal in ((PRICED, after), (after, PRICED)):
         checkpoint = saved(2, source, steps=3)
         ranks = loaded(2, goal, checkpoint, Call(before=1, after=2))
-        assert ranks[0].homes == checkpoint.ranks[0].homes
+        assert ranks[0].owners == checkpoint.ranks[0].owners
         assert ranks[0].losses == pytest.approx(checkpoint.ranks[0].losses, rel=1e-5)
         assert_equal(joined(ranks), joined(checkpoint.ranks))
 
 
-def test_other_cells_keep_their_homes_and_remember_nothing() -> None:
+def test_other_ep_ranks_keep_their_owners_and_remember_nothing() -> None:
     checkpoint = saved(2, replace(MOVING, stage=1))
     ranks = loaded(4, replace(MOVING, stage=1), checkpoint)
-    assert ranks[0].homes == [[0, 1, 2, 3]] * 2
+    assert ranks[0].owners == [[0, 1, 2, 3]] * 2
     assert ranks[0].remembered == 0
 
 
@@ -296,7 +300,7 @@ HALVES = of(ep(2, 1), "mixtral", "bfloat16")
     ids=str,
 )
 def test_weights_without_states(source: Layout, goal: Layout, argument: str) -> None:
-    """The optimizer goes on from the weights, with the states it had; copies are made anew."""
+    """The optimizer goes on from the weights, with the states it had; replicas are made anew."""
     checkpoint = saved(source.world_size, source.job)
     only = argument == "load_module_only"
     call = Call(before=1, arguments=((argument, only),))
@@ -376,7 +380,8 @@ def test_frozen_weights_come_back(source: Layout, goal: Layout, tmp_path: Path) 
     "layout", [fssdp(2, 1), SPLIT, MOVED, slow(striped(2, 1, **LAST))], ids=str
 )
 def test_files_of_a_checkpoint(layout: Layout) -> None:
-    """Those of any run: dense weights once, experts whole by names that tell nothing of ranks."""
+    """Those of any run: dense weights once, experts whole by names that reports nothing of
+    ranks."""
     checkpoint, other = (
         saved(2, of(each, "gpt_moe", "float32").job) for each in (layout, ep(2, 1))
     )
@@ -385,8 +390,8 @@ def test_files_of_a_checkpoint(layout: Layout) -> None:
     document = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
     assert document["strategy"] == layout.job.strategy
     assert document["step"] == 2 and document["optimizer"] == "AdamW"
-    assert document["expert_sharding_size"] == (layout.job.cell_size or 1)
-    assert list(document["homes"].values()) == checkpoint.ranks[0].homes
+    assert document["expert_sharding_size"] == (layout.job.etp_size or 1)
+    assert list(document["owners"].values()) == checkpoint.ranks[0].owners
     shapes = dcp_folder.contents(checkpoint.tag / "ds_moe_ext").shapes
     assert {name: math.prod(shape) for name, shape in shapes.items()} == {
         "/".join(key): tensor.numel()
@@ -449,7 +454,7 @@ def tried_without_us(rank: int, world_size: int, job: Job, folder: str) -> dict[
     """What becomes of loading it by an engine whose block is off, asked for in several ways."""
     engine = jobs.engine_of(replace(job, block=False), world_size)
     before = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
-    told = {}
+    reported = {}
     for name, arguments in {
         "strict": {},
         "not strict": {"load_module_strict": False},
@@ -457,7 +462,7 @@ def tried_without_us(rank: int, world_size: int, job: Job, folder: str) -> dict[
     }.items():
         with pytest.raises(ValueError) as caught:
             engine.load_checkpoint(folder, **arguments)
-        told[name] = str(caught.value)
+        reported[name] = str(caught.value)
     for name, weight in engine.module.state_dict().items():
         assert torch.equal(weight, before[name])
     if (job.family, job.stage) == ("mixtral", 1):  # one's own function sees what is there
@@ -467,15 +472,17 @@ def tried_without_us(rank: int, world_size: int, job: Job, folder: str) -> dict[
     # DeepSpeed's own save over it leaves our file there, and is no checkpoint of ours.
     engine.save_checkpoint(folder, tag=next(Path(folder).glob("global_step*")).name)
     assert engine.load_checkpoint(folder)[0] is not None
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("job", [Job("mixtral", 1), Job("gpt_moe", 0), Job("mixtral", 3)])
 def test_without_us_it_is_refused_by_name(job: Job, tmp_path: Path) -> None:
     """DeepSpeed alone would leave the experts as they were drawn."""
     shutil.copytree(saved(1, job).folder, tmp_path / "ours")
-    (told,) = pool_of(1).run(tried_without_us, job, str(tmp_path / "ours"))
-    assert_all_say(told.values(), "written with ds_moe_ext .*enabled to true, or .*ds-moe-ext conv")
+    (results,) = pool_of(1).run(tried_without_us, job, str(tmp_path / "ours"))
+    assert_all_raise(
+        results.values(), "written with ds_moe_ext .*enabled to true, or .*ds-moe-ext conv"
+    )
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -515,10 +522,10 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
         shutil.copytree(checkpoint.folder, tmp_path / str(number))
         damage(tmp_path / str(number) / checkpoint.tag.name)
         folders.append(str(tmp_path / str(number)))
-    for (_, says), messages in zip(
+    for (_, expected), messages in zip(
         DAMAGES.values(), zip(*pool_of(2).run(refused, job, folders)), strict=True
     ):
-        assert_all_say(messages, says)
+        assert_all_raise(messages, expected)
 
 
 NUMBER = ({"num_experts": 8}, {}, "has 4 there and 8 here; .*build the model with as many")
@@ -527,7 +534,7 @@ FAILS: Any = ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad dis
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "arguments", "says"),
+    ("layout", "changes", "arguments", "expected"),
     [
         (ep(2, 1), *NUMBER),
         (ep(2, 1), *SHAPE),
@@ -556,11 +563,11 @@ FAILS: Any = ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad dis
     ids=str,
 )
 def test_what_differs_is_named(
-    layout: Layout, changes: dict[str, Any], arguments: dict[str, Any], says: str
+    layout: Layout, changes: dict[str, Any], arguments: dict[str, Any], expected: str
 ) -> None:
     checkpoint = saved(2, layout.job)
     folder = str(checkpoint.folder)
-    if "universal" in says:
+    if "universal" in expected:
         (checkpoint.folder / "latest_universal").write_text(checkpoint.tag.name)
     messages = pool_of(2).run(refused, replace(layout.job, **changes), [folder], **arguments)
-    assert_all_say([message for each in messages for message in each], says)
+    assert_all_raise([message for each in messages for message in each], expected)

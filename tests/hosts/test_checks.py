@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of costs said beside what ranks saw: worked by hand, without ranks.
+"""What a model of costs predicted beside what ranks saw: worked by hand, without ranks.
 
-Shape letters: I steps, L layers, N steps and layers that count, C cells, E experts.
+Shape letters: I steps, L layers, N steps and layers that count, C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import arrays
 
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.hosts.steps import planning
 from ds_moe_ext.hosts.steps.costs import (
     CHECKED,
@@ -32,13 +32,13 @@ from ds_moe_ext.hosts.steps.costs import (
 )
 from ds_moe_ext.hosts.steps.planning import Checks, term_of
 from ds_moe_ext.moe.observation import Rows
-from ds_moe_ext.planning.exchange_costs import BARE, LinkPrices, Trip
-from ds_moe_ext.planning.strategy import ROWS_ALONE, Forecast, Job, Plan, Pool, Site
+from ds_moe_ext.planning.exchange_costs import BARE, ExchangeFit, LinkPrices
+from ds_moe_ext.planning.strategy import ROWS_ALONE, CostGroup, Forecast, Job, LayerContext, Plan
 
-HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
-JOB = Job.at_start(HOMES, np.array([0, 0]))
+OWNERS = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
+JOB = Job.at_start(OWNERS, np.array([0, 0]))
 LAYOUT = ParallelLayout(Grid(2, 2), 0)
-PLANS = tuple(Plan(home, home, LocalElseHome(home, home)) for home in HOMES)
+PLANS = tuple(Plan(owner, owner, LocalElseOwner(owner, owner)) for owner in OWNERS)
 
 Model = Callable[[int, np.ndarray], Forecast | None]
 
@@ -48,7 +48,7 @@ Model = Callable[[int, np.ndarray], Forecast | None]
 
 def test_a_term_worked_by_hand() -> None:
     term = term_of("experts", np.array([[1.0, 4.0], [9.0, 2.0]]), np.array([[2, 4], [10, 1.0]]))
-    assert (term.name, term.said_s, term.found_s) == ("experts", 4.0, 4.25)
+    assert (term.name, term.predicted_s, term.found_s) == ("experts", 4.0, 4.25)
     assert term.error == pytest.approx((0.5 + 0.0 + 0.1 + 1.0) / 4)
 
 
@@ -63,7 +63,7 @@ def test_a_model_wrong_by_one_factor_has_that_error(
     happened_IL[0, 0] = True
     term = term_of("experts", factor * found_IL, np.where(happened_IL, found_IL, 0.0))
     assert term.error == pytest.approx(abs(factor - 1), abs=1e-9)
-    assert term.said_s == pytest.approx(factor * term.found_s)
+    assert term.predicted_s == pytest.approx(factor * term.found_s)
     assert term.found_s == pytest.approx(found_IL[happened_IL].mean())
 
 
@@ -76,9 +76,13 @@ class Fakes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
         self.asked: list[tuple[Job, Plan]] = []
         self.next_step = 100
-        copies = SimpleNamespace(like=(torch.zeros(1),))
+        replicas = SimpleNamespace(like=(torch.zeros(1),))
         layers: Any = [
-            SimpleNamespace(routed=SimpleNamespace(site=Site(plan, LAYOUT, 0), copies=copies))
+            SimpleNamespace(
+                routed=SimpleNamespace(
+                    layer_context=LayerContext(plan, LAYOUT, 0), replicas=replicas
+                )
+            )
             for plan in PLANS
         ]
 
@@ -122,7 +126,7 @@ def two_ranks(
 
 
 def by_rows(layer: int, rows_CE: np.ndarray) -> Forecast:
-    """A second a row for exchanges, half of that for experts; copies from the second layer on."""
+    """A second a row for exchanges, half of that for experts; replicas from the second layer on."""
     total = float(rows_CE.sum())
     return Forecast(total, total / 2, 6.0 * layer, 2.0 * layer)
 
@@ -138,12 +142,12 @@ def test_steps_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fakes.checks.terms == ()  # before all steps have ended
         fakes.step(num_rows=number + 1, seen=[FIRST, SECOND])
     # Each layer has 4, 8 and 12 rows. Its exchange takes 4 and 8 s on the rank that waits less,
-    # its experts 3 and 6 s on the slower one; copies are of the second layer only.
-    found = {term.name: (term.said_s, term.found_s, term.error) for term in fakes.checks.terms}
+    # its experts 3 and 6 s on the slower one; replicas are of the second layer only.
+    found = {term.name: (term.predicted_s, term.found_s, term.error) for term in fakes.checks.terms}
     assert found == {
         "exchange of rows": pytest.approx((8.0, 6.0, (0 + 1 + 2 + 0.5 + 0 + 0.5) / 6)),
         "experts": pytest.approx((4.0, 4.5, (1 / 3 + 1 / 3 + 1 + 2 / 3 + 1 / 3 + 0) / 6)),
-        "copies": pytest.approx((6.0, 4.0, 0.5)),
+        "replicas": pytest.approx((6.0, 4.0, 0.5)),
         "their gradients": pytest.approx((2.0, 4.0, 0.5)),
     }
     assert {term.steps for term in fakes.checks.terms} == {(100, 101, 102)}
@@ -158,8 +162,8 @@ def test_terms_that_never_happened_are_left_out(monkeypatch: pytest.MonkeyPatch)
     fakes.are_tried()
     for _ in CHECKED:
         fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, reduce_s=0.0)])
-    # Gradients that were expected never came; copies that the model forgot do show.
-    assert [term.name for term in fakes.checks.terms] == ["exchange of rows", "experts", "copies"]
+    # Gradients that were expected never came; replicas that the model forgot do show.
+    assert [term.name for term in fakes.checks.terms] == ["exchange of rows", "experts", "replicas"]
     assert fakes.checks.terms[2].error == 1.0
 
 
@@ -172,7 +176,7 @@ def test_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fakes.checks.terms == () and fakes.asked == []
     for _ in CHECKED:
         fakes.step(num_rows=1, seen=[FIRST, SECOND])
-    assert fakes.checks.terms[0].said_s == 4.0
+    assert fakes.checks.terms[0].predicted_s == 4.0
 
 
 @pytest.mark.parametrize("known", [[], [1]])
@@ -189,8 +193,8 @@ def test_a_model_that_does_not_know_all_layers_is_not_checked(
     assert len(fakes.asked) == 4 * len(CHECKED) and fakes.checks.terms == ()
 
 
-def test_how_fast_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said are 6 and 2 s of the second layer, found 8 and, as a mean of the ranks, 4."""
+def test_how_fast_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stated are 6 and 2 s of the second layer, found 8 and, as a mean of the ranks, 4."""
     fakes = Fakes(monkeypatch, by_rows)
     speeds = []
     for _ in range(2 * len(TRIED)):
@@ -215,36 +219,39 @@ def test_what_is_measured_again_is_corrected_again(monkeypatch: pytest.MonkeyPat
     assert fakes.checks.terms is terms and terms
 
 
-@pytest.mark.parametrize("copy_bytes", [0.0, 100.0])
-def test_copies_are_corrected_once_however_they_travel(copy_bytes: float) -> None:
+@pytest.mark.parametrize("replica_bytes", [0.0, 100.0])
+def test_replicas_are_corrected_once_however_they_travel(replica_bytes: float) -> None:
     """Plain ones weigh 400 bytes. Half as fast as was thought, they take twice as long, by links as
     without."""
     links = LinkPrices(near_bytes_per_s=10.0, far_bytes_per_s=10.0, node_bytes_per_s=10.0)
-    copy_s = (copy_bytes or 400.0) / 10.0
-    pool = Pool(
+    copy_s = (replica_bytes or 400.0) / 10.0
+    cost_group = CostGroup(
         layers=(0,),
         prices=replace(ROWS_ALONE, copy_s=copy_s),
         expert_bytes=400,
-        copy_bytes=copy_bytes,
+        replica_bytes=replica_bytes,
         links=links,
     )
-    (home, _), node_C = HOMES, np.array([0, 1])
-    everywhere = home.with_copies(np.ones_like(home.holds_EC))
-    found = _corrected(pool, Correction(0.5, BARE))
+    (owner, _), node_C = OWNERS, np.array([0, 1])
+    everywhere = owner.with_replicas(np.ones_like(owner.holds_EC))
+    found = _corrected(cost_group, Correction(0.5, BARE))
     assert found.copy_bytes_per_s == pytest.approx(5.0)
-    for before, after in ((pool, found), (replace(pool, links=None), replace(found, links=None))):
-        assert before.copies_s(home, everywhere, node_C) == pytest.approx(copy_s)
-        assert after.copies_s(home, everywhere, node_C) == pytest.approx(2 * copy_s)
+    for before, after in (
+        (cost_group, found),
+        (replace(cost_group, links=None), replace(found, links=None)),
+    ):
+        assert before.replicas_s(owner, everywhere, node_C) == pytest.approx(copy_s)
+        assert after.replicas_s(owner, everywhere, node_C) == pytest.approx(2 * copy_s)
 
 
 def test_what_exchanges_take_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said are 4 s for four trips of a layer; found 4 s and 8 s, where the rank took them that
+    """Stated are 4 s for four trips of a layer; found 4 s and 8 s, where the rank took them that
     waited less: none more, and one each."""
     fakes = Fakes(monkeypatch, by_rows)
     for _ in TRIED:
         fakes.step(num_rows=1, seen=[FIRST, SECOND])
     assert fakes.checks.correction is not None
-    assert fakes.checks.correction.trip == Trip(start_s=0.5)
+    assert fakes.checks.correction.exchange_fit == ExchangeFit(start_s=0.5)
 
 
 def test_each_exchange_has_a_last_rank_of_its_own() -> None:
@@ -253,7 +260,7 @@ def test_each_exchange_has_a_last_rank_of_its_own() -> None:
     assert exchange_s([first, other]) == 1.0 + 2.0 + 2.0 + 2.5
 
 
-def test_without_copies_their_speed_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_replicas_their_speed_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Fakes(monkeypatch, by_rows)
     for _ in TRIED:
         fakes.step(num_rows=1, seen=[FIRST, FIRST])

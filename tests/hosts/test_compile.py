@@ -25,7 +25,7 @@ ATTENTION = "scaled_dot_product"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a rank tells of a run."""
+    """What a rank shows of a run."""
 
     losses: list[float]
     first_graphs: list[list[str]]
@@ -164,8 +164,8 @@ def test_names_are_those_of_the_stock_engine(tmp_path: Path) -> None:
 
 
 def test_a_model_compiled_in_place_is_refused_under_zebra() -> None:
-    for said in pool_of(2).run(refusal, train, ZEBRA, "in place"):
-        assert re.search(r"compiled in place.*; call engine.compile\(\)", said)
+    for stated in pool_of(2).run(refusal, train, ZEBRA, "in place"):
+        assert re.search(r"compiled in place.*; call engine.compile\(\)", stated)
 
 
 @pytest.mark.slow

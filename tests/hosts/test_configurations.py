@@ -4,8 +4,8 @@ ranks, or one rank without us.
 
 A table of strategies, layouts, precisions, families and checkpointing runs by pairs of values in
 CI, and whole by hand. Rows behind it have what is not in every column: keys of one strategy, gates,
-optimizers, shapes of roles. ``docs/testing.md`` tells how to add one. What a strategy does on the
-way (when copies travel, what is refused, what is saved) has tests of its own.
+optimizers, shapes of roles. ``docs/testing.md`` shows how to add one. What a strategy does on the
+way (when replicas travel, what is refused, what is saved) has tests of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ds_moe_ext.core.hardware import Device, Hardware, Link
-from ds_moe_ext.core.share import LevelShare, NearestCopy
+from ds_moe_ext.core.share import LevelShare, NearestReplica
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
     SLOW,
@@ -110,7 +110,7 @@ def close_of(family: str) -> Close:
 # What steps show.
 
 
-def copies(steps: Sequence[Step]) -> None:
+def replicas(steps: Sequence[Step]) -> None:
     assert any(num_copied(steps))
 
 
@@ -128,7 +128,7 @@ def draws_all_kinds(steps: Sequence[Step]) -> None:
     assert num_moved(steps) > 10
     assert {plan.rematerialize for plan in plans} == {True, False}
     assert {plan.revise is None for plan in plans} == {True, False}
-    assert {plan.has_copies for plan in plans} == {True, False}
+    assert {plan.has_replicas for plan in plans} == {True, False}
 
 
 def lies_on(num_nodes: int) -> Shows:
@@ -144,11 +144,11 @@ def plans_once_costs_are_known(steps: Sequence[Step]) -> None:
 
 
 def carries(steps: Sequence[Step]) -> None:
-    assert any(plan.carried is not None for plan in _with_copies(steps))
+    assert any(plan.carried is not None for plan in _with_replicas(steps))
 
 
 def carries_nothing(steps: Sequence[Step]) -> None:
-    assert all(plan.carried is None for plan in _with_copies(steps))
+    assert all(plan.carried is None for plan in _with_replicas(steps))
 
 
 def exchanges_nothing(steps: Sequence[Step]) -> None:
@@ -162,7 +162,7 @@ def divides(steps: Sequence[Step]) -> None:
     assert divides_anew(steps)
 
 
-def adds_copies(steps: Sequence[Step]) -> None:
+def adds_replicas(steps: Sequence[Step]) -> None:
     """Once the rows are known."""
     assert any(
         plan.revise(rows_CE).target.holds_EC.sum() > plan.target.holds_EC.sum()
@@ -172,15 +172,15 @@ def adds_copies(steps: Sequence[Step]) -> None:
 
 
 def shares_by_parts(steps: Sequence[Step]) -> None:
-    """But where the nearest copy takes hardly longer."""
-    shares = [plan.share for plan in _with_copies(steps)]
-    divided = [share for share in shares if not isinstance(share, NearestCopy)]
+    """But where the nearest replica takes hardly longer."""
+    shares = [plan.share for plan in _with_replicas(steps)]
+    divided = [share for share in shares if not isinstance(share, NearestReplica)]
     assert divided
     assert all(isinstance(share, LevelShare) and not share.sweeps for share in divided)
 
 
-def _with_copies(steps: Sequence[Step]) -> list[Any]:
-    return [plan for step in steps for plan in step.plans if plan.has_copies]
+def _with_replicas(steps: Sequence[Step]) -> list[Any]:
+    return [plan for step in steps for plan in step.plans if plan.has_replicas]
 
 
 # Strategy ep: nothing but other places of experts.
@@ -200,11 +200,11 @@ def ep_rows() -> Iterator[Row]:
                 job = Job(family, stage, steps=3, clip=0.5, no_sync=True, evaluate=True)
                 yield Row(f"ep no_sync {family} zero{stage}", 2, job, Close(1e-6))
     for stage in (0, 1, 2):  # expert gradients are reduced over ranks that hold the same experts
-        job = one_gradient("mixtral", stage, cells=2)
+        job = one_gradient("mixtral", stage, ep_ranks=2)
         yield Row(f"ep two grids zero{stage}", 4, job, Close(1e-6, None, 1e-6), Stock.ALONE)
-    for cells in (2, None):
-        job = one_gradient("gpt_moe", 1, ep_size=2, cells=cells)
-        name = f"ep native ep_size 2, {cells or 'all'} cells"
+    for ep_ranks in (2, None):
+        job = one_gradient("gpt_moe", 1, ep_size=2, ep_ranks=ep_ranks)
+        name = f"ep native ep_size 2, {ep_ranks or 'all'} EP ranks"
         yield Row(name, 2, job, Close(1e-6, None, 1e-6), Stock.ALONE)
     for top_k in (1, 2, 3):  # what a gate of DeepSpeed's drops stays dropped
         for drops in (False, True):
@@ -218,9 +218,9 @@ def ep_rows() -> Iterator[Row]:
 def sharded_rows() -> Iterator[Row]:
     """What stages 1 and 2 prove of families and optimizers is not proved again."""
     gradients = Close(1e-6, None, 1e-6)
-    for family, ranks, cells in (("mixtral", 2, None), ("mixtral", 4, 2), ("gpt_moe", 4, 2)):
-        name = f"sharded gradients {family} {ranks} ranks {cells or 'all'} cells"
-        job = one_gradient(family, 3, cells=cells)
+    for family, ranks, ep_ranks in (("mixtral", 2, None), ("mixtral", 4, 2), ("gpt_moe", 4, 2)):
+        name = f"sharded gradients {family} {ranks} ranks {ep_ranks or 'all'} EP ranks"
+        job = one_gradient(family, 3, ep_ranks=ep_ranks)
         yield Row(name, ranks, job, gradients, Stock.ALONE)
     for family in ("qwen3_moe", "toy, some experts frozen", "gpt_moe"):
         job = one_gradient(family, 3)
@@ -231,8 +231,8 @@ def sharded_rows() -> Iterator[Row]:
         yield Row(name, 2, job, gradients, Stock.ALONE)
     job = Job("mixtral", 3, clip=0.5, steps=4, evaluate=True, evaluate_within=True)
     yield Row("sharded evaluates", 2, job, CURVES, Stock.SHARDED)
-    job = varied(Job("gpt_moe", 3, steps=2, num_experts=8, num_layers=2), copies=0.5)
-    yield Row("varied sharded native", 2, job, CURVES, shows=(copies,))
+    job = varied(Job("gpt_moe", 3, steps=2, num_experts=8, num_layers=2), replicas=0.5)
+    yield Row("varied sharded native", 2, job, CURVES, shows=(replicas,))
     for family in ("mixtral", "gpt_moe"):
         job = Job(family, 3, clip=0.5, steps=4, gate=GATES["cosine"])
         yield Row(f"gate sharded {family}", 2, job, CURVES)
@@ -245,17 +245,17 @@ ON_HOST: dict[str, Any] = {"offload": (("device", "cpu"),)}
 
 
 def offloaded_rows() -> Iterator[Row]:
-    """Where states lie changes no strategy; homes that move move them from there."""
+    """Where states lie changes no strategy; owners that move move them from there."""
     for stage in (1, 2, 3):
-        for ranks, cells in ((2, None), (4, 2)):
+        for ranks, ep_ranks in ((2, None), (4, 2)):
             at = f"zero{stage} {ranks} ranks"
-            job = one_gradient("mixtral", stage, cells=cells, **ON_HOST)
+            job = one_gradient("mixtral", stage, ep_ranks=ep_ranks, **ON_HOST)
             close = Close(1e-6, None, 1e-6)
             yield Row(f"offloaded gradients {at}", ranks, job, close, Stock.ALONE)
         job = Job("mixtral", stage, clip=0.5, steps=8, num_experts=8, **ON_HOST)
         moving = {} if stage == 3 else often(2)
-        copied = fssdp(job, overlap_degree=2, copies_per_rank=2, **moving)
-        shows = (copies,) if stage == 3 else (copies, moves)
+        copied = fssdp(job, overlap_degree=2, replicas_per_rank=2, **moving)
+        shows = (replicas,) if stage == 3 else (replicas, moves)
         name = f"offloaded fssdp zero{stage}"
         yield Row(name, 2, copied, CURVES, shows=shows)
         own = replace(job, torch_adam=False)
@@ -294,7 +294,7 @@ def varied_rows() -> Iterator[Row]:
         )
     for family in TOYS:  # few experts, layers of other sizes or shapes, shared or frozen ones
         name, job = f"varied {family}", varied(float64(family, clip=0.0), **ALL)
-        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,))
+        yield Row(name, 4, job, stock=Stock.ALONE, shows=(replicas,))
         job = replace(job, micro_batches=8)
         yield Row(f"{name} 8 ranks", 8, job, stock=Stock.ALONE)
     for family in ("toy, paired", "toy, shared experts", "toy, top alone"):
@@ -312,7 +312,7 @@ def varied_rows() -> Iterator[Row]:
     for family in ("gpt_oss", "qwen3_moe", "deepseek_v3"):
         job = varied(float64(family, clip=0.0), layers=1.0, **ALL)
         name = f"varied {family}"
-        yield Row(name, 4, job, close_of(family), shows=(copies,))
+        yield Row(name, 4, job, close_of(family), shows=(replicas,))
     job = varied(float64("gpt_moe", clip=0.0, num_experts=2), **ALL)
     yield Row("varied gpt_moe fewer experts than ranks", 4, job, BUT_KEYS, Stock.ALONE)
     for family, keys in {
@@ -365,9 +365,9 @@ def varied_at_zero_rows() -> Iterator[Row]:
         for family in ("mixtral", "gpt_moe"):
             for freed in (0.0, 1.0):
                 job = one_gradient(family, stage)
-                job = varied(job, layers=1.0, copies=0.7, rematerialized=freed)
+                job = varied(job, layers=1.0, replicas=0.7, rematerialized=freed)
                 name = f"varied gradients {family} zero{stage} freed {freed}"
-                shows = (copies,)
+                shows = (replicas,)
                 yield Row(name, 2, job, GRADIENTS, Stock.ALONE, shows)
         # The first steps overflow, and are skipped.
         job = varied(Job("gpt_moe", stage, dtype="float16", clip=0.5), **ANY)
@@ -381,7 +381,7 @@ def varied_at_zero_rows() -> Iterator[Row]:
     for stage in (1, 2):  # Adam's states go with their expert
         job = varied(Job("toy", stage, steps=6), shard_every=1)
         close = Close(1e-4, None, 1e-4)
-        yield Row(f"varied homes zero{stage}", 4, job, close, shows=(moves,))
+        yield Row(f"varied owners zero{stage}", 4, job, close, shows=(moves,))
     for stage in (0, 1):
         job = Job("toy", stage, steps=5, clip=0.5, no_sync=True, evaluate=True)
         job = varied(job, revised=0.3)
@@ -392,37 +392,37 @@ def varied_at_zero_rows() -> Iterator[Row]:
 
 
 def often(interval: int) -> dict[str, Any]:
-    """Keys of homes that change so often that it could not pay."""
+    """Keys of owners that change so often that it could not pay."""
     return {"reshard_interval": interval, "resharding": "paper"}
 
 
 FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
-    "some copies": (
-        {"overlap_degree": 3, "copies_per_rank": 2, **often(3)},
+    "some replicas": (
+        {"overlap_degree": 3, "replicas_per_rank": 2, **often(3)},
         moves,
     ),
     "all everywhere": (
-        {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0, "share": "paper"},
+        {"overlap_degree": 8, "replicas_per_rank": 8, "reshard_interval": 0, "share": "paper"},
         exchanges_nothing,
     ),
     "rematerialized": (
-        {"overlap_degree": 2, "copies_per_rank": 2, "rematerialize": True},
+        {"overlap_degree": 2, "replicas_per_rank": 2, "rematerialize": True},
         moves_nothing,
     ),
     "calibrated": (
-        {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
+        {"overlap_degree": 2, "replicas_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
     "all at once": (
         {
-            **{"overlap_degree": 4, "copies_per_rank": 3, "calibrate": True},
+            **{"overlap_degree": 4, "replicas_per_rank": 3, "calibrate": True},
             **{"rematerialize": True, "window": 2, **often(5)},
         },
         moves,
     ),
-    "even homes": (
+    "even owners": (
         {
-            **{"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 2},
+            **{"overlap_degree": 4, "replicas_per_rank": 2, "reshard_interval": 2},
             "heterogeneous_sharding": False,
         },
         moves_nothing,
@@ -431,16 +431,16 @@ FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
 
 
 def fssdp_rows() -> Iterator[Row]:
-    for name, (keys, homes) in FSSDP.items():
+    for name, (keys, owners) in FSSDP.items():
         for ranks in (2, 4):
             # Where rows are slow copies always pay.
-            job, shows = fssdp(float64(steps=8), **keys), (copies, homes)
+            job, shows = fssdp(float64(steps=8), **keys), (replicas, owners)
             yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, hardware=SLOW)
-    keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}
+    keys = {"overlap_degree": 1, "replicas_per_rank": 1, "reshard_interval": 6}
     for ranks in (2, 4):  # where a move costs next to nothing it pays as soon as costs are known
         job = fssdp(float64(steps=14), **keys)
         name = f"fssdp by gain {ranks} ranks"
-        yield Row(name, ranks, job, shows=(copies, moves), hardware=FREE)
+        yield Row(name, ranks, job, shows=(replicas, moves), hardware=FREE)
 
 
 FREE = Hardware(
@@ -454,13 +454,13 @@ FREE = Hardware(
 PROPHET: dict[str, dict[str, Any]] = {
     "as it is": {"balance": 0.3},
     "halves": {"split": "half", "num_excluded": 1, "balance": 0.3, "rematerialize": True},
-    "kept copies": {"rematerialize": False, "num_excluded": None, "balance": 0.2},
+    "kept replicas": {"rematerialize": False, "num_excluded": None, "balance": 0.2},
     "not hidden": {"scheduler": False, "frequency": 1, "balance": 0.3},
     "shadows": {"planner": "shadow", "rematerialize": True},
     "stale": {"planner": "shadow", "frequency": 7, "balance": 1e6},
 }
 """Of two ranks one excluded leaves one."""
-EAGER = {"planner": "shadow", "split": "half"}  # copies the busy, whatever that costs
+EAGER = {"planner": "shadow", "split": "half"}  # replicas the busy, whatever that costs
 
 
 def prophet(job: Job, **keys: Any) -> Job:
@@ -470,7 +470,7 @@ def prophet(job: Job, **keys: Any) -> Job:
 def prophet_rows() -> Iterator[Row]:
     for name, keys in PROPHET.items():
         for ranks in (2, 4, 8):
-            if (name, ranks) == ("halves", 2) or (ranks == 8 and name != "kept copies"):
+            if (name, ranks) == ("halves", 2) or (ranks == 8 and name != "kept replicas"):
                 continue
             way = carries_nothing if name == "not hidden" else carries
             yield Row(
@@ -485,10 +485,10 @@ def prophet_rows() -> Iterator[Row]:
 
 BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
     "fssdp": {
-        "kept": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2, **often(5)},
-        "freed": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2},
-        "calibrated": {"share": "priced", "overlap_degree": 2, "copies_per_rank": 3},
-        "by parts": {"share": "planned", "overlap_degree": 4, "copies_per_rank": 2},
+        "kept": {"share": "priced", "overlap_degree": 4, "replicas_per_rank": 2, **often(5)},
+        "freed": {"share": "priced", "overlap_degree": 4, "replicas_per_rank": 2},
+        "calibrated": {"share": "priced", "overlap_degree": 2, "replicas_per_rank": 3},
+        "by parts": {"share": "planned", "overlap_degree": 4, "replicas_per_rank": 2},
     },
     "prophet": {
         "kept": {"share": "priced", "rematerialize": False, "balance": 0.3},
@@ -505,7 +505,7 @@ def by_time_rows() -> Iterator[Row]:
     """20 steps of Adam."""
     three = float64("mixtral", 20, num_experts=6, micro_batches=6, clip=0.0)
     for strategy, name in ((s, n) for s, names in BY_TIME.items() for n in names):
-        shows = (copies, *SHOWN_BY_TIME.get((strategy, name), ()))
+        shows = (replicas, *SHOWN_BY_TIME.get((strategy, name), ()))
         for ranks in (2, 3, 4, 8):
             job = three if ranks == 3 else float64(steps=20, **sized(ranks))
             job = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
@@ -519,17 +519,17 @@ def by_time_rows() -> Iterator[Row]:
 SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
     ("fssdp", "kept"): (divides,),
     ("fssdp", "freed"): (divides,),
-    ("fssdp", "calibrated"): (divides, adds_copies),
+    ("fssdp", "calibrated"): (divides, adds_replicas),
     ("fssdp", "by parts"): (shares_by_parts,),
     ("prophet", "by parts"): (shares_by_parts,),
 }
 """Which experts prophet copies depends on what a machine's first steps take."""
 
 
-def esp(job: Job, cell_size: int, **keys: Any) -> Job:
-    """Experts split in cells of so many ranks, rows in chunks."""
+def esp(job: Job, etp_size: int, **keys: Any) -> Job:
+    """Experts split in EP ranks of so many ranks, rows in chunks."""
     given = {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False, **keys}
-    return replace(job, strategy="esp", keys=tuple(given.items()), cell_size=cell_size)
+    return replace(job, strategy="esp", keys=tuple(given.items()), etp_size=etp_size)
 
 
 def over(job: Job, balance: str, **keys: Any) -> Job:
@@ -550,7 +550,7 @@ def esp_rows() -> Iterator[Row]:
     drawn = {"carried": 0.5, "rematerialized": 0.5, "revised": 0.5, "shard_every": 2}
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
-        name, shows = f"esp over varied {ranks} ranks by {size}", (copies, moves)
+        name, shows = f"esp over varied {ranks} ranks by {size}", (replicas, moves)
         yield Row(name, ranks, job, shows=shows)
     for ranks, size in ((2, 1), (4, 2)):
         keys, _ = FSSDP["all everywhere"]
@@ -564,7 +564,7 @@ def esp_rows() -> Iterator[Row]:
         # 1e-18: by torch's own epsilon Adam makes 1.6e-12 of that.
         job = esp(float64("mixtral", 20, epsilon=1e-6), 2)
         job = replace(job, balance=strategy, balance_keys=tuple(BY_TIME[strategy][name].items()))
-        yield Row(f"esp over {strategy} by time {name}", 4, job, shows=(copies,), hardware=SLOW)
+        yield Row(f"esp over {strategy} by time {name}", 4, job, shows=(replicas,), hardware=SLOW)
     for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
         for schedule in ("fsmoe", "tutel_improved", "pipemoe_lina"):
             job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6)
@@ -686,18 +686,18 @@ def zebra_rows() -> Iterator[Row]:
         (1, 1, "toy, frozen experts", {"on_attention": True}),
         (1, 1, "toy, some experts frozen", {"on_attention": True}),
         (1, 1, "toy, experts alone", {"on_attention": True}),
-    ):  # long enough that copies are measured, and planned by that
+    ):  # long enough that replicas are measured, and planned by that
         job = replace(
             shared(attention + experts, family, aux_coefficient=0.0, steps=7, evaluate=True),
             strategy="tests.strategies_for_tests:TwoRoles",
             keys=tuple({"attention_size": attention, "expert_size": experts, **keys}.items()),
         )
-        name = f"two roles with copies, {attention}+{experts}, {family}, {', '.join(keys)}"
-        yield Row(name, attention + experts, job, close_of(family), shows=(copies,))
+        name = f"two roles with replicas, {attention}+{experts}, {family}, {', '.join(keys)}"
+        yield Row(name, attention + experts, job, close_of(family), shows=(replicas,))
     job = Job("mixtral", 1, clip=0.5, dtype="bfloat16", num_experts=4)
     own = (("attention_size", 1), ("expert_size", 1), ("on_attention", True), ("revises", True))
     job = replace(job, strategy="tests.strategies_for_tests:TwoRoles", keys=own)
-    yield Row("two roles with copies, cast after they are told of", 2, job, HALVES)
+    yield Row("two roles with replicas, cast after they are notified of", 2, job, HALVES)
     job = zebra(shared(2, evaluate=True, evaluate_within=True), 1, 1, moved=[0, 1])
     yield Row("zebra evaluates", 2, job)
     job = zebra(shared(2, micro_batches=2, learning_rate=1e-2), 1, 1)
@@ -737,18 +737,18 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 # The table. CI has a row for every pair of values; the slow ring has all that there can be.
 
 
-COPYING = {"overlap_degree": 2, "copies_per_rank": 2}
+COPYING = {"overlap_degree": 2, "replicas_per_rank": 2}
 STRATEGIES: dict[str, tuple[Callable[[Job], Job], tuple[Shows, ...]]] = {
     "ep": (lambda job: job, ()),
-    "fssdp": (lambda job: fssdp(job, **COPYING), (copies,)),
-    "prophet": (lambda job: prophet(job, **EAGER), (copies,)),
+    "fssdp": (lambda job: fssdp(job, **COPYING), (replicas,)),
+    "prophet": (lambda job: prophet(job, **EAGER), (replicas,)),
     "esp": (lambda job: esp(job, 2), ()),
-    "esp over fssdp": (lambda job: over(esp(job, 1), "fssdp", **COPYING), (copies,)),
+    "esp over fssdp": (lambda job: over(esp(job, 1), "fssdp", **COPYING), (replicas,)),
     "auto": (lambda job: replace(job, strategy="auto"), ()),
-    "varied": (lambda job: varied(job, **{**ALL, "shard_every": 0}), (copies,)),
+    "varied": (lambda job: varied(job, **{**ALL, "shard_every": 0}), (replicas,)),
     "zebra": (lambda job: zebra(job, 1, 1, num_micro_batches=1), ()),
 }
-LAYOUTS = {"2 ranks": (2, None), "4 ranks": (4, None), "2 grids": (4, 2)}  # ranks, cells
+LAYOUTS = {"2 ranks": (2, None), "4 ranks": (4, None), "2 grids": (4, 2)}  # ranks, EP ranks
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float64 zero0": {"stage": 0, "dtype": "float64"},
     "float32 zero1 offloaded": {"stage": 1, **ON_HOST},
@@ -760,7 +760,7 @@ CLOSE = {"float32": replace(CURVES, norms=None), "bfloat16": replace(HALVES, nor
 
 
 def is_possible(case: Mapping[str, Any]) -> bool:
-    """Roles keep their weights whole, and nothing on the host; a grid is a cell or more."""
+    """Roles keep their weights whole, and nothing on the host; a grid is an EP rank or more."""
     if case["strategy"] == "zebra":
         has_whole = "zero3" not in case["precision"] and "offloaded" not in case["precision"]
         return has_whole and case["layout"] != "2 grids" and case["reentrant"] is not True
@@ -781,10 +781,10 @@ def is_possible(case: Mapping[str, Any]) -> bool:
 )
 def test_of_the_table_equals_stock(case: dict[str, Any], tmp_path: Path) -> None:
     of_strategy, shows = STRATEGIES[case["strategy"]]
-    ranks, cells = LAYOUTS[case["layout"]]
-    steps = 8 if shows else 4  # until copies pay
+    ranks, ep_ranks = LAYOUTS[case["layout"]]
+    steps = 8 if shows else 4  # until replicas pay
     job = Job(case["family"], clip=0.5, steps=steps, num_experts=8, **PRECISIONS[case["precision"]])
-    job = of_strategy(replace(job, cells=cells, use_reentrant=case["reentrant"]))
+    job = of_strategy(replace(job, ep_ranks=ep_ranks, use_reentrant=case["reentrant"]))
     close = CLOSE.get(job.dtype, close_of(job.family))
     hardware = FREE if job.strategy == "prophet" else None
     stock = Stock.EP
@@ -798,12 +798,12 @@ QUICK = {
     "ep gradients gpt_moe zero2 2 ranks",
     "ep clipped bfloat16",
     "ep no_sync mixtral zero1",
-    "ep native ep_size 2, 2 cells",
+    "ep native ep_size 2, 2 EP ranks",
     "ep top-1 drops True",
     "ep top-2 drops True",
     "ep top-3 drops False",
     "ep mixtral's own gate, named",
-    "sharded gradients gpt_moe 4 ranks 2 cells",
+    "sharded gradients gpt_moe 4 ranks 2 EP ranks",
     "static capacity mixtral",
     "send once mixtral",
     "varied toy, shared experts accumulates",
@@ -844,16 +844,16 @@ def of_stock(row: Row) -> Any:
         row.job,
         stage=row.job.stage if skips_steps else min(row.job.stage, 1),
         **{"strategy": "ep", "keys": (), "hardware": None},
-        **{"cell_size": None, "balance": None, "balance_keys": ()},
+        **{"etp_size": None, "balance": None, "balance_keys": ()},
         offload=() if row.job.torch_adam else row.job.offload,  # each Adam has its own decay
         **{"no_sync": False, "evaluate": False, "evaluate_within": False},
         use_reentrant=row.job.use_reentrant or None,  # transformers' balance loss is lost if it is
     )
     if row.stock is Stock.SHARDED:
-        return plain(row.ranks, replace(job, stage=3, block=False, cells=None))
+        return plain(row.ranks, replace(job, stage=3, block=False, ep_ranks=None))
     if row.stock is Stock.EP:
         return plain(row.ranks, job)
-    return alone(replace(job, cells=None, ep_size=1))
+    return alone(replace(job, ep_ranks=None, ep_size=1))
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_damaged_files_are_refused_by_name(num_cases: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("num_cases", [slow(8), slow(60)])
 def test_without_checksums_too(num_cases: int, tmp_path: Path) -> None:
-    """As of a checkpoint that was changed by hand, what cannot be read has its name told."""
+    """As of a checkpoint that was changed by hand, what cannot be read has its name reported."""
     checkpoint, draw, cases = saved(2, MOVED.job), random.Random(num_cases), []
     damages = (truncate, garbage, remove)
     for number in range(num_cases):
@@ -227,10 +227,10 @@ def test_our_folder_runs_nothing(tmp_path: Path) -> None:
 # Before saves had an id.
 
 
-def told(rank: int, world_size: int, job: Job, folder: str) -> list[str]:
+def reported(rank: int, world_size: int, job: Job, folder: str) -> list[str]:
     """Lines that a person is shown while an engine loads."""
     engine, lines = jobs.engine_of(job, world_size), []
-    with mock.patch.object(run_of(engine).planning, "tell", lines.append):
+    with mock.patch.object(run_of(engine).planning, "log", lines.append):
         engine.load_checkpoint(folder)
     return lines
 
@@ -243,18 +243,18 @@ def test_format_3_is_read_and_said(tmp_path: Path) -> None:
     got = loaded(2, MOVED.job, Saved(tmp_path / "3", checkpoint.ranks), Call(before=1, after=2))
     assert_equal(joined(got), joined(checkpoint.ranks))
     assert got[0].losses == checkpoint.ranks[0].losses
-    for lines in pool_of(2).run(told, MOVED.job, str(tmp_path / "3")):
+    for lines in pool_of(2).run(reported, MOVED.job, str(tmp_path / "3")):
         assert any(re.search(r"before saves had an id .* save anew", line) for line in lines)
-    for lines in pool_of(2).run(told, MOVED.job, str(checkpoint.folder)):
+    for lines in pool_of(2).run(reported, MOVED.job, str(checkpoint.folder)):
         assert not any("saves had an id" in line for line in lines)
 
 
-def test_of_format_3_what_can_be_told_is(tmp_path: Path) -> None:
-    """By the step, where the counters of DeepSpeed's file are another's; homes that are not there;
+def test_of_format_3_what_can_be_reported_is(tmp_path: Path) -> None:
+    """By the step, where the counters of DeepSpeed's file are another's; owners that are not there;
     a part with an id beside parts without."""
     checkpoint, edits = saved(2, MOVED.job), dict[str, Callable[[Path], Any]]()
     edits[STATES] = edit_module(lambda state: state.update(global_steps=7))
-    edits[LAYOUT] = edit_layout(homes={})
+    edits[LAYOUT] = edit_layout(owners={})
     edits[FOLDER] = lambda tag: swapped(tag, checkpoint.tag, FOLDER)
     cases = []
     for name, edit in edits.items():
@@ -269,5 +269,5 @@ def test_of_format_3_what_can_be_told_is(tmp_path: Path) -> None:
             (tag / LAYOUT).write_text(
                 json.dumps({k: v for k, v in edited.items() if k not in ("crc32", "files")})
             )
-        cases.append(Case(tmp_path / name, name, "told"))
+        cases.append(Case(tmp_path / name, name, "reported"))
     assert check(checkpoint, MOVED, cases) == len(cases)

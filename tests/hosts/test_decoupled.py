@@ -31,7 +31,7 @@ CONFIG = {
 BLOCK = {
     "enabled": True,
     "strategy": sys.argv[2],
-    "fssdp": {"copies_per_rank": 2, "reshard_interval": 2, "resharding": "paper"},
+    "fssdp": {"replicas_per_rank": 2, "reshard_interval": 2, "resharding": "paper"},
     "zebra": {"attention_size": 1, "expert_size": 1},
     "report": {"enabled": False},
 }
@@ -83,5 +83,5 @@ def test_a_save_beside_training_goes_on(strategy: str, tmp_path: Path) -> None:
     command = ["torchrun", "--standalone", "--nproc_per_node", "2", str(script)]
     launcher = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # as DeepSpeed's own sets them
     words = (str(tmp_path / "saved"), strategy)
-    said = start([*command, *words], PYTHONPATH=str(ROOT), **launcher)
-    assert said.count("went on") == 2
+    stated = start([*command, *words], PYTHONPATH=str(ROOT), **launcher)
+    assert stated.count("went on") == 2

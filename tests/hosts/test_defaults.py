@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_moe_ext
-from ds_moe_ext.hosts.attachment.notices import HOMES, settle
+from ds_moe_ext.hosts.attachment.notices import OWNERS, settle
 from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts import divided_runs, jobs, megatron_jobs, pipelines
 from tests.hosts import tensor_parallel as tp
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     """The first step of a run."""
 
     loss: float
-    told: str
+    reported: str
 
 
 def block(strategy: str) -> dict[str, Any]:
@@ -83,17 +83,17 @@ class OnDeepSpeed(NamedTuple):
 
 def on_deepspeed(rank: int, world_size: int, case: OnDeepSpeed) -> Step:
     """Its first step, on all ranks of a pool."""
-    with divided_runs._no_groups_left(), redirect_stdout(StringIO()) as told:
+    with divided_runs._no_groups_left(), redirect_stdout(StringIO()) as printed:
         loss = _first_loss(rank, world_size, case)
-    return Step(loss, told.getvalue())
+    return Step(loss, printed.getvalue())
 
 
 def _first_loss(rank: int, world_size: int, case: OnDeepSpeed) -> float:
     import deepspeed
 
-    copies, here = world_size // case.size, rank // case.size
+    replicas, here = world_size // case.size, rank // case.size
     mpu = tp.Mpu.of(case.size) if case.division == "mpu" else None
-    document = jobs.document_of(case.job, copies)
+    document = jobs.document_of(case.job, replicas)
     document["ds_moe_ext"] = block(case.strategy)
     document.update(case.more)
     if case.division == "autotp":
@@ -103,7 +103,7 @@ def _first_loss(rank: int, world_size: int, case: OnDeepSpeed) -> float:
         model=model, model_parameters=list(model.parameters()), mpu=mpu, config=document
     )
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for number in range(here, case.job.micro_batches, copies):
+    for number in range(here, case.job.micro_batches, replicas):
         loss = jobs.loss_of(engine, jobs.micro_batch(0, number))
         engine.backward(loss)
         engine.step()
@@ -166,7 +166,7 @@ OFFLOADED = {
 
 
 @pytest.mark.parametrize(
-    ("run", "says"),
+    ("run", "expected"),
     [
         (OnDeepSpeed("esp", 3), "stage is 3: it shards weights; use stage 0, 1 or 2"),
         (OnDeepSpeed("esp", 1, more=SUMS), "bfloat16 weights have float32 sums at stage 1"),
@@ -176,40 +176,43 @@ OFFLOADED = {
         ),
     ],
 )
-def test_what_is_left_out_of_esp_is_told(run: OnDeepSpeed, says: str) -> None:
+def test_what_is_left_out_of_esp_is_reported(run: OnDeepSpeed, expected: str) -> None:
     step = started(on_deepspeed, 2, run)
-    (line,) = [each for each in step.told.splitlines() if "esp.slice_gradients is null" in each]
-    assert "dense gradients are not reduced in slices, because" in line and says in line
+    (line,) = [each for each in step.reported.splitlines() if "esp.slice_gradients is null" in each]
+    assert "dense gradients are not reduced in slices, because" in line and expected in line
     assert step.loss == pytest.approx(ep_on_deepspeed("none"), rel=1e-2 if run.more else 1e-5)
 
 
-def test_homes_stay_at_zero_3() -> None:
+def test_owners_stay_at_zero_3() -> None:
     step = started(on_deepspeed, 2, OnDeepSpeed("fssdp", 3))
-    assert "fssdp.reshard_interval is null: experts keep their homes, because zero_opt" in step.told
-    assert "is null: experts keep" not in started(on_deepspeed, 2, OnDeepSpeed("fssdp", 2)).told
+    assert (
+        "fssdp.reshard_interval is null: experts keep their owners, because zero_opt"
+        in step.reported
+    )
+    assert "is null: experts keep" not in started(on_deepspeed, 2, OnDeepSpeed("fssdp", 2)).reported
 
 
 @pytest.mark.parametrize("strategy", ["fssdp", "auto"])
-def test_cells_that_divide_experts_at_zero_3(strategy: str) -> None:
+def test_ep_ranks_that_divide_experts_at_zero_3(strategy: str) -> None:
     """Of six experts four ranks would have one or two each."""
     step = started(on_deepspeed, 4, OnDeepSpeed(strategy, 3, num_experts=6))
-    assert "2 cells, the most that divide ranks and experts, for zero_optimiz" in step.told
+    assert "2 EP ranks, the most that divide ranks and experts, for zero_optimiz" in step.reported
     assert step.loss == pytest.approx(ep_on_deepspeed("none", 6), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "keys", "says"),
+    ("strategy", "keys", "expected"),
     [
         ("esp", {"slice_gradients": True}, "esp.slice_gradients is true, but zero_opt.* is 3: it "),
         ("fssdp", {"reshard_interval": 9}, "fssdp.reshard_interval is 9, but zero_opt.* is 3: the"),
     ],
 )
-def test_what_is_written_is_refused(strategy: str, keys: Mapping[str, Any], says: str) -> None:
+def test_what_is_written_is_refused(strategy: str, keys: Mapping[str, Any], expected: str) -> None:
     more = (("ds_moe_ext", {**block(strategy), strategy: keys}),)
-    for told in pool_of(2).run(refusal_of, on_deepspeed, OnDeepSpeed(strategy, 3, more=more)):
-        assert told.startswith("ds_moe_ext.")
-        with pytest.raises(ValueError, match=says):
-            raise ValueError(told)
+    for reported in pool_of(2).run(refusal_of, on_deepspeed, OnDeepSpeed(strategy, 3, more=more)):
+        assert reported.startswith("ds_moe_ext.")
+        with pytest.raises(ValueError, match=expected):
+            raise ValueError(reported)
 
 
 def refusal_of(rank: int, world_size: int, job: Callable[..., Any], case: Any) -> str:
@@ -223,12 +226,12 @@ def in_pipeline(rank: int, world_size: int, pipeline: Pipeline) -> Step:
     """Its first step, on all ranks of a pool."""
     document_of = jobs.document_of
 
-    def with_block(job: Job, copies: int) -> dict[str, Any]:
-        return {**document_of(job, copies), "ds_moe_ext": block(job.strategy)}
+    def with_block(job: Job, replicas: int) -> dict[str, Any]:
+        return {**document_of(job, replicas), "ds_moe_ext": block(job.strategy)}
 
-    with mock.patch.object(jobs, "document_of", with_block), redirect_stdout(StringIO()) as told:
+    with mock.patch.object(jobs, "document_of", with_block), redirect_stdout(StringIO()) as printed:
         result = pipelines.train(rank, world_size, pipeline)
-    return Step(float("nan") if result is None else result.losses[0], told.getvalue())
+    return Step(float("nan") if result is None else result.losses[0], printed.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_pipelines(case: Values) -> None:
     step = started(in_pipeline, 4, run)
     assert step.loss == pytest.approx(ep_in_pipeline(), rel=1e-5)
     if case["strategy"] == "esp":
-        assert "esp.slice_gradients is null" in step.told and "PipelineModule" in step.told
+        assert "esp.slice_gradients is null" in step.reported and "PipelineModule" in step.reported
 
 
 @functools.cache
@@ -259,9 +262,9 @@ def ep_in_pipeline() -> float:
 
 def on_megatron(rank: int, world_size: int, case: tuple[MegatronRun, str]) -> Step:
     run, strategy = case
-    with redirect_stdout(StringIO()) as told:
+    with redirect_stdout(StringIO()) as printed:
         trained = megatron_jobs.train(rank, world_size, run, block(strategy))
-    return Step(trained.losses[0], told.getvalue())
+    return Step(trained.losses[0], printed.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -296,26 +299,30 @@ class Optimizer(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "expected"),
     [
         ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({}, "the optimizer is a Optimizer"),
     ],
 )
-def test_homes_stay_where_megatron_cannot_move_states(fields: Mapping[str, Any], says: str) -> None:
-    assert pool_of(1).run(homes_on_megatron, fields, says) == [True]
+def test_owners_stay_where_megatron_cannot_move_states(
+    fields: Mapping[str, Any], expected: str
+) -> None:
+    assert pool_of(1).run(owners_on_megatron, fields, expected) == [True]
 
 
-def homes_on_megatron(rank: int, world_size: int, fields: Mapping[str, Any], says: str) -> bool:
+def owners_on_megatron(
+    rank: int, world_size: int, fields: Mapping[str, Any], expected: str
+) -> bool:
     from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE
 
-    optimizer, told = Optimizer(SimpleNamespace(**fields)), []
-    stays = settle(HOMES, FullySharded(), UNMOVABLE, optimizer, told.append)
+    optimizer, reported = Optimizer(SimpleNamespace(**fields)), []
+    stays = settle(OWNERS, FullySharded(), UNMOVABLE, optimizer, reported.append)
     with pytest.raises(ValueError, match=r"interval is 9, but .*to 0 or null"):
-        settle(HOMES, FullySharded(reshard_interval=9), UNMOVABLE, optimizer, told.append)
-    (line,) = told
-    return says in line and not stays.rhythm().shard_every
+        settle(OWNERS, FullySharded(reshard_interval=9), UNMOVABLE, optimizer, reported.append)
+    (line,) = reported
+    return expected in line and not stays.intervals().shard_every
 
 
 # A loop of a user's own.
@@ -333,7 +340,7 @@ class InLoop(NamedTuple):
 
 def in_loop(rank: int, world_size: int, case: InLoop) -> Step:
     """Its first step, on all ranks of a pool."""
-    with redirect_stdout(StringIO()) as told:
+    with redirect_stdout(StringIO()) as printed:
         model = jobs.model_of(Job("mixtral", use_reentrant=case.reentrant))
         if case.spoil is not None:
             case.spoil(model)
@@ -347,7 +354,7 @@ def in_loop(rank: int, world_size: int, case: InLoop) -> Step:
         optimizer.step()
         total = loss.detach().double()
         dist.all_reduce(total)
-    return Step(float(total) / world_size, told.getvalue())
+    return Step(float(total) / world_size, printed.getvalue())
 
 
 def _wrapped(model: Any, moe: Any, wrap: str) -> Any:
@@ -393,22 +400,25 @@ def ep_in_loop() -> float:
 def test_plain(case: Values) -> None:
     step = started(in_loop, 2, InLoop(**case))
     assert step.loss == pytest.approx(ep_in_loop(), rel=1e-5)
-    says = "esp.slice_gradients has no effect, and dense gradients are left to what wraps"
-    assert (says in step.told) == (case["strategy"] == "esp")
+    expected = "esp.slice_gradients has no effect, and dense gradients are left to what wraps"
+    assert (expected in step.reported) == (case["strategy"] == "esp")
 
 
 @pytest.mark.parametrize("optimizer", [_adafactor, _a_rate_for_each_layer])
 @pytest.mark.parametrize("strategy", ["fssdp", "auto"])
-def test_homes_stay_by_what_the_optimizer_is(strategy: str, optimizer: Any) -> None:
+def test_owners_stay_by_what_the_optimizer_is(strategy: str, optimizer: Any) -> None:
     step = started(in_loop, 2, InLoop(strategy, optimizer=optimizer))
     assert step.loss == pytest.approx(ep_in_loop(), rel=1e-5)
-    assert (": experts keep their homes, because" in step.told) == (strategy == "fssdp")
+    assert (": experts keep their owners, because" in step.reported) == (strategy == "fssdp")
 
 
-def test_homes_that_move_are_refused_by_what_the_optimizer_is() -> None:
-    for optimizer, says in ((_adafactor, "is Adafactor"), (_a_rate_for_each_layer, "groups")):
-        for told in pool_of(2).run(refused_in_loop, InLoop("fssdp", optimizer=optimizer)):
-            assert told.startswith("ds_moe_ext.fssdp.reshard_interval is 9, but ") and says in told
+def test_owners_that_move_are_refused_by_what_the_optimizer_is() -> None:
+    for optimizer, expected in ((_adafactor, "is Adafactor"), (_a_rate_for_each_layer, "groups")):
+        for reported in pool_of(2).run(refused_in_loop, InLoop("fssdp", optimizer=optimizer)):
+            assert (
+                reported.startswith("ds_moe_ext.fssdp.reshard_interval is 9, but ")
+                and expected in reported
+            )
 
 
 def refused_in_loop(rank: int, world_size: int, case: InLoop) -> str:

@@ -31,16 +31,16 @@ GRADIENTS = Job(aux_coefficient=0.0, steps=1, sgd=True, learning_rate=1e4, optim
 EP: dict[str, Any] = {"strategy": "ep"}
 FSSDP: dict[str, Any] = {
     "strategy": "fssdp",
-    "keys": (("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 0)),
+    "keys": (("overlap_degree", 2), ("replicas_per_rank", 2), ("reshard_interval", 0)),
 }
 BY_CHANCE: dict[str, Any] = {
     "strategy": VARIED,
-    "keys": (("layers", 1.0), ("copies", 0.7), ("rematerialized", 0.4)),
+    "keys": (("layers", 1.0), ("replicas", 0.7), ("rematerialized", 0.4)),
 }
 PROPHET: dict[str, Any] = {"strategy": "prophet"}
 ESP: dict[str, Any] = {
     "strategy": "esp",
-    "cell_size": 2,
+    "etp_size": 2,
     "keys": (("degree", 2), ("slice_gradients", False)),
 }
 SLICED: dict[str, Any] = {**ESP, "keys": (("degree", 2), ("slice_gradients", True))}
@@ -97,10 +97,10 @@ def assert_alike(own: Learnt, alone: Learnt) -> None:
 
 
 @pytest.mark.slow
-def test_what_tp_model_init_was_told() -> None:
+def test_what_tp_model_init_was_reported() -> None:
     """It only remembers, and ``initialize`` divides."""
-    told = pool_of(4).run(train, Case(replace(GRADIENTS, **EP), AUTOTP, 2, early=True))
-    for own, alone in zip(told, stock(GRADIENTS, AUTOTP, 4)):
+    results = pool_of(4).run(train, Case(replace(GRADIENTS, **EP), AUTOTP, 2, early=True))
+    for own, alone in zip(results, stock(GRADIENTS, AUTOTP, 4)):
         assert_alike(own, alone)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with replaced layers is not copied, which is told; one from before takes its weights."""
+"""A model with replaced layers is not copied, which is reported; one from before takes its
+weights."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.hosts import jobs
 from tests.ranks import pool_of
 
 
-def told(rank: int, world_size: int, strategy: str) -> list[str]:
+def reported(rank: int, world_size: int, strategy: str) -> list[str]:
     """Errors of three ways to copy a model."""
     block = {"enabled": True, "strategy": strategy, "report": {"enabled": False}}
     model: Any = jobs.model_of(jobs.Job("toy"))
@@ -36,8 +37,8 @@ def told(rank: int, world_size: int, strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["ep", "fssdp"])
-def test_copies_are_refused_with_what_to_do(strategy: str) -> None:
-    for errors in pool_of(2).run(told, strategy):
+def test_replicas_are_refused_with_what_to_do(strategy: str) -> None:
+    for errors in pool_of(2).run(reported, strategy):
         for error in errors:
             assert error.startswith("blocks.0.experts is run by ds_moe_ext")
             assert "copy the model before its layers are replaced" in error

@@ -18,7 +18,7 @@ import pytest
 
 from tests.hosts.elastic_script import STEPS
 from tests.hosts.processes import ROOT
-from tests.ranks import meeting_place
+from tests.ranks import key_value_store
 
 SCRIPTS = {
     "deepspeed": Path(__file__).with_name("elastic_script.py"),
@@ -108,7 +108,7 @@ def test_goes_on_with_the_ranks_that_are_left(host: str, strategy: str, tmp_path
     alone, lost = tmp_path / "alone", tmp_path / "lost"
     with agents(["--standalone"], alone, host, strategy) as (agent,):
         assert agent.wait(PATIENCE_S) == 0, printed(alone)
-    with meeting_place() as address:
+    with key_value_store() as address:
         flags = [
             *("--nnodes", "1:2", "--max-restarts", "3", "--rdzv_backend", "c10d"),
             *("--rdzv_endpoint", f"127.0.0.1:{address['MASTER_PORT']}", "--rdzv_id", "elastic"),

@@ -53,5 +53,5 @@ def on_unequal_nodes(rank: int, world_size: int) -> str:
 
 def test_ranks_that_choose_other_sizes() -> None:
     for message in pool_of(4).run(on_unequal_nodes):
-        assert "is 2 cells of 2 ranks on rank 0 and 4 cells of 1 ranks on rank" in message
+        assert "is 2 EP ranks of 2 ranks on rank 0 and 4 EP ranks of 1 ranks on rank" in message
         assert "set ds_moe_ext.expert_parallel_size and ds_moe_ext.expert_sharding_size" in message

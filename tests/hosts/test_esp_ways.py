@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows by way of the nodes under a real DeepSpeed engine: trained as directly, and told."""
+"""Rows by way of the nodes under a real DeepSpeed engine: trained as directly, and reported."""
 
 from __future__ import annotations
 
@@ -50,30 +50,34 @@ def test_relayed_rows_train_alike(way: str, tmp_path: Path) -> None:
     check_equal(ours, plain(4, JOB), JOB)
 
 
-def _told(rank: int, world_size: int, job: Job, ranks_per_host: int) -> tuple[list[str], list[str]]:
-    """What a person is told, and the way of each layer once costs are known."""
+def _reported(
+    rank: int, world_size: int, job: Job, ranks_per_host: int
+) -> tuple[list[str], list[str]]:
+    """What a person is notified, and the way of each layer once costs are known."""
     lines: list[str] = []
     with (
-        mock.patch.object(host, "teller", lambda *_: lines.append),
+        mock.patch.object(host, "line_logger", lambda *_: lines.append),
         mock.patch.object(socket, "gethostname", lambda: f"host{rank // ranks_per_host}"),
     ):
         given = engine_of(job, world_size)
     for step in range(job.steps):
         given.backward(loss_of(given, micro_batch(step, rank)))
         given.step()
-    ways = [layer.routed.site.plan.way.value for layer in training_run.run_of(given).layers]
+    ways = [
+        layer.routed.layer_context.plan.way.value for layer in training_run.run_of(given).layers
+    ]
     return lines, ways
 
 
 @pytest.mark.parametrize(("name", "ranks_per_host"), [("1dh", 4), slow("2dh", 1), slow("2dh", 3)])
-def test_flat_nodes_are_told(name: str, ranks_per_host: int) -> None:
+def test_flat_nodes_are_reported(name: str, ranks_per_host: int) -> None:
     why = {
-        4: "all cells are on one node",
-        1: "every node has one cell",
-        3: "nodes have 3, 1 cells: not equally many",
+        4: "all EP ranks are on one node",
+        1: "every node has an EP rank",
+        3: "nodes have 3, 1 EP ranks: not equally many",
     }[ranks_per_host]
     job = replace(esp(CURVE, all_to_all=name), steps=1)
-    for lines, ways in pool_of(4).run(_told, job, ranks_per_host):
+    for lines, ways in pool_of(4).run(_reported, job, ranks_per_host):
         assert f"{name} all-to-alls are direct here: {why}" in lines
         assert set(ways) == {name}
 
@@ -81,18 +85,18 @@ def test_flat_nodes_are_told(name: str, ranks_per_host: int) -> None:
 def test_the_fastest_way_by_a_hardware_file(tmp_path: Path) -> None:
     """10 ms a message between nodes: two fewer are worth to carry rows over inside a node."""
     job = on_nodes(esp(CURVE, degree=None), 2, tmp_path)
-    for lines, ways in pool_of(4).run(_told, job, 4):
-        assert any("between cells by 2dh all-to-alls" in line for line in lines)
+    for lines, ways in pool_of(4).run(_reported, job, 4):
+        assert any("between EP ranks by 2dh all-to-alls" in line for line in lines)
         assert ways == ["2dh", "2dh"]
 
 
 def test_the_fastest_way_by_what_was_measured() -> None:
     job = esp(CURVE, degree=None)
-    told = pool_of(4).run(_told, job, 2)
-    assert all(set(ways) <= {"direct", "1dh", "2dh"} for _, ways in told)
-    assert all(ways == told[0][1] for _, ways in told), "the same on every rank"
-    assert any("between cells by" in line for line in told[0][0])
-    assert not any("direct here" in line for line in told[0][0])
+    results = pool_of(4).run(_reported, job, 2)
+    assert all(set(ways) <= {"direct", "1dh", "2dh"} for _, ways in results)
+    assert all(ways == results[0][1] for _, ways in results), "the same on every rank"
+    assert any("between EP ranks by" in line for line in results[0][0])
+    assert not any("direct here" in line for line in results[0][0])
 
 
 def _refused(rank: int, world_size: int, job: Job) -> str:

@@ -40,7 +40,7 @@ UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": [UP, DOWN]}
 DRAWN = (("revised", 0.4), ("rematerialized", 0.4), ("carried", 0.5), ("shard_every", 2))
 STAYING = (*DRAWN[:3], ("shard_every", 0))
-COPIED = (("overlap_degree", 2), ("copies_per_rank", 2))
+COPIED = (("overlap_degree", 2), ("replicas_per_rank", 2))
 MOVING = (*COPIED, ("reshard_interval", 2), ("resharding", "paper"))
 WHOLE_STEPS = (("slice_gradients", False),)
 
@@ -65,7 +65,7 @@ def stock(job: Job, target: str = "") -> Result:
     """On one rank without us, of one target or all."""
     plain = {"strategy": "ep", "keys": (), "balance": None, "balance_keys": ()}
     alike: dict[str, Any] = {"evaluate": False, "evaluate_within": False}
-    return _stock(replace(job, block=False, cells=None, cell_size=None, **plain, **alike), target)
+    return _stock(replace(job, block=False, ep_ranks=None, etp_size=None, **plain, **alike), target)
 
 
 @functools.cache
@@ -86,15 +86,15 @@ FLOAT64 = Job("mixtral", 0, dtype="float64", steps=4, num_experts=8, num_layers=
         slow(2, {"strategy": "prophet"}),
         slow(2, {"strategy": "fssdp", "keys": MOVING}),
         (2, {"strategy": VARIED, "keys": DRAWN}),
-        slow(2, {"strategy": "esp", "cell_size": 2, "keys": WHOLE_STEPS}),
+        slow(2, {"strategy": "esp", "etp_size": 2, "keys": WHOLE_STEPS}),
         slow(4, {"strategy": VARIED, "keys": DRAWN}),
-        slow(4, {"strategy": "ep", "cells": 2}),
-        slow(4, {"strategy": "esp", "cell_size": 2, "keys": (("degree", 2),)}),
+        slow(4, {"strategy": "ep", "ep_ranks": 2}),
+        slow(4, {"strategy": "esp", "etp_size": 2, "keys": (("degree", 2),)}),
         (
             4,
             {
                 "strategy": "esp",
-                "cell_size": 2,
+                "etp_size": 2,
                 "keys": WHOLE_STEPS,
                 "balance": VARIED,
                 "balance_keys": DRAWN,
@@ -122,7 +122,7 @@ def test_learns_what_stock_learns(ranks: int, keys: dict[str, Any]) -> None:
         slow("mixtral", DOWN, {"strategy": "ep"}),
         slow("mixtral", UP, {"strategy": VARIED, "keys": DRAWN}),
         slow("mixtral", DOWN, {"strategy": "fssdp", "keys": MOVING}),
-        slow("gpt_oss", "", {"strategy": "esp", "cell_size": 2}),
+        slow("gpt_oss", "", {"strategy": "esp", "etp_size": 2}),
         slow("qwen3_moe", "", {"strategy": "ep"}),
         slow("qwen3_moe", "", {"strategy": VARIED, "keys": DRAWN}),
     ],
@@ -162,10 +162,10 @@ GRADIENT: dict[str, Any] = {"steps": 1, "optimizer": "object", "sgd": True, "lea
         slow(2, 2, {"strategy": VARIED, "keys": DRAWN}),
         slow(2, 3, {"strategy": "ep"}),
         (2, 3, {"strategy": VARIED, "keys": STAYING}),
-        slow(2, 2, {"strategy": "esp", "cell_size": 2}),
-        slow(4, 3, {"strategy": "ep", "cells": 2}),
-        slow(4, 1, {"strategy": "ep", "cells": 2, "parameters": "groups"}),
-        slow(4, 3, {"strategy": "esp", "cell_size": 2, "cells": 1, "keys": WHOLE_STEPS}),
+        slow(2, 2, {"strategy": "esp", "etp_size": 2}),
+        slow(4, 3, {"strategy": "ep", "ep_ranks": 2}),
+        slow(4, 1, {"strategy": "ep", "ep_ranks": 2, "parameters": "groups"}),
+        slow(4, 3, {"strategy": "esp", "etp_size": 2, "ep_ranks": 1, "keys": WHOLE_STEPS}),
         slow(2, 2, {"strategy": "ep"}),
         slow(2, 1, {"strategy": "fssdp", "keys": MOVING}),
         slow(2, 1, {"strategy": "prophet"}),
@@ -183,7 +183,7 @@ def test_gradients_equal_one_rank(ranks: int, stage: int, keys: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (4, {"strategy": VARIED, "keys": STAYING, "stage": 3, "cells": 2}),
+        (4, {"strategy": VARIED, "keys": STAYING, "stage": 3, "ep_ranks": 2}),
         (2, {"strategy": "fssdp", "keys": MOVING, "stage": 2, "offload": (("device", "cpu"),)}),
         (2, {"strategy": "ep", "stage": 1, "dtype": "bfloat16"}),
         (2, {"strategy": "fssdp", "keys": MOVING, "stage": 2, "dtype": "bfloat16"}),
@@ -330,8 +330,8 @@ def test_peft_saves_its_own_file_and_switches_adapters(
 
 
 def misused(rank: int, world_size: int) -> list[str]:
-    """What is told of calls that cannot do what they say."""
-    told = []
+    """What is reported calls that cannot do what they say."""
+    lines = []
     engine = with_adapters(jobs.engine_of, Job(strategy="prophet"), world_size)
     model: Any = engine.module
 
@@ -343,8 +343,8 @@ def misused(rank: int, world_size: int) -> list[str]:
     for call in (lambda: model.save_pretrained("nowhere"), model.merge_adapter, switched):
         with pytest.raises(ValueError) as caught:
             call()
-        told.append(str(caught.value))
-    return told
+        lines.append(str(caught.value))
+    return lines
 
 
 def test_what_would_do_something_else_is_an_error() -> None:
@@ -355,7 +355,7 @@ def test_what_would_do_something_else_is_an_error() -> None:
 
 
 def joined(rank: int, world_size: int) -> str:
-    job = Job(strategy="esp", cell_size=2, keys=WHOLE_STEPS)
+    job = Job(strategy="esp", etp_size=2, keys=WHOLE_STEPS)
     engine = with_adapters(jobs.engine_of, job, world_size)
     engine.eval()
     with pytest.raises((ValueError, RuntimeError)) as caught, ds_moe_ext.joined(engine):
@@ -365,7 +365,7 @@ def joined(rank: int, world_size: int) -> str:
 
 @pytest.mark.slow
 def test_ranks_that_split_experts_run_them_together() -> None:
-    assert all("gather parts in every pass" in told for told in pool_of(2).run(joined))
+    assert all("gather parts in every pass" in reported for reported in pool_of(2).run(joined))
 
 
 # Going on.
@@ -400,8 +400,8 @@ def test_another_layout_goes_on(
 
 
 def laid_out(job: Job, strategy: str, keys: Any, stage: int) -> Job:
-    cell_size = 2 if strategy == "esp" else None
-    return replace(job, strategy=strategy, keys=keys, stage=stage, cell_size=cell_size)
+    etp_size = 2 if strategy == "esp" else None
+    return replace(job, strategy=strategy, keys=keys, stage=stage, etp_size=etp_size)
 
 
 def train_and_save(rank: int, world_size: int, job: Job, leaves_frozen_out: bool) -> Any:
@@ -513,7 +513,7 @@ def of_biases(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "says"),
+    ("family", "change", "expected"),
     [
         ("mixtral", twice, ("has 2 adapters (default, another)", "delete_adapter")),
         ("mixtral", merged, ("is merged into them", "unmerge_adapter")),
@@ -522,11 +522,11 @@ def of_biases(model: nn.Module) -> nn.Module:
     ids=["twice", "merged", "biases"],
 )
 def test_adapters_that_cannot_go_along(
-    family: str, change: Callable[[nn.Module], nn.Module], says: tuple[str, ...]
+    family: str, change: Callable[[nn.Module], nn.Module], expected: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as caught:
         list(huggingface.find(change(families.build(family)), any_name))
-    assert all(part in str(caught.value) for part in (*says, "ds_moe_ext.moe_layer_pattern"))
+    assert all(part in str(caught.value) for part in (*expected, "ds_moe_ext.moe_layer_pattern"))
 
 
 def test_parts_of_factors_must_be_whole() -> None:
@@ -542,9 +542,9 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_roles_have_none() -> None:
-    for told in pool_of(2).run(refused):
-        assert "layers.0.mlp.experts have adapters of peft" in told
-        assert "or choose another strategy" in told
+    for reported in pool_of(2).run(refused):
+        assert "layers.0.mlp.experts have adapters of peft" in reported
+        assert "or choose another strategy" in reported
 
 
 def test_what_is_not_adapted_is_found_as_before() -> None:

@@ -84,10 +84,10 @@ def test_others_learn_of_a_failure(
     assert max(seconds for seconds, _, _ in answers) < SOON_S
     _, kind, own = answers[spoilt]
     assert (kind, own) == ("ValueError", "it broke")  # its own error, where it came from
-    _, kind, told = answers[1 - spoilt]
+    _, kind, reported = answers[1 - spoilt]
     assert kind == "BrokenOff"
-    assert told.startswith(f"rank {spoilt} failed in {where}"), told
-    assert "ValueError: it broke" in told
+    assert reported.startswith(f"rank {spoilt} failed in {where}"), reported
+    assert "ValueError: it broke" in reported
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_late_is_told_of() -> None:
+def test_a_rank_that_is_late_is_reported() -> None:
     late, waiting = run_script(SCRIPT, "late", world_size=2, path=(ROOT,))
     assert answers(late) == answers(waiting) == ["trained"]
     assert "ds_moe_ext: rank 1 has waited 1" in waiting

@@ -32,7 +32,7 @@ class Measured(NamedTuple):
     window_s: tuple[float, ...]
     free_bytes: int
     prices: Prices
-    num_copies: int
+    num_replicas: int
 
 
 def measured(rank: int, world_size: int, job: Job, seconds: float | None) -> list[Measured]:
@@ -55,10 +55,10 @@ def planned(rank: int, world_size: int, job: Job) -> list[Measured]:
             engine.backward(loss_of(engine, micro_batch(step, number)))
             engine.step()
         known = planning.job
-        plans = [layer.routed.site.plan for layer in planning.layers]
-        copies = sum(int((p.target.holds_EC & ~p.home.holds_EC).sum()) for p in plans)
+        plans = [layer.routed.layer_context.plan for layer in planning.layers]
+        replicas = sum(int((p.target.holds_EC & ~p.owner.holds_EC).sum()) for p in plans)
         prices = known.pools[0].prices
-        seen.append(Measured(known.window_s, known.free_bytes, prices, copies))
+        seen.append(Measured(known.window_s, known.free_bytes, prices, replicas))
     return seen
 
 
@@ -72,8 +72,8 @@ def test_t_and_m_are_measured_in_the_first_steps(world_size: int, share: str) ->
     ranks = pool_of(world_size).run(measured, fssdp(JOB, overlap_degree=4, share=share), None)
     assert all(rank == ranks[0] for rank in ranks)
     before, after = ranks[0][: STEPS[-1]], ranks[0][STEPS[-1] :]
-    assert all(known.num_copies == 0 for known in before)
-    assert sum(known.num_copies for known in after) > 0
+    assert all(known.num_replicas == 0 for known in before)
+    assert sum(known.num_replicas for known in after) > 0
     assert all(
         min(known.window_s) > 0 and known.prices.copy_s > 0 < known.prices.row_s for known in after
     )
@@ -82,14 +82,14 @@ def test_t_and_m_are_measured_in_the_first_steps(world_size: int, share: str) ->
 
 @pytest.mark.parametrize("seconds", [1e-9, slow(1e-4), slow(1e3)])
 def test_any_measured_link_will_do(seconds: float) -> None:
-    """All sizes as fast, faster than time can be told, or slower than anything hides."""
+    """All sizes as fast, faster than time can be reported, or slower than anything hides."""
     ranks = pool_of(2).run(measured, JOB, seconds)
     assert all(rank == ranks[0] for rank in ranks)
     last = ranks[0][-1]
     assert min(last.window_s) > 0
     assert seconds / 10 < last.prices.copy_s < seconds
-    assert seconds > 1e-6 or last.num_copies > 0
-    assert seconds < 1 or last.num_copies == 0
+    assert seconds > 1e-6 or last.num_replicas > 0
+    assert seconds < 1 or last.num_replicas == 0
 
 
 """+"""
@@ -102,17 +102,17 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative t": ({"overlap_degree": -1}, ("fssdp.overlap_degree is -1", "at least 0")),
     "half a t": ({"overlap_degree": 1.5}, ("fssdp.overlap_degree is 1.5", "an integer or null")),
     "t in words": ({"overlap_degree": "auto"}, ("overlap_degree is 'auto'", "write null")),
-    "negative m": ({"copies_per_rank": -2}, ("fssdp.copies_per_rank is -2", "at least 0")),
-    "m that is true": ({"copies_per_rank": True}, ("copies_per_rank is True", "an integer")),
+    "negative m": ({"replicas_per_rank": -2}, ("fssdp.replicas_per_rank is -2", "at least 0")),
+    "m that is true": ({"replicas_per_rank": True}, ("replicas_per_rank is True", "an integer")),
     "no window": ({"window": 0}, ("fssdp.window is 0", "at least 1")),
     "a window in words": ({"window": "auto"}, ("fssdp.window is 'auto'", "write null")),
-    "homes in other ways": ({"resharding": "pays"}, ("resharding is 'pays'", "gain", "paper")),
+    "owners in other ways": ({"resharding": "pays"}, ("resharding is 'pays'", "gain", "paper")),
     "plans at no interval": ({"plan_interval": 0}, ("plan_interval is 0", "at least 1")),
     "calibrate as a number": ({"calibrate": 1}, ("fssdp.calibrate is 1", "true or false")),
     "rematerialize in words": ({"rematerialize": "yes"}, ("rematerialize is 'yes'", "true or")),
     "a negative interval": ({"reshard_interval": -1}, ("reshard_interval is -1", "at least 0")),
-    "negative bytes": ({"copy_bytes": -1}, ("fssdp.copy_bytes is -1", "at least 0")),
-    "bytes as a float": ({"copy_bytes": 1e9}, ("copy_bytes is 1000000000.0", "an integer")),
+    "negative bytes": ({"replica_bytes": -1}, ("fssdp.replica_bytes is -1", "at least 0")),
+    "bytes as a float": ({"replica_bytes": 1e9}, ("replica_bytes is 1000000000.0", "an integer")),
 }
 
 
@@ -120,11 +120,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_malformed_keys(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another strategy is chosen: a mistake shows before it matters."""
-    keys, says = REFUSED[name]
+    keys, expected = REFUSED[name]
     block = {"enabled": True, "strategy": strategy, "fssdp": keys}
     arguments = {"model": nn.Linear(2, 2), "config": document_with(block)}
     message = refuse(monkeypatch, 1, arguments)
-    assert all(part in message for part in says), message
+    assert all(part in message for part in expected), message
 
 
 NO_LINKS = {
@@ -139,7 +139,7 @@ NO_LINKS = {
 
 def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
     keys = {"expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}}
-    return 4, keys, ("reshard_interval is 9", "has 2 homes", "reshard_interval to 0 or null")
+    return 4, keys, ("reshard_interval is 9", "has 2 owners", "reshard_interval to 0 or null")
 
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
@@ -169,11 +169,11 @@ def test_what_cannot_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world_size, keys, says = case(tmp_path)
+    world_size, keys, expected = case(tmp_path)
     block = {"enabled": True, "strategy": "fssdp", **keys}
     arguments = {"model": families.build("mixtral"), "config": document_with(block)}
     message = refuse(monkeypatch, world_size, arguments)
-    assert all(part in message for part in says), message
+    assert all(part in message for part in expected), message
 
 
 @pytest.mark.slow
@@ -182,13 +182,13 @@ def test_a_link_within_nodes_is_enough_there(tmp_path: Path) -> None:
     path = tmp_path / "half.json"
     path.write_text(json.dumps(NO_LINKS))
     job = Job("toy", 1, steps=6, hardware=str(path))
-    ours, steps = run(2, fssdp(job, overlap_degree=8, copies_per_rank=8))
+    ours, steps = run(2, fssdp(job, overlap_degree=8, replicas_per_rank=8))
     assert any(num_copied(steps))
     assert ours.losses == pytest.approx(plain(2, job).losses, rel=1e-5)
 
 
-def test_grids_of_some_ranks_where_homes_stay() -> None:
-    job = Job("toy", 1, steps=6, cells=2)
-    ours, steps = run(4, fssdp(job, overlap_degree=8, copies_per_rank=8, reshard_interval=0))
+def test_grids_of_some_ranks_where_owners_stay() -> None:
+    job = Job("toy", 1, steps=6, ep_ranks=2)
+    ours, steps = run(4, fssdp(job, overlap_degree=8, replicas_per_rank=8, reshard_interval=0))
     assert any(num_copied(steps))
     assert ours.losses == pytest.approx(plain(4, job).losses, rel=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies cost in memory, counted in the storages that live: HECATE's model, spec rule 40.
+"""What replicas cost in memory, counted in the storages that live: HECATE's model, spec rule 40.
 
 Nothing of ours is believed here: every slab that a rank makes and every gradient of a copy that it
 sends is followed by its storage, and looked at whenever memory is taken.
@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import Part
-from ds_moe_ext.moe.copy_memory import CopyMemory
+from ds_moe_ext.moe.replica_memory import ReplicaMemory
 from ds_moe_ext.schedule.executor import Steps
-from tests.hosts.copied_runs import COPIES, varied
+from tests.hosts.copied_runs import REPLICAS, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -31,20 +31,20 @@ from tests.ranks import pool_of
 
 @dataclass
 class Census:
-    """Bytes of this process's copies and of their gradients."""
+    """Bytes of this process's replicas and of their gradients."""
 
-    most_copies: int = 0
+    most_replicas: int = 0
     most_grads: int = 0
     most_layers: int = 0
-    _slabs: WeakSet[CopyMemory] = field(default_factory=WeakSet)
+    _slabs: WeakSet[ReplicaMemory] = field(default_factory=WeakSet)
     _grads: dict[StorageWeakRef, int] = field(default_factory=dict)
 
     def count(self) -> None:
         """Look at all storages that live."""
         sizes = [sum(storage_bytes(slab.tensors())) for slab in self._slabs]
-        self.most_copies = max(self.most_copies, sum(sizes))
+        self.most_replicas = max(self.most_replicas, sum(sizes))
         self.most_layers = max(self.most_layers, sum(size > 0 for size in sizes))
-        # A list first: another lane may add one meanwhile.
+        # A list first: another stream may add one meanwhile.
         self._grads = {ref: size for ref, size in [*self._grads.items()] if not ref.expired()}
         self.most_grads = max(self.most_grads, sum(self._grads.values()))
 
@@ -60,23 +60,23 @@ class Census:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take it while this lasts."""
-        make_room, restore = CopyMemory.make_room, CopyMemory.restore
+        make_room, restore = ReplicaMemory.make_room, ReplicaMemory.restore
 
-        def counted_room(slab: CopyMemory, *arguments: Any) -> Any:
+        def counted_room(slab: ReplicaMemory, *arguments: Any) -> Any:
             room = make_room(slab, *arguments)
             self._slabs.add(slab)
             self.count()
             return room
 
-        def counted_restore(slab: CopyMemory) -> Any:
+        def counted_restore(slab: ReplicaMemory) -> Any:
             room = restore(slab)
             self.count()
             return room
 
         with (
-            mock.patch.object(CopyMemory, "make_room", counted_room),
-            mock.patch.object(CopyMemory, "restore", counted_restore),
-            mock.patch(f"{COPIES}.sparse_reduce_scatter", self.reduce),
+            mock.patch.object(ReplicaMemory, "make_room", counted_room),
+            mock.patch.object(ReplicaMemory, "restore", counted_restore),
+            mock.patch(f"{REPLICAS}.sparse_reduce_scatter", self.reduce),
         ):
             yield
 
@@ -93,7 +93,7 @@ class Counted:
 
     own: int
     expert: int
-    copies_L: tuple[int, ...]
+    replicas_L: tuple[int, ...]
     num_own: int
     census: tuple[int, int, int]
 
@@ -119,19 +119,19 @@ def counted(rank: int, world_size: int, job: Job) -> Counted:
                 engine.step()
     states = OptimizerStates(engine)
     kept = [tensor for p in own for tensor in states.of(p).tensors.values()]
-    plans = [layer.routed.site.plan for layer in layers]
-    copies = layers[0].routed.copies
+    plans = [layer.routed.layer_context.plan for layer in layers]
+    replicas = layers[0].routed.replicas
     return Counted(
         own=sum(p.nbytes for p in own) + sum(grads.values()) + sum(t.nbytes for t in kept),
-        expert=sum(weight.nbytes for weight in copies.like),
-        copies_L=tuple(num_here(p.target, rank) - num_here(p.home, rank) for p in plans),
-        num_own=sum(num_here(plan.home, rank) for plan in plans),
-        census=(census.most_copies, census.most_grads, census.most_layers),
+        expert=sum(weight.nbytes for weight in replicas.like),
+        replicas_L=tuple(num_here(p.target, rank) - num_here(p.owner, rank) for p in plans),
+        num_own=sum(num_here(plan.owner, rank) for plan in plans),
+        census=(census.most_replicas, census.most_grads, census.most_layers),
     )
 
 
-def num_here(placement: Placement, cell: int) -> int:
-    return int(placement.holds_EC[:, cell].sum())
+def num_here(placement: Placement, ep_rank: int) -> int:
+    return int(placement.holds_EC[:, ep_rank].sum())
 
 
 JOB = Job("toy, wide", 1, dtype="bfloat16", steps=3)
@@ -139,33 +139,33 @@ JOB = Job("toy, wide", 1, dtype="bfloat16", steps=3)
 
 def ranks_of(job: Job, **keys: Any) -> list[Counted]:
     """By one plan from the first step on."""
-    return pool_of(4).run(counted, varied(job, layers=1.0, copies=0.6, plan_every=0, **keys))
+    return pool_of(4).run(counted, varied(job, layers=1.0, replicas=0.6, plan_every=0, **keys))
 
 
 @pytest.mark.parametrize("rematerialized", [0.0, slow(1.0)])
 def test_memory_is_that_of_the_model(rematerialized: float) -> None:
-    """Of copies two bytes a weight: of all layers, or of one; and gradients of one layer at once.
-    Experts at home take 16 bytes a weight."""
+    """Of replicas two bytes a weight: of all layers, or of one; and gradients of one layer at once.
+    Experts at their owners take 16 bytes a weight."""
     for rank in ranks_of(JOB, rematerialized=rematerialized):
-        most_copies, most_grads, most_layers = rank.census
-        held = max(rank.copies_L) if rematerialized else sum(rank.copies_L)
-        assert most_copies == held * rank.expert
-        assert most_grads == max(rank.copies_L) * rank.expert
-        assert most_layers == (1 if rematerialized else sum(map(bool, rank.copies_L)))
+        most_replicas, most_grads, most_layers = rank.census
+        held = max(rank.replicas_L) if rematerialized else sum(rank.replicas_L)
+        assert most_replicas == held * rank.expert
+        assert most_grads == max(rank.replicas_L) * rank.expert
+        assert most_layers == (1 if rematerialized else sum(map(bool, rank.replicas_L)))
         assert rank.own == pytest.approx(8 * rank.num_own * rank.expert, rel=0.02)
-        # Spec rule 40: 2 bytes of a weight, 2 of its gradient, and at home 12 of Adam's.
-        overhead = (2 * held + 2 * max(rank.copies_L)) / (16 * rank.num_own)
-        assert (most_copies + most_grads) / rank.own == pytest.approx(overhead, rel=0.02)
+        # Spec rule 40: 2 bytes of a weight, 2 of its gradient, and at the owner 12 of Adam's.
+        overhead = (2 * held + 2 * max(rank.replicas_L)) / (16 * rank.num_own)
+        assert (most_replicas + most_grads) / rank.own == pytest.approx(overhead, rel=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rematerialized", [0.0, 1.0])
 def test_memory_of_several_micro_batches(rematerialized: float) -> None:
-    """Copies are those of one; gradients of rematerialized ones do not wait for each other."""
+    """Replicas are those of one; gradients of rematerialized ones do not wait for each other."""
     job = Job("toy, wide", 1, dtype="bfloat16", steps=3, micro_batches=8)
     for rank in ranks_of(job, rematerialized=rematerialized):
-        most_copies, most_grads, _ = rank.census
-        held = max(rank.copies_L) if rematerialized else sum(rank.copies_L)
-        assert most_copies == held * rank.expert
+        most_replicas, most_grads, _ = rank.census
+        held = max(rank.replicas_L) if rematerialized else sum(rank.replicas_L)
+        assert most_replicas == held * rank.expert
         if rematerialized:
-            assert most_grads == max(rank.copies_L) * rank.expert
+            assert most_grads == max(rank.replicas_L) * rank.expert

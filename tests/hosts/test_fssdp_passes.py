@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When copies travel in a real step, how often, and what they read; what may come between."""
+"""When replicas travel in a real step, how often, and what they read; what may come between."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.observation import Rows, TimedTask
-from ds_moe_ext.report.recorder import span_of
+from ds_moe_ext.report.recorder import chunk_range_of
 from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import ATTENTION, PARAM, START, Schedule, Task
 from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts.copied_runs import (
-    COPIES,
+    REPLICAS,
     Step,
     Watch,
     alone,
@@ -50,7 +50,7 @@ EXPERT_BYTES = (2 * 12 * 16 + 16 * 12) * 8
 
 def everywhere(job: Job, **keys: Any) -> Job:
     """All experts of all layers on all ranks, in every step."""
-    return varied(job, layers=1.0, copies=1.0, **keys)
+    return varied(job, layers=1.0, replicas=1.0, **keys)
 
 
 # What hides them.
@@ -84,7 +84,7 @@ class Barriers:
 
 @dataclass
 class Meetings(Barriers):
-    """Of attention and the copies of its own layer."""
+    """Of attention and the replicas of its own layer."""
 
     _num_gathers: int = 0
     _num_reductions: int = 0
@@ -130,11 +130,13 @@ class Kept:
     def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
         self.timed += timed
         for task in timed:
-            span = span_of(task, timed[0], [str(layer) for layer in range(NUM_LAYERS)])
-            key = (span.name, span.phase, int(span.layer))
+            chunk_range = chunk_range_of(
+                task, timed[0], [str(layer) for layer in range(NUM_LAYERS)]
+            )
+            key = (chunk_range.name, chunk_range.phase, int(chunk_range.layer))
             while key in self.moments:
                 key = (f"{key[0]} again", *key[1:])
-            self.moments[key] = span.start_s, span.end_s
+            self.moments[key] = chunk_range.start_s, chunk_range.end_s
 
 
 def described(engine: Any) -> Schedule:
@@ -147,7 +149,7 @@ def described(engine: Any) -> Schedule:
 def too_early(timed: list[TimedTask], step: Schedule) -> list[str]:
     """Which tasks did not wait for what the step says, in words; and how many of a kind there were,
     if that is another number. Left out are the host's own tasks, which have other
-    borders, and its blocks', which nobody is told of."""
+    borders, and its blocks', which nobody is notified of."""
     moments: dict[tuple[str, int, bool], list[Moment]] = defaultdict(list)
     for each in timed:
         moments[_kind(each.task)].append(each.seconds_from(timed[0]))
@@ -197,8 +199,8 @@ def met(rank: int, world_size: int, job: Job) -> Met:
             meetings.attention_of(layer, gathers_again=again)
         )
     with (
-        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", meetings.gather),
-        mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
+        mock.patch("ds_moe_ext.moe.replica_memory.sparse_all_gather", meetings.gather),
+        mock.patch(f"{REPLICAS}.sparse_reduce_scatter", meetings.reduce),
     ):
         for step in range(2):
             meetings.is_on = step == 1
@@ -259,7 +261,7 @@ def begun_in(rank: int, world_size: int, job: Job) -> list[set[str]]:
         threads[engine.global_steps].add(threading.current_thread().name)
         return (yield from sparse_all_gather(*arguments))
 
-    with mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", gather):
+    with mock.patch("ds_moe_ext.moe.replica_memory.sparse_all_gather", gather):
         while engine.global_steps < len(threads):
             engine.backward(loss_of(engine, micro_batch(engine.micro_steps, rank)))
             engine.step()
@@ -267,7 +269,7 @@ def begun_in(rank: int, world_size: int, job: Job) -> list[set[str]]:
 
 
 def test_only_what_is_watched_or_passed_on_needs_a_thread() -> None:
-    """Of two ranks none passes copies on."""
+    """Of two ranks none passes replicas on."""
     job = everywhere(replace(JOB, dtype="float32"))
     for _, unwatched, watched in pool_of(2).run(begun_in, job):
         assert unwatched == {"MainThread"}
@@ -330,10 +332,10 @@ def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("rematerialized", [slow(0.0), 1.0])
 def test_nothing_travels_when_experts_move(rematerialized: float) -> None:
-    """Copies and moves share a communicator. Only the last layer is trained: those below it need
-    their copies in forward alone, and another pass's would meet what moves."""
+    """Replicas and moves share a communicator. Only the last layer is trained: those below it need
+    their replicas in forward alone, and another pass's would meet what moves."""
     base = Job("toy, top alone", 0, dtype="float64", steps=6)
-    job = varied(base, layers=1.0, copies=0.8, rematerialized=rematerialized, shard_every=1)
+    job = varied(base, layers=1.0, replicas=0.8, rematerialized=rematerialized, shard_every=1)
     ours, steps = run(2, job, late_s=0.02)
     check_equal(ours, alone(base), base)
     assert num_moved(steps)
@@ -362,7 +364,7 @@ JOB_OF_SIX = replace(JOB, micro_batches=6)
 
 
 @pytest.mark.parametrize("use_reentrant", [slow(False), True])
-def test_recomputed_passes_keep_their_copies(use_reentrant: bool) -> None:
+def test_recomputed_passes_keep_their_replicas(use_reentrant: bool) -> None:
     job = everywhere(replace(JOB, use_reentrant=use_reentrant))
     _, steps = run(2, job)
     assert [len(step.gathers) for step in steps] == [NUM_LAYERS] * JOB.steps
@@ -371,23 +373,23 @@ def test_recomputed_passes_keep_their_copies(use_reentrant: bool) -> None:
 
 # How much.
 
-NO_COPIES: dict[str, dict[str, Any]] = {
-    "nothing is hidden": {"overlap_degree": 0, "copies_per_rank": 4},
-    "no memory": {"overlap_degree": 4, "copies_per_rank": 0, "calibrate": True},
-    "no bytes": {"overlap_degree": 4, "copy_bytes": 0, "calibrate": True},
+NO_REPLICAS: dict[str, dict[str, Any]] = {
+    "nothing is hidden": {"overlap_degree": 0, "replicas_per_rank": 4},
+    "no memory": {"overlap_degree": 4, "replicas_per_rank": 0, "calibrate": True},
+    "no bytes": {"overlap_degree": 4, "replica_bytes": 0, "calibrate": True},
 }
 
 
 @pytest.mark.parametrize("name", [slow("nothing is hidden"), "no memory", slow("no bytes")])
-def test_without_copies_it_is_expert_parallelism(name: str) -> None:
-    job = fssdp(JOB, **NO_COPIES[name], reshard_interval=0)
+def test_without_replicas_it_is_expert_parallelism(name: str) -> None:
+    job = fssdp(JOB, **NO_REPLICAS[name], reshard_interval=0)
     result, steps = run(2, job)
     theirs = plain(2, JOB)
     assert result.losses == theirs.losses
     assert all(torch.equal(result.state[key], theirs.state[key]) for key in theirs.state)
     for step in steps:
         assert step.gathers == step.reductions == ()
-        assert not any(plan.has_copies for plan in step.plans)
+        assert not any(plan.has_replicas for plan in step.plans)
 
 
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 0), slow(4, 1), slow(4, 2)])
@@ -395,19 +397,19 @@ def test_bytes_are_those_of_the_paper(world_size: int, seed: int) -> None:
     """Equation (1): no rank receives more in a gather than the experts that move at all."""
     job = varied(replace(JOB, micro_batches=world_size), seed=seed)
     ranks = pool_of(world_size).run(train_watched, job)
-    for cell, (_, steps) in enumerate(ranks):
+    for ep_rank, (_, steps) in enumerate(ranks):
         for step in steps:
-            check_bytes(step, cell)
+            check_bytes(step, ep_rank)
     gathered = sum(sum(step.gathers) for _, steps in ranks for step in steps)
     assert gathered == sum(sum(step.reductions) for _, steps in ranks for step in steps) > 0
 
 
-def check_bytes(step: Step, cell: int) -> None:
-    copied = [plan for plan in step.plans if plan.has_copies]
+def check_bytes(step: Step, ep_rank: int) -> None:
+    copied = [plan for plan in step.plans if plan.has_replicas]
     assert len(step.gathers) == len(step.reductions) == len(copied)
     for plan, gathered, reduced in zip(copied, step.gathers, reversed(step.reductions)):
-        new_EC = plan.target.holds_EC & ~plan.home.holds_EC
-        assert gathered == reduced == new_EC[:, cell].sum() * EXPERT_BYTES
+        new_EC = plan.target.holds_EC & ~plan.owner.holds_EC
+        assert gathered == reduced == new_EC[:, ep_rank].sum() * EXPERT_BYTES
         assert gathered <= new_EC.any(axis=1).sum() * EXPERT_BYTES  # HECATE, equation (1)
 
 
@@ -445,7 +447,7 @@ def train_with_other_weights(rank: int, world_size: int, job: Job) -> list[float
 @pytest.mark.slow  # another evaluation than the one above
 @pytest.mark.parametrize("name", LATE)
 def test_other_weights_may_be_evaluated(name: str) -> None:
-    """A mean of past weights, say: copies are then of those, and afterwards of the run's own."""
+    """A mean of past weights, say: replicas are then of those, and afterwards of the run's own."""
     job = replace(JOB, dtype="float32", micro_batches=2)
     theirs = pool_of(2).run(train_with_other_weights, job)
     ours = pool_of(2).run(train_with_other_weights, varied(job, **LATE[name]))

@@ -130,9 +130,9 @@ WEIGHTS = {"cosine": {"projection", "direction", "sharpness"}}
 
 @pytest.mark.parametrize("name", ["expert choice", slow("two soft slots"), slow("cosine")])
 def test_split_experts_take_any_gate(name: str) -> None:
-    """Two cells of two ranks against two grids of two cells, by DeepSpeed's own reduction."""
-    job = Job("mixtral", 1, gate=GATES[name], steps=3, cells=2)
-    split = replace(job, strategy="esp", cell_size=2)
+    """Two EP ranks of two ranks against two grids of two EP ranks, by DeepSpeed's own reduction."""
+    job = Job("mixtral", 1, gate=GATES[name], steps=3, ep_ranks=2)
+    split = replace(job, strategy="esp", etp_size=2)
     assert run(4, split).losses == pytest.approx(run(4, job).losses, rel=1e-6)
 
 
@@ -416,9 +416,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Gate, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_routers_that_cannot_take_a_gate_are_refused(name: str) -> None:
-    build, gate, says = REFUSED[name]
+    build, gate, expected = REFUSED[name]
     model = build()
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         routers_of(model, find(model, lambda name: True), gate)
     message = str(caught.value)
     assert message.startswith(f"ds_moe_ext.gate is {gate}, which model.layers.0.mlp.experts")
@@ -503,11 +503,11 @@ MALFORMED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "says"), MALFORMED, ids=[str(v)[:40] for v, _ in MALFORMED])
-def test_malformed_gates_are_refused(values: Any, says: str) -> None:
+@pytest.mark.parametrize(("values", "expected"), MALFORMED, ids=[str(v)[:40] for v, _ in MALFORMED])
+def test_malformed_gates_are_refused(values: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         gate_of(values)
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

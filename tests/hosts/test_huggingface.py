@@ -33,7 +33,7 @@ class Case:
     family: str
     dtype: torch.dtype = torch.float32
     pattern: str | None = None
-    cells: int | None = None
+    ep_ranks: int | None = None
 
 
 def compare(rank: int, world_size: int, case: Case) -> Errors:
@@ -43,21 +43,23 @@ def compare(rank: int, world_size: int, case: Case) -> Errors:
     stock, ours = (families.build(case.family, case.dtype) for _ in range(2))
     stock.set_experts_implementation("eager")
     names = {name for name, _ in stock.named_parameters()}
-    layers = replace_experts(ours, moe_layer_pattern=case.pattern, expert_parallel_size=case.cells)
+    layers = replace_experts(
+        ours, moe_layer_pattern=case.pattern, expert_parallel_size=case.ep_ranks
+    )
     assert stacked(dict(ours.named_parameters())).keys() == names
 
     own = tokens_of(rank)
     got, expected = (model(input_ids=own, labels=own) for model in (ours, stock))
     errors = errors_of_outputs(got, expected)
     got.loss.backward()
-    held = {layer.name: layer.routed.site for layer in layers}
-    theirs = stock_grads(stock, rank, same_grid(rank, world_size, case.cells), set(held))
+    held = {layer.name: layer.routed.layer_context for layer in layers}
+    theirs = stock_grads(stock, rank, same_grid(rank, world_size, case.ep_ranks), set(held))
     ours_grads = grads_of(ours)
     assert ours_grads.keys() == theirs.keys()
     for name, grad in ours_grads.items():
-        wanted, site = theirs[name], held.get(name.rpartition(".")[0])
-        if site is not None:
-            wanted = wanted[site.plan.home.experts_of(site.layout.index("ep"))]
+        wanted, layer_context = theirs[name], held.get(name.rpartition(".")[0])
+        if layer_context is not None:
+            wanted = wanted[layer_context.plan.owner.experts_of(layer_context.layout.index("ep"))]
         errors[f"gradient of {name}"] = relative_error(grad, wanted)
 
     whole = families.build(case.family, case.dtype, seed=1)
@@ -78,10 +80,10 @@ def errors_of_outputs(got: Any, expected: Any) -> Errors:
     return errors | {f"router_logits {i}": relative_error(*pair) for i, pair in enumerate(pairs)}
 
 
-def same_grid(rank: int, world_size: int, cells: int | None) -> range:
+def same_grid(rank: int, world_size: int, ep_ranks: int | None) -> range:
     """Ranks of the same expert-parallel grid: their rows reach this rank's experts."""
-    cells = cells or world_size
-    return range(rank // cells * cells, (rank // cells + 1) * cells)
+    ep_ranks = ep_ranks or world_size
+    return range(rank // ep_ranks * ep_ranks, (rank // ep_ranks + 1) * ep_ranks)
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
@@ -139,10 +141,10 @@ def scores_in_float64(rank: int, world_size: int, family: str) -> bool:
     return all(dtype == torch.float64 for dtype in seen)
 
 
-@pytest.mark.parametrize("cells", [None, 2, 1])
-def test_four_ranks_equal_stock(cells: int | None) -> None:
-    """Four cells; two grids of two; four ranks with all experts each."""
-    check(4, Case("mixtral", cells=cells), 1e-5)
+@pytest.mark.parametrize("ep_ranks", [None, 2, 1])
+def test_four_ranks_equal_stock(ep_ranks: int | None) -> None:
+    """Four EP ranks; two grids of two; four ranks with all experts each."""
+    check(4, Case("mixtral", ep_ranks=ep_ranks), 1e-5)
 
 
 def test_pattern_replaces_some_layers_only() -> None:
@@ -223,7 +225,7 @@ def compare_with_shared_experts(rank: int, world_size: int) -> Errors:
     errors = errors_of_outputs(got, expected)
     got.loss.backward()
     theirs = stock_grads(stock, rank, range(world_size), {layer.name})
-    held = layer.routed.site.plan.home.experts_of(rank)
+    held = layer.routed.layer_context.plan.owner.experts_of(rank)
     for name, grad in grads_of(ours).items():
         wanted = theirs[name][held] if ".experts." in name else theirs[name]
         errors[name] = relative_error(grad, wanted)
@@ -292,7 +294,7 @@ def compare_own_experts(rank: int, world_size: int) -> list[float]:
     y_TD.square().sum().backward()
     for other in range(world_size):
         stock(x_WTD[other]).square().sum().backward()
-    held = layer.routed.site.plan.home.experts_of(rank)
+    held = layer.routed.layer_context.plan.owner.experts_of(rank)
     return [
         relative_error(y_TD, expected_TD),
         *(
@@ -415,18 +417,18 @@ def refusal(rank: int, world_size: int, path: str, extra: str | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("path", "extra", "says"),
+    ("path", "extra", "expected"),
     [
         ("llama4.modeling_llama4.Llama4TextExperts", None, "as experts(hidden_states), not"),
         ("muse_spark.modeling_muse_spark.MuseSparkExperts", None, "normalises after each expert"),
         ("mixtral.modeling_mixtral.MixtralExperts", "gate_up_proj_scale_inv", "scale_inv"),
     ],
 )
-def test_families_that_cannot_work_are_refused(path: str, extra: str | None, says: str) -> None:
+def test_families_that_cannot_work_are_refused(path: str, extra: str | None, expected: str) -> None:
     if importlib.util.find_spec(f"transformers.models.{path.partition('.')[0]}") is None:
         pytest.skip("this transformers does not have it")
     (error,) = pool_of(1).run(refusal, f"transformers.models.{path}", extra)
-    assert says in error
+    assert expected in error
     assert "\n" not in error
     assert "moe_layer_pattern" in error or "register_experts" in error
 

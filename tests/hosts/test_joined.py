@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that evaluate and generate otherwise than each other, and what they are told where they do
-so without a joined block."""
+"""Ranks that evaluate and generate otherwise than each other, and what they are notified where they
+do so without a joined block."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def train_and_evaluate(rank: int, world_size: int, job: Job) -> tuple[float, str
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_passes_that_do_not_belong_together_are_told(stage: int) -> None:
+def test_passes_that_do_not_belong_together_are_reported(stage: int) -> None:
     """A joined block is named where there may be one: not at stage 3."""
-    for seconds, told in pool_of(2).run(train_and_evaluate, Job(stage=stage, micro_batches=2)):
+    for seconds, reported in pool_of(2).run(train_and_evaluate, Job(stage=stage, micro_batches=2)):
         assert seconds < SOON_S
-        assert "place 0: layer 0, evaluation; place 1: layer 0, training" in told
-        assert ("ds_moe_ext.joined(engine)" in told) == (stage < 3)
-        assert ("give it batches whose loss is masked" in told) == (stage == 3)
+        assert "place 0: layer 0, evaluation; place 1: layer 0, training" in reported
+        assert ("ds_moe_ext.joined(engine)" in reported) == (stage < 3)
+        assert ("give it batches whose loss is masked" in reported) == (stage == 3)
 
 
 def fail_in_a_block(rank: int, world_size: int, job: Job) -> tuple[float, str]:
@@ -138,8 +138,8 @@ def fail_in_a_block(rank: int, world_size: int, job: Job) -> tuple[float, str]:
 
 
 def test_who_serves_learns_of_a_failure() -> None:
-    (_, own), (seconds, told) = pool_of(2).run(fail_in_a_block, JOBS[3])
+    (_, own), (seconds, results) = pool_of(2).run(fail_in_a_block, JOBS[3])
     assert own == "'no such prompt'"
     assert seconds < SOON_S
-    assert told.startswith("rank 0 failed in a block of ds_moe_ext.joined"), told
-    assert "no such prompt" in told
+    assert results.startswith("rank 0 failed in a block of ds_moe_ext.joined"), results
+    assert "no such prompt" in results

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from tests.marks import slow
-from tests.ranks import Pool, meeting_place
+from tests.ranks import Pool, key_value_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def start(command: list[str], **environment: str) -> str:
 
 def start_by_deepspeed(command: list[str]) -> str:
     """On two ranks."""
-    with meeting_place() as address:
+    with key_value_store() as address:
         port = ("--master_port", address["MASTER_PORT"])
         return start(["deepspeed", "--num_accelerators", "2", *port, *command], **address)
 
@@ -115,7 +115,7 @@ def test_the_main_job_trains_and_reports(
     assert report["steps_I"] == list(range(7))
     # 2 ranks x 8 windows x 64 bytes x 2 choices a step and layer.
     assert {sum(rows_E) for rows_LE in report["rows_ILE"] for rows_E in rows_LE} == {2048}
-    assert {span["name"] for span in report["timeline"]} == {
+    assert {chunk_range["name"] for chunk_range in report["timeline"]} == {
         "order", "dispatch", "expert", "combine", "restore"
     }  # fmt: skip
     assert "data:image/svg+xml" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ def test_roles_under_torchrun(tmp_path: Path) -> None:
     assert len(losses) == 7 and losses[-1] < losses[0]
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert {sum(rows_E) for rows_LE in report["rows_ILE"] for rows_E in rows_LE} == {2048}
-    assert {(span["lane"], span["name"]) for span in report["timeline"]} == {
+    assert {(chunk_range["stream"], chunk_range["name"]) for chunk_range in report["timeline"]} == {
         *(("attention", "attention"), ("attention", "head"), ("expert", "expert")),
         *(("a2e", "dispatch"), ("a2e", "combine"), ("e2a", "combine"), ("e2a", "dispatch")),
     }

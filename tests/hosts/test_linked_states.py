@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's own functions tell of the optimizer's states of experts."""
+"""What DeepSpeed's own functions report of the optimizer's states of experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moments(rank: int, world_size: int, job: Job) -> list[tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize(
-    "job", [JOB, slow(replace(JOB, stage=2, strategy="fssdp")), slow(replace(JOB, cells=1))]
+    "job", [JOB, slow(replace(JOB, stage=2, strategy="fssdp")), slow(replace(JOB, ep_ranks=1))]
 )
 def test_states_of_experts_are_found(job: Job) -> None:
     """The first moment is a tenth of the gradient, the second a thousandth of its square."""

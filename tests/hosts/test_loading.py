@@ -152,7 +152,7 @@ BREAKAGES = {
         sys.meta_path.insert(0, Removes())
         """,
 }
-SAYS = {
+EXPECTED = {
     "broken patches": "a broken installation",
     "another version": "patch 'check-first' is for deepspeed>=0.19.7,<0.20, but 9.0.0 is installed",
     "a target that has gone": "patch 'save-whole' wants deepspeed.runtime.engine:DeepSpeedEngine",
@@ -192,7 +192,7 @@ def test_broken_we_break_nothing_and_nobody_trains_unawares(
     script.write_text(f"import {first}\nimport torch, deepspeed{IS_ATTACHED}{INITIALIZE}")
     (printed,) = run_script(script, path=(tmp_path,))
     assert "ds_moe_ext could not attach to deepspeed and is off" in printed
-    assert printed.count(SAYS[name]) >= 2  # in the warning, and in the error
+    assert printed.count(EXPECTED[name]) >= 2  # in the warning, and in the error
     attached, *trained, refused = [answer.strip() for answer in answers(printed)]
     assert attached == "True False"  # the guard stands before initialize; the engine is untouched
     assert trained == ["trained False False", "trained False True", "trained True False"]
@@ -264,7 +264,7 @@ def test_two_patches_of_one_target_come_off_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "says"),
+    ("one", "expected"),
     [
         (patch(versions=">=2,<2.1"), ("torch>=2,<2.1", "is installed", "install a version")),
         (patch("Host.missing"), ("Host.missing", "not there")),
@@ -277,10 +277,10 @@ def test_two_patches_of_one_target_come_off_in_turn() -> None:
     ],
     ids=lambda value: value.target + value.versions if isinstance(value, Patch) else "",
 )
-def test_a_patch_that_does_not_fit_says_why(one: Patch, says: tuple[str, ...]) -> None:
+def test_a_patch_that_does_not_fit_says_why(one: Patch, expected: tuple[str, ...]) -> None:
     with pytest.raises(PatchError) as caught:
         one.apply()
-    assert all(part in str(caught.value) for part in ("patch 'one'", *says))
+    assert all(part in str(caught.value) for part in ("patch 'one'", *expected))
     assert not one.is_applied
 
 

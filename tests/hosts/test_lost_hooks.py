@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on experts that were there before these are replaced are told of, once for each layer."""
+"""Hooks on experts that were there before these are replaced are reported, once for each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ranks import pool_of
 BLOCK = {"enabled": True, "strategy": "ep", "report": {"enabled": False}}
 
 
-def told(rank: int, world_size: int) -> list[str]:
+def reported(rank: int, world_size: int) -> list[str]:
     """Warnings of the start, then of a second one without such hooks."""
     found = []
     for has_hooks in (True, False):
@@ -31,8 +31,8 @@ def told(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_hooks_on_what_is_replaced_are_told_of() -> None:
-    (first, second), none = pool_of(2).run(told)
+def test_hooks_on_what_is_replaced_are_reported() -> None:
+    (first, second), none = pool_of(2).run(reported)
     assert first.startswith("blocks.0.experts, blocks.0.experts.up_EFD had hooks when ds_moe_ext")
     assert "register them behind that, on the module that is at blocks.0.experts then" in first
     assert second.startswith("blocks.1.experts.down_EDF had hooks when")

@@ -21,7 +21,7 @@ from ds_moe_ext.report.record import BadScores
 from tests.hosts import megatron_jobs
 from tests.hosts.megatron_jobs import Training, megatron, merged
 from tests.hosts.megatron_toy import MegatronRun
-from tests.hosts.test_megatron_move import go_home
+from tests.hosts.test_megatron_move import go_to_owner
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -30,7 +30,7 @@ BAD_STEP = 2
 NUM_STEPS = BAD_STEP + 3
 SCALED = (("initial_loss_scale", 2.0**7), ("hysteresis", 1))  # halved by the first that overflows
 RUN = MegatronRun(ep=2, num_microbatches=2)
-MOVING = {"copies_per_rank": 1, "reshard_interval": 1, "resharding": "paper"}
+MOVING = {"replicas_per_rank": 1, "reshard_interval": 1, "resharding": "paper"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ep": {},
     "fssdp": {"fssdp": MOVING},
@@ -55,7 +55,7 @@ class Left(NamedTuple):
     num_experts: int
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """By one rank."""
 
     steps: list[Left]
@@ -106,12 +106,12 @@ def _bad_scores(training: Training) -> BadScores | None:
     if run is None:
         return None
     assert run.recorder.ranks is not None
-    return run.recorder.ranks.own.told(0.0).bad_scores
+    return run.recorder.ranks.own.reported(0.0).bad_scores
 
 
 def trained(
     rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, what: str
-) -> Told:
+) -> Reported:
     """Train past a step of bad numbers: on the last rank, which has the last stage, where models
     are divided; else on the first."""
     bad_rank = world_size - 1 if run.tp * run.pp > 1 else 0
@@ -137,29 +137,29 @@ def trained(
                     _num_finite(training, are_experts=True),
                 )
             )
-        go_home(training)
+        go_to_owner(training)
         scale = float(training.optimizer.get_loss_scale())
-        return Told(steps, training.weights(), scale, _bad_scores(training))
+        return Reported(steps, training.weights(), scale, _bad_scores(training))
 
 
 @cache
-def stock(world_size: int, run: MegatronRun, what: str) -> list[Told]:
+def stock(world_size: int, run: MegatronRun, what: str) -> list[Reported]:
     return pool_of(world_size).run(trained, run, None, what)
 
 
-def _first(told: list[Told]) -> BadScores | None:
-    """What ranks tell each other of."""
-    return min((one.bad_scores for one in told if one.bad_scores is not None), default=None)
+def _first(reported: list[Reported]) -> BadScores | None:
+    """What ranks report to each other of."""
+    return min((one.bad_scores for one in reported if one.bad_scores is not None), default=None)
 
 
-def _num_finite_experts(told: list[Told]) -> list[int]:
-    """Behind each step, of all ranks: experts may have another home."""
-    return [sum(one.num_experts for one in step) for step in zip(*(one.steps for one in told))]
+def _num_finite_experts(reported: list[Reported]) -> list[int]:
+    """Behind each step, of all ranks: experts may have another owner."""
+    return [sum(one.num_experts for one in step) for step in zip(*(one.steps for one in reported))]
 
 
-def _check_same_are_numbers(ours: list[Told], theirs: list[Told]) -> None:
+def _check_same_are_numbers(ours: list[Reported], theirs: list[Reported]) -> None:
     """At the end, of all weights."""
-    found, expected = (merged([one.weights for one in told]) for told in (ours, theirs))
+    found, expected = (merged([one.weights for one in reported]) for reported in (ours, theirs))
     assert found.keys() == expected.keys()
     for piece, weight in expected.items():
         assert torch.equal(found[piece].isfinite(), weight.isfinite()), piece
@@ -275,14 +275,14 @@ def checked(rank: int, world_size: int, run: MegatronRun, name: str, what: str) 
 @pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_a_check_of_gradients_ends_all_ranks(name: str, what: str) -> None:
     """--check-for-nan-in-loss-and-grad asks for it. It raises on ranks that have such gradients;
-    where the others wait for them, they are told."""
+    where the others wait for them, they are notified."""
     run = replace(RUN, ep=1 if name == "zebra" else 2, ddp=(("check_for_nan_in_grad", True),))
     try:
-        told = pool_of(2).run(checked, run, name, what)
+        results = pool_of(2).run(checked, run, name, what)
     finally:
         pool_of(2).close()  # its communicators are closed
-    assert "in local grad norm for bucket" in told[0]
-    assert "in local grad norm for bucket" in told[1], told[1]
+    assert "in local grad norm for bucket" in results[0]
+    assert "in local grad norm for bucket" in results[1], results[1]
 
 
 def run_again(
@@ -316,9 +316,9 @@ def run_again(
                     else:
                         with spoilt(training, what):
                             training.compute(step)
-                told = machine.should_checkpoint_and_exit()
-                found.append((num, told))
-                if told[1]:
+                reported = machine.should_checkpoint_and_exit()
+                found.append((num, reported))
+                if reported[1]:
                     break
                 training.update()
                 assert time.monotonic() - begun_s < SOON_S

@@ -157,11 +157,13 @@ def run_saving(rank: int, world_size: int, job: Job) -> Saved:
         training = Training(job.run)
         skew(training)
         steps(training, 0, SAVED)
-        homes = [] if job.strategy == "stock" else owners_of(training)
+        owners = [] if job.strategy == "stock" else owners_of(training)
         save(training, job.folder, job.form)
         dist.barrier()
         losses, norms = steps(training, SAVED, LAST)
-    return Saved(tuple(losses), tuple(norms), any(owners != sorted(owners) for owners in homes))
+    return Saved(
+        tuple(losses), tuple(norms), any(new_owners != sorted(new_owners) for new_owners in owners)
+    )
 
 
 def run_resuming(rank: int, world_size: int, job: Job, steps_before: int = 0) -> Saved:

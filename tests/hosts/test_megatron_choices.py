@@ -45,7 +45,7 @@ def drops_some(training: Training) -> float:
 
 
 def refused(training: Training) -> str:
-    """What is said where an evaluation would drop choices."""
+    """What is stated where an evaluation would drop choices."""
     try:
         return str(drops_some(training))
     except ValueError as error:
@@ -72,7 +72,7 @@ def test_a_capacity_that_comes_too_late() -> None:
 
 @contextmanager
 def own_router() -> Iterator[None]:
-    """One that chooses all experts with some of the probability, at least one, and tells of the
+    """One that chooses all experts with some of the probability, at least one, and reports of the
     others' too."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -88,7 +88,7 @@ def own_router() -> Iterator[None]:
 def train_routed(
     rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None
 ) -> Seen | str:
-    """What a rank has found with the user's router, or what was said."""
+    """What a rank has found with the user's router, or what was stated."""
     try:
         with own_router():
             return train_skewed(rank, world_size, run, settings, SKEW)
@@ -103,15 +103,15 @@ def test_a_router_of_a_users_own_chooses_as_many_as_it_likes() -> None:
 
 
 def test_more_choices_than_there_is_room_for() -> None:
-    for said in pool_of(1).run(train_routed, replace(RUN, ep=1), PROGRAM):
+    for stated in pool_of(1).run(train_routed, replace(RUN, ep=1), PROGRAM):
         with pytest.raises(
             ValueError, match=r"chose 3 .*-topk 2 of them; give --moe-router-topk 3"
         ):
-            raise ValueError(said)
+            raise ValueError(stated)
 
 
 def own_routing(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether Megatron's router, and another, are said to be a user's own."""
+    """Whether Megatron's router, and another, are predicted to be a user's own."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from ds_moe_ext.hosts.megatron.layers import has_own_routing
@@ -121,5 +121,5 @@ def own_routing(rank: int, world_size: int) -> tuple[bool, bool]:
         return stock, has_own_routing(TopKRouter.__new__(TopKRouter))
 
 
-def test_megatrons_router_is_told_from_others() -> None:
+def test_megatrons_router_is_reported_from_others() -> None:
     assert pool_of(1).run(own_routing)[0] == (False, True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism under Megatron-core: ranks with parts of the same samples share experts.
 
-Without Transformer Engine Megatron's attention takes no context parallelism. Here it is told of
+Without Transformer Engine Megatron's attention takes no context parallelism. Here it is reported
 none, so that each rank attends to its own part, with us and without.
 """
 
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from tests.hosts.megatron_jobs import Training
-from tests.hosts.megatron_skewed import Seen, assert_equal, num_copies, train_skewed
+from tests.hosts.megatron_skewed import Seen, assert_equal, num_replicas, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_features import SETTINGS, SKEW
 from tests.marks import slow
@@ -92,4 +92,4 @@ def test_context_parallel_ranks_share_experts(world_size: int, run: MegatronRun)
     settings = SETTINGS["varied"]
     ours, theirs = (pool_of(world_size).run(train_in_parts, run, s) for s in (settings, None))
     assert_equal(ours, theirs)
-    assert num_copies(ours) > 0
+    assert num_replicas(ours) > 0

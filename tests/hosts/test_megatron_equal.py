@@ -20,7 +20,7 @@ import torch
 
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.moe.copies import Prefetch
+from ds_moe_ext.moe.replicas import Prefetch
 from ds_moe_ext.planning.strategy import Job, followers
 from tests.hosts.copied_runs import SLOW, divides_anew
 from tests.hosts.megatron_jobs import Training
@@ -28,7 +28,7 @@ from tests.hosts.megatron_skewed import (
     NEVER,
     Seen,
     assert_equal,
-    num_copies,
+    num_replicas,
     stock,
     train_skewed,
 )
@@ -39,10 +39,10 @@ from tests.ranks import pool_of
 
 SKEW = (2.0, 1.0, 0.0, NEVER)
 RUN = MegatronRun(dtype="float64", num_microbatches=2, clip=0.1, bucket_size=4096)
-FSSDP = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
+FSSDP = {"overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 FREED = {"rematerialize": True, "calibrate": True}
-SHADOW = {"planner": "shadow", "split": "half"}  # copies the busy, whatever that costs
-VARIETY = {"layers": 1.0, "copies": 0.5, "carried": 0.8, "revised": 0.3, "rematerialized": 0.5}
+SHADOW = {"planner": "shadow", "split": "half"}  # replicas the busy, whatever that costs
+VARIETY = {"layers": 1.0, "replicas": 0.5, "carried": 0.8, "revised": 0.3, "rematerialized": 0.5}
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ep": {},
@@ -121,7 +121,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def hardware(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with links on which copies cost nothing; beside it one on which rows are dear."""
+    """A file with links on which replicas cost nothing; beside it one on which rows are dear."""
     free = Link(bytes_per_s=1e12)
     described = Hardware(
         name="of a test",
@@ -154,7 +154,7 @@ def check(name: str, layout: Layout, hardware: str) -> list[Seen]:
     theirs = stock(*layout, SKEW)
     assert_equal(ours, theirs, 1e-12 if layout.run.dtype == "float64" else 1e-5)
     if layout.run.ep > 1 and name in COPYING:
-        assert num_copies(ours) > 2
+        assert num_replicas(ours) > 2
         if "fssdp, by time" in name:  # the shadows of prophet are everywhere: rows stay
             assert any(divides_anew(one.steps) for one in ours)
     return ours
@@ -177,13 +177,13 @@ def test_equals_stock_over_20_steps(name: str, layout: str, hardware: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["varied", "prophet", "fssdp"])
-def test_late_copies_are_waited_for(name: str, hardware: str) -> None:
+def test_late_replicas_are_waited_for(name: str, hardware: str) -> None:
     """What a gather will write is not a number until it has arrived."""
     layout = Layout(2, replace(EP2.run, num_layers=3, steps=4 if name == "varied" else 8))
     settings = block(name, hardware)
     ours = pool_of(2).run(train_skewed, layout.run, settings, SKEW, late_s=0.01)
     assert_equal(ours, stock(*layout, SKEW))
-    assert num_copies(ours) > 2
+    assert num_replicas(ours) > 2
 
 
 # What follows what.
@@ -216,11 +216,13 @@ def neighbours(training: Training) -> list[Neighbours]:
         for module in chunk.modules():
             if isinstance(module, RunsHosted):
                 routed = module.hosted.routed
-                copies, site = routed.copies, routed.site
-                assert copies is not None
-                carried = site.plan.carried is not None
-                ends = copies.before is None, copies.after is None
-                found.append(Neighbours(number, *ends, site.following is not None, carried))
+                replicas, layer_context = routed.replicas, routed.layer_context
+                assert replicas is not None
+                carried = layer_context.plan.carried is not None
+                ends = replicas.before is None, replicas.after is None
+                found.append(
+                    Neighbours(number, *ends, layer_context.following is not None, carried)
+                )
     return found
 
 
@@ -237,38 +239,38 @@ def test_nothing_is_carried_from_one_chunk_of_a_stage_to_the_next(hardware: str)
         assert [layer.is_last for layer in layers] == [False, True] * 2
         assert [layer.follows for layer in layers] == [True, False] * 2
         assert not layers[0].carried and not layers[2].carried
-        assert num_copies([seen]) > 2
+        assert num_replicas([seen]) > 2
 
 
 def recalled(rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]) -> list[bool]:
-    """Of each layer whose copies are freed after forward: whether they are gathered again in the
+    """Of each layer whose replicas are freed after forward: whether they are gathered again in the
     order in which their backward passes come."""
     gathered: dict[int, list[Prefetch]] = defaultdict(list)
     needed: dict[int, list[Prefetch]] = defaultdict(list)
     recall, have_again = Prefetch.recall, Prefetch.have_again
 
-    def then_recall(flight: Prefetch) -> None:
-        if flight.memory.is_released:
-            gathered[flight.copies.place.layer].append(flight)
-        recall(flight)
+    def then_recall(prefetch: Prefetch) -> None:
+        if prefetch.memory.is_released:
+            gathered[prefetch.replicas.coordinates.layer].append(prefetch)
+        recall(prefetch)
 
-    def then_have(flight: Prefetch) -> None:
-        if flight.memory.is_released or flight in gathered[flight.copies.place.layer]:
-            needed[flight.copies.place.layer].append(flight)
-        have_again(flight)
+    def then_have(prefetch: Prefetch) -> None:
+        if prefetch.memory.is_released or prefetch in gathered[prefetch.replicas.coordinates.layer]:
+            needed[prefetch.replicas.coordinates.layer].append(prefetch)
+        have_again(prefetch)
 
     with (
         mock.patch.object(Prefetch, "recall", then_recall),
         mock.patch.object(Prefetch, "have_again", then_have),
     ):
         train_skewed(rank, world_size, run, settings, SKEW)
-    return [flights == needed[layer] for layer, flights in gathered.items() if flights]
+    return [prefetches == needed[layer] for layer, prefetches in gathered.items() if prefetches]
 
 
-def test_copies_of_the_pass_that_goes_back_are_gathered_again() -> None:
+def test_replicas_of_the_pass_that_goes_back_are_gathered_again() -> None:
     """A pipeline's stage has several passes under way, and the first of them goes back first."""
     run = replace(PIPED, num_layers=6, num_microbatches=4, steps=1)
-    options = {"layers": 1.0, "copies": 0.5, "rematerialized": 1.0}
+    options = {"layers": 1.0, "replicas": 0.5, "rematerialized": 1.0}
     settings = {"enabled": True, "strategy": VARIED, "options": options}
     settings["megatron"] = {"layer": "program"}  # which frees them
     for of_layers in pool_of(4).run(recalled, run, {**settings, "report": {"enabled": False}}):
@@ -309,7 +311,7 @@ def test_a_stage_without_moe_layers(name: str, hardware: str) -> None:
     check(name, Layout(4, replace(PIPED, steps=steps, config=frequency)), hardware)
 
 
-# Copies of an expert on several ranks.
+# Replicas of an expert on several ranks.
 
 
 @pytest.mark.parametrize(

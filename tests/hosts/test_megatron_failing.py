@@ -36,9 +36,11 @@ def fail(rank: int, world_size: int) -> tuple[float, str, str]:
 
 
 def test_others_learn_of_a_failure() -> None:
-    (seconds, kind, told), own = pool_of(2).run(fail)
+    (seconds, kind, results), own = pool_of(2).run(fail)
     assert own[1:] == ("ValueError", "it broke")
     assert seconds < SOON_S
     assert kind == "BrokenOff"
-    assert told.startswith("rank 1 failed in a step's passes, after decoder.layers.0.mlp"), told
-    assert "ValueError: it broke" in told
+    assert results.startswith("rank 1 failed in a step's passes, after decoder.layers.0.mlp"), (
+        results
+    )
+    assert "ValueError: it broke" in results

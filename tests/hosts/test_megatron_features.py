@@ -20,7 +20,7 @@ from tests.hosts.megatron_skewed import (
     NEVER,
     Seen,
     assert_equal,
-    num_copies,
+    num_replicas,
     stock,
     train_skewed,
     worst,
@@ -32,11 +32,11 @@ from tests.ranks import pool_of
 SKEW = (2.0, 1.0, 0.0, NEVER)
 RUN = MegatronRun(dtype="float64", ep=2, num_microbatches=2, clip=0.1)
 COMMON = {"enabled": True, "debug": True, "report": {"enabled": False}}
-FSSDP = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
+FSSDP = {"overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ep": {**COMMON, "strategy": "ep"},
     "fssdp": {**COMMON, "strategy": "fssdp", "fssdp": FSSDP},
-    "varied": {**COMMON, "strategy": VARIED, "options": {"copies": 0.5, "rematerialized": 0.5}},
+    "varied": {**COMMON, "strategy": VARIED, "options": {"replicas": 0.5, "rematerialized": 0.5}},
 }
 
 
@@ -172,7 +172,7 @@ def check(run: MegatronRun, settings: dict[str, Any], prepare: Any = None) -> li
 @pytest.mark.parametrize("name", QUICK)
 def test_features(name: str) -> None:
     ours = check(replace(FEATURES[name], steps=2), SETTINGS["varied"])
-    assert num_copies(ours) > 0
+    assert num_replicas(ours) > 0
     biases = ours[0].trained.seen.biases
     assert bool(biases) == (name == "expert bias")
     assert all(bias.any() for bias in biases)  # they have moved
@@ -183,7 +183,7 @@ def test_features(name: str) -> None:
 def test_features_by_strategy(name: str, strategy: str) -> None:
     ours = check(replace(FEATURES[name], steps=4), SETTINGS[strategy])
     if strategy != "ep" and name != "three choices":  # that leave nothing to balance
-        assert num_copies(ours) > 0
+        assert num_replicas(ours) > 0
 
 
 # What the model is called with, or has.

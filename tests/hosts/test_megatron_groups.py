@@ -19,18 +19,18 @@ RUN = MegatronRun(dtype="float64", ep=2, steps=3)
 SETTINGS = {
     "enabled": True,
     "strategy": "fssdp",
-    "fssdp": {"copies_per_rank": 1, "reshard_interval": 0},
+    "fssdp": {"replicas_per_rank": 1, "reshard_interval": 0},
     "debug": True,
     "report": {"enabled": False},
 }
 
 
 class Outcome(NamedTuple):
-    """Losses and norms of the steps, and cells of the first layer; 0 without us."""
+    """Losses and norms of the steps, and EP ranks of the first layer; 0 without us."""
 
     losses: list[float]
     norms: list[float | None]
-    num_cells: int
+    num_ep_ranks: int
 
 
 @contextmanager
@@ -64,17 +64,17 @@ def train_collected(rank: int, world_size: int, settings: dict[str, Any] | None)
 
     with megatron(RUN, settings), collected():
         training = Training(RUN)
-        told = [(training.compute(step), training.update()) for step in range(RUN.steps)]
+        lines = [(training.compute(step), training.update()) for step in range(RUN.steps)]
         run = run_of(training.optimizer)
-        num_cells = 0 if run is None else run.blueprint.grid.num_cells
-    losses, norms = zip(*told)
-    return Outcome(list(losses), list(norms), num_cells)
+        num_ep_ranks = 0 if run is None else run.blueprint.grid.num_ep_ranks
+    losses, norms = zip(*lines)
+    return Outcome(list(losses), list(norms), num_ep_ranks)
 
 
 def test_groups_come_from_the_collection_of_the_model() -> None:
     stock = pool_of(2).run(train_collected, None)[0]
     ours = pool_of(2).run(train_collected, SETTINGS)[0]
-    assert ours.num_cells == 2 and stock.num_cells == 0
+    assert ours.num_ep_ranks == 2 and stock.num_ep_ranks == 0
     assert ours.losses == pytest.approx(stock.losses, rel=1e-12)
     assert ours.norms == pytest.approx(stock.norms, rel=1e-10)
 
@@ -115,5 +115,5 @@ def places(rank: int, world_size: int) -> str:
 
 
 def test_a_group_that_is_missing_is_named() -> None:
-    told = pool_of(2).run(places)
-    assert "has no group 'expt_tp'" in told[0] and "initialize_model_parallel" in told[0]
+    results = pool_of(2).run(places)
+    assert "has no group 'expt_tp'" in results[0] and "initialize_model_parallel" in results[0]

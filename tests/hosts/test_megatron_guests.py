@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy, PlannedParts
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, PlannedParts
 from ds_moe_ext.hosts.megatron.refusals import way_of
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.strategies.settings import read_settings
-from tests.hosts.megatron_skewed import NEVER, assert_equal, num_copies, train_skewed
+from tests.hosts.megatron_skewed import NEVER, assert_equal, num_replicas, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_te_stand_in import by_engine
 from tests.hosts.varied import VARIED
@@ -32,12 +32,12 @@ SKEW = (2.0, 1.0, 0.0, NEVER)
 RUN = MegatronRun(dtype="float64", num_microbatches=2, clip=0.1, ep=2, swiglu=True)
 TE = replace(RUN, experts="te_grouped")
 OVERLAPPED = {"optimizer": "distributed", "overlap_grad_reduce": True, "overlap_param_gather": True}
-FSSDP = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
+FSSDP = {"overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 BLOCK = {"enabled": True, "report": {"enabled": False}, "megatron": {"layer": "host"}}
 BLOCKS: dict[str, dict[str, Any]] = {
     "ep": {**BLOCK, "strategy": "ep"},
     "fssdp": {**BLOCK, "strategy": "fssdp", "fssdp": FSSDP, "debug": True},
-    "varied": {**BLOCK, "strategy": VARIED, "options": {"layers": 1.0, "copies": 0.5}},
+    "varied": {**BLOCK, "strategy": VARIED, "options": {"layers": 1.0, "replicas": 0.5}},
 }
 
 
@@ -107,7 +107,7 @@ def check_by_engine(name: str, which: tuple[str, ...], steps: int, tmp_path: Pat
     for place, (what, run) in enumerate(runs.items()):
         ours, stock = found[2 * place : 2 * place + 2]
         if name != "ep":
-            assert num_copies(ours) > 1, what
+            assert num_replicas(ours) > 1, what
         if what in ROUNDED and name != "ep":  # sums in 16 bits, scales of a slot's tokens
             for own, its in zip(ours, stock):
                 assert own.trained.losses == pytest.approx(its.trained.losses, rel=2e-3), what
@@ -120,7 +120,7 @@ def test_tokens_that_are_gathered(name: str) -> None:
     run = replace(RUN, dispatcher="allgather")
     ours, stock = (pool_of(2).run(train_skewed, run, s, SKEW) for s in (BLOCKS[name], None))
     assert_equal(ours, stock)
-    assert num_copies(ours) > 1
+    assert num_replicas(ours) > 1
 
 
 # Who runs the layers.
@@ -187,13 +187,13 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, np.ndarray]:
     num_ranks, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_experts = num_ranks * per_rank
     drawn = np.random.default_rng(draw(st.integers(0, 2**32)))
-    home = Placement.block(num_experts, num_ranks)
-    copies_EC = drawn.random((num_experts, num_ranks)) < draw(st.sampled_from((0.2, 0.6, 1.0)))
-    target = home.with_copies(copies_EC)
+    owner = Placement.block(num_experts, num_ranks)
+    replicas_EC = drawn.random((num_experts, num_ranks)) < draw(st.sampled_from((0.2, 0.6, 1.0)))
+    target = owner.with_replicas(replicas_EC)
     node_C = np.arange(num_ranks) // draw(st.integers(1, 2))
-    share = NearestCopy(target, node_C) if draw(st.booleans()) else LocalElseHome(home, target)
+    share = NearestReplica(target, node_C) if draw(st.booleans()) else LocalElseOwner(owner, target)
     chosen_TE = drawn.random((draw(st.integers(0, 20)), num_experts)) < 0.4
-    return Plan(home, target, share), draw(st.integers(0, num_ranks - 1)), chosen_TE
+    return Plan(owner, target, share), draw(st.integers(0, num_ranks - 1)), chosen_TE
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,11 +211,11 @@ def test_each_choice_goes_to_one_slot_that_has_its_expert(
     assert map_TV.shape == probs_TV.shape == (len(chosen_TE), places.num_virtual)
     # Back from slots to experts: nothing is lost, and nothing is there twice.
     expert_V = np.full(places.num_virtual, -1)
-    for rank in range(plan.home.num_cells):
-        first, own = rank * places.num_slots, plan.home.experts_of(rank)
-        guests = np.flatnonzero(plan.target.holds_EC[:, rank] & ~plan.home.holds_EC[:, rank])
+    for rank in range(plan.owner.num_ep_ranks):
+        first, own = rank * places.num_slots, plan.owner.experts_of(rank)
+        guests = np.flatnonzero(plan.target.holds_EC[:, rank] & ~plan.owner.holds_EC[:, rank])
         expert_V[first : first + len(own)] = own
-        behind = first + places.num_homes
+        behind = first + places.num_owners
         expert_V[behind : behind + len(guests)] = guests
     back = torch.zeros_like(probs)
     for slot in np.flatnonzero(expert_V >= 0):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.hosts.megatron_jobs import Training, train
-from tests.hosts.megatron_skewed import NEVER, assert_equal, num_copies, stock, train_skewed
+from tests.hosts.megatron_skewed import NEVER, assert_equal, num_replicas, stock, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -56,20 +56,20 @@ def test_experts_in_the_buffers_of_megatron_take_one_gemm_a_weight(
 
 
 SKEW = (2.0, 1.0, *([0.0] * (2 * NUM_SLOTS - 3)), NEVER)
-COPIES = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
+REPLICAS = {"overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 MOVES = {
-    **{"overlap_degree": 1, "copies_per_rank": 0},
+    **{"overlap_degree": 1, "replicas_per_rank": 0},
     **{"reshard_interval": 1, "resharding": "paper", "window": 5},
 }
 
 
 @pytest.mark.parametrize("experts", [slow("sequential"), "te_grouped"])
 def test_experts_train_as_in_megatron_in_the_order_of_their_weights(experts: Any) -> None:
-    """With biases, as slots are grouped on a CPU only then; with copies, that lie elsewhere."""
+    """With biases, as slots are grouped on a CPU only then; with replicas, that lie elsewhere."""
     run = replace(RUN, experts=experts, bias=True, num_microbatches=2, steps=3)
-    settings = {**EP, "strategy": "fssdp", "fssdp": COPIES}
+    settings = {**EP, "strategy": "fssdp", "fssdp": REPLICAS}
     ours = pool_of(2).run(train_skewed, run, settings, SKEW)
-    assert num_copies(ours) > 0
+    assert num_replicas(ours) > 0
     assert_equal(ours, stock(2, run, SKEW))
 
 

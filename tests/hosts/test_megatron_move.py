@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that move to new homes under Megatron-core take all with them, and come home by name.
+"""Experts that move to new owners under Megatron-core take all with them, and come to the owner by
+name.
 
-Routing is skewed, so that homes become uneven; all is computed in float64 but where a run says so.
+Routing is skewed, so that owners become uneven; all is computed in float64 but where a run says so.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ RUN = MegatronRun(
 
 def fssdp(**keys: Any) -> dict[str, Any]:
     """The block of a run whose experts move every other step; nothing is copied but hot ones."""
-    copies = {"overlap_degree": 1, "copies_per_rank": 1}
-    settings = {"reshard_interval": 2, "resharding": "paper", **copies, **keys}
+    replicas = {"overlap_degree": 1, "replicas_per_rank": 1}
+    settings = {"reshard_interval": 2, "resharding": "paper", **replicas, **keys}
     return {
         "enabled": True,
         "strategy": "fssdp",
@@ -72,8 +73,8 @@ def experts_of(training: Training) -> Iterator[Any]:
 
 
 def owners_of(training: Training) -> list[list[int]]:
-    homes = [experts.hosted.routed.site.plan.home for experts in experts_of(training)]
-    return [home.owner_E.tolist() for home in homes]
+    owners = [experts.hosted.routed.layer_context.plan.owner for experts in experts_of(training)]
+    return [owner.owner_E.tolist() for owner in owners]
 
 
 def states_of(training: Training) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ def states_of(training: Training) -> dict[str, Tensor]:
     return found
 
 
-def go_home(training: Training) -> None:
+def go_to_owner(training: Training) -> None:
     """As a checkpoint does."""
     for chunk in training.chunks:
         chunk.state_dict()
@@ -108,7 +109,7 @@ def run_moved(
             losses.append(training.compute(step))
             norms.append(training.update() or 0.0)
             owners += [] if settings is None else [owners_of(training)]
-        go_home(training)
+        go_to_owner(training)
         weights, states = training.weights(), states_of(training)
     return Moved(tuple(losses), tuple(norms), owners, weights, states)
 
@@ -132,7 +133,7 @@ def assert_as_stock(world_size: int, run: MegatronRun, **tolerance: float) -> li
 def has_moved(found: list[Moved]) -> bool:
     """Whether experts were elsewhere than Megatron put them, and unevenly at that."""
     return any(
-        len({owners.count(cell) for cell in owners}) > 1
+        len({owners.count(ep_rank) for ep_rank in owners}) > 1
         for after_step in found[0].owners
         for owners in after_step
     )
@@ -145,7 +146,8 @@ def test_moved_experts_train_as_those_that_stay(optimizer: Any) -> None:
 
 
 def run_watched_gradients(rank: int, world_size: int) -> list[float]:
-    """Differences to gradients by name, when experts come home before the optimizer's step."""
+    """Differences to gradients by name, when experts come to the owner before the optimizer's
+    step."""
     run = replace(RUN, steps=2)
     with megatron(run, None):
         stock = Training(run)
@@ -163,12 +165,12 @@ def run_watched_gradients(rank: int, world_size: int) -> list[float]:
             training.update()
         assert owners_of(training) != [[0] * 4 + [1] * 4] * 2
         training.compute(run.steps)
-        go_home(training)
+        go_to_owner(training)
         found = training.gradients()
     return [float((found[name] - expected[name]).abs().max()) for name in expected]
 
 
-def test_gradients_come_home_too() -> None:
+def test_gradients_arrive_at_their_owner_too() -> None:
     assert max(max(errors) for errors in pool_of(2).run(run_watched_gradients)) < 1e-12
 
 
@@ -219,8 +221,8 @@ def contents(training: Training) -> dict[str, Tensor]:
 
     states, found = OptimizerStates(training.optimizer), {}
     for layer, experts in enumerate(experts_of(training)):
-        site = experts.hosted.routed.site
-        numbers = site.plan.home.experts_of(site.layout.index("ep")).tolist()
+        layer_context = experts.hosted.routed.layer_context
+        numbers = layer_context.plan.owner.experts_of(layer_context.layout.index("ep")).tolist()
         for number, slot in zip(numbers, experts.hosted.slots(), strict=True):
             for weight, parameter in enumerate(slot.parameters):
                 kept = states.of(parameter).tensors
@@ -229,10 +231,10 @@ def contents(training: Training) -> dict[str, Tensor]:
     return found
 
 
-def run_home(
+def run_owner(
     rank: int, world_size: int, run: MegatronRun
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Contents when experts are away and when they are home; what was then of another slot."""
+    """Contents when experts are away and when they are owner; what was then of another slot."""
     with megatron(run, fssdp()):
         training = Training(run)
         first = [p for experts in experts_of(training) for p in experts.parameters()]
@@ -241,7 +243,7 @@ def run_home(
             training.compute(step)
             training.update()
         before = contents(training)
-        go_home(training)
+        go_to_owner(training)
         after = contents(training)
         now = [p for experts in experts_of(training) for p in experts.parameters()]
     return before, after, [str(tuple(p.shape)) for p, q in zip(first, now) if p is not q]
@@ -251,7 +253,7 @@ def run_home(
 @pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
 def test_nothing_is_lost_on_the_way(optimizer: Any) -> None:
     """With bfloat16, under which weight, main parameter and states are three types of things."""
-    found = pool_of(2).run(run_home, replace(RUN, dtype="bfloat16", optimizer=optimizer))
+    found = pool_of(2).run(run_owner, replace(RUN, dtype="bfloat16", optimizer=optimizer))
     before, after = (merged([one[index] for one in found]) for index in (0, 1))
     assert found[0][0].keys() != found[0][1].keys()  # they had been away
     torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.hosts.attachment.notices import HOMES, refuse, settle
+from ds_moe_ext.hosts.attachment.notices import OWNERS, refuse, settle
 from ds_moe_ext.hosts.megatron import active_settings, refusals
 from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
@@ -37,7 +37,7 @@ class Flag(NamedTuple):
     """A flag that is refused."""
 
     fields: dict[str, Any]
-    says: str
+    expected: str
 
 
 FILLED = {"moe_apply_probs_on_input": True, "moe_pad_expert_input_to_capacity": True}
@@ -91,7 +91,7 @@ def refused_fields(
     rank: int, world_size: int, asked: Sequence[dict[str, Any]]
 ) -> list[tuple[str, list[str]]]:
     """Of each, what the error says, empty for none; and fields that Megatron does not have."""
-    told = []
+    lines = []
     for fields in asked:
         config = transformer_config(ONE)
         unknown = [name for name in fields if name not in vars(config)]
@@ -101,22 +101,22 @@ def refused_fields(
             refuse(refusals.REFUSALS, config)
         except ValueError as error:
             message = str(error)
-        told.append((message, unknown))
-    return told
+        lines.append((message, unknown))
+    return lines
 
 
 def test_every_flag_that_is_refused_is_named_with_a_remedy() -> None:
     found = pool_of(1).run(refused_fields, [flag.fields for flag in FLAGS])[0]
     for flag, (message, unknown) in zip(FLAGS, found):
         assert set(unknown) <= NOT_IN_EVERY_VERSION, flag
-        with pytest.raises(ValueError, match=flag.says):
+        with pytest.raises(ValueError, match=flag.expected):
             raise ValueError(message)
         assert message.startswith("ds_moe_ext is enabled, but Megatron was given --") or (
             message.startswith("ds_moe_ext is enabled, but Megatron was given biases")
         )
         assert "; " in message
-    told = " ".join(message for message, _ in found)
-    assert all(refusal.remedy in told for refusal in refusals.REFUSALS)
+    text = " ".join(message for message, _ in found)
+    assert all(refusal.remedy in text for refusal in refusals.REFUSALS)
 
 
 def test_what_is_near_to_a_refused_flag_is_not_refused() -> None:
@@ -141,7 +141,7 @@ def refused(
 
 
 def assert_refused(
-    says: str,
+    expected: str,
     run: MegatronRun,
     settings: dict[str, Any],
     spoil: Spoil | None = None,
@@ -149,7 +149,7 @@ def assert_refused(
 ) -> None:
     """All ranks raise, so that none waits for another."""
     for message in pool_of(world_size).run(refused, run, settings, spoil):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=expected):
             raise ValueError(message)
 
 
@@ -160,7 +160,7 @@ def test_a_layer_is_refused_where_it_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "expected"),
     [
         (block(expert_parallel_size=2), "expert_parallel_size is 2, but .*-model-parallel-size 1"),
         (block("esp", expert_sharding_size=2), "sharding_size is 2, but .*-tensor-parallel-size 1"),
@@ -170,23 +170,25 @@ def test_a_layer_is_refused_where_it_is_built() -> None:
         (block(sequence_parallel=True), "sequence_parallel is True: .*use --sequence-parallel"),
     ],
 )
-def test_settings_that_say_other_than_megatron(settings: dict[str, Any], says: str) -> None:
-    assert_refused(says, ONE, settings)
+def test_settings_that_say_other_than_megatron(settings: dict[str, Any], expected: str) -> None:
+    assert_refused(expected, ONE, settings)
 
 
-def test_moving_experts_needs_one_home_an_expert() -> None:
+def test_moving_experts_needs_one_owner_an_expert() -> None:
     settings = block("fssdp", fssdp={"reshard_interval": 3})
-    says = (
+    expected = (
         "interval is 3, but each expert has 2 .*expert-model-parallel-size.*interval to 0 or null"
     )
-    assert_refused(says, ONE, settings, world_size=2)
+    assert_refused(expected, ONE, settings, world_size=2)
 
 
 def test_biases_that_megatron_sums_by_their_slots_are_not_moved() -> None:
     run = replace(ONE, tp=2, etp=1, ep=2, bias=True)
     moves = block("fssdp", fssdp={"reshard_interval": 3})
-    says = r"interval is 3, but .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*or null"
-    assert_refused(says, run, moves, world_size=2)
+    expected = (
+        r"interval is 3, but .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*or null"
+    )
+    assert_refused(expected, run, moves, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +209,12 @@ def test_a_model_without_moe_layers() -> None:
 
 
 def moving_every(rank: int, world_size: int, run: MegatronRun) -> int:
-    """Steps between new homes of a run that was not told how many."""
-    told: list[str] = []
+    """Steps between new owners of a run that was not given how many."""
+    lines: list[str] = []
     config = transformer_config(run)
-    settled = settle(HOMES, FullySharded(), refusals.SUMMED, config, told.append)
-    assert bool(told) == (settled != FullySharded())
-    return settled.rhythm().shard_every
+    settled = settle(OWNERS, FullySharded(), refusals.SUMMED, config, lines.append)
+    assert bool(lines) == (settled != FullySharded())
+    return settled.intervals().shard_every
 
 
 # Models that are not as Megatron-LM makes them.
@@ -301,7 +303,7 @@ def optimized(chunk: nn.Module) -> None:
 
 
 def unwrapped(rank: int, world_size: int) -> str:
-    """What is said of a model in no wrapper, or in another."""
+    """What is reported of a model in no wrapper, or in another."""
     from ds_moe_ext.hosts.megatron.engine import check_wrapped
 
     try:
@@ -312,25 +314,25 @@ def unwrapped(rank: int, world_size: int) -> str:
 
 
 def test_other_wrappers() -> None:
-    (told,) = pool_of(1).run(unwrapped)
-    assert "wrapped in Linear; expert weights must lie in Megatron's Distributed" in told
-    assert "leave --use-megatron-fsdp and --use-torch-fsdp2 out" in told
+    (results,) = pool_of(1).run(unwrapped)
+    assert "wrapped in Linear; expert weights must lie in Megatron's Distributed" in results
+    assert "leave --use-megatron-fsdp and --use-torch-fsdp2 out" in results
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backwards(Strategy):
     """Experts live in another order than Megatron builds them in."""
 
-    def first_homes(self, *given: Any) -> tuple[Placement, ...]:
-        homes = super().first_homes(*given)
-        return tuple(Placement.owned_by(h.owner_E[::-1].copy(), h.num_cells) for h in homes)
+    def first_owners(self, *given: Any) -> tuple[Placement, ...]:
+        owners = super().first_owners(*given)
+        return tuple(Placement.owned_by(h.owner_E[::-1].copy(), h.num_ep_ranks) for h in owners)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_home, job.homes))
+        return tuple(map(Plan.at_owner, job.owners))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "expected"),
     [
         (frozen_for_a_while, "was trained when the model was wrapped, .* --optimizer muon; use"),
         (foreign_experts, "which .* knows SequentialMLP and TEGroupedMLP of Megatron-core: leave"),
@@ -344,44 +346,44 @@ class Backwards(Strategy):
         (optimized, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
     ],
 )
-def test_models_that_cannot_be_adopted(spoil: Spoil, says: str) -> None:
-    assert_refused(says, ONE, block(), spoil)
+def test_models_that_cannot_be_adopted(spoil: Spoil, expected: str) -> None:
+    assert_refused(expected, ONE, block(), spoil)
 
 
-def test_first_homes_are_where_megatron_built_the_experts() -> None:
-    says = r"would be home to experts \[.*\] of .*, but Megatron built it with experts \["
+def test_first_owners_are_where_megatron_built_the_experts() -> None:
+    expected = r"would own experts \[.*\] of .*, but Megatron built it with experts \["
     settings = block(f"{__name__}:Backwards")
-    assert_refused(says, replace(ONE, ep=2), settings, world_size=2)
+    assert_refused(expected, replace(ONE, ep=2), settings, world_size=2)
 
 
 # Training that never started.
 
 
-def untold(rank: int, world_size: int) -> list[str]:
-    """What is said where no optimizer of Megatron's is made, in training, evaluation, and training
-    by Megatron's when settings are no longer in use."""
-    told = []
+def unreported(rank: int, world_size: int) -> list[str]:
+    """What is stated where no optimizer of Megatron's is made, in training, evaluation, and
+    training by Megatron's when settings are no longer in use."""
+    lines = []
     with megatron(ONE, block()):
         training = Training(replace(ONE, optimizer="none"))
         for forward in (training.compute, training.evaluate):
             try:
                 forward(0)
-                told.append("")
+                lines.append("")
             except ValueError as error:
-                told.append(str(error))
+                lines.append(str(error))
     with megatron(ONE):
         Training(replace(ONE, optimizer="none")).compute(0)
-    return told
+    return lines
 
 
 def test_a_model_that_is_trained_without_having_been_started() -> None:
-    trained, evaluated = pool_of(1).run(untold)[0]
+    trained, evaluated = pool_of(1).run(unreported)[0]
     assert "by megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
     assert evaluated == ""
 
 
 def late(rank: int, world_size: int) -> str:
-    """What is said where settings come between a model and its optimizer."""
+    """What is stated where settings come between a model and its optimizer."""
     from ds_moe_ext.patches.megatron import forget, use
 
     with megatron(ONE):
@@ -397,9 +399,9 @@ def late(rank: int, world_size: int) -> str:
 
 
 def test_settings_that_come_behind_the_model() -> None:
-    (said,) = pool_of(1).run(late)
-    assert "decoder.layers.0.mlp was built before ds_moe_ext.use was called" in said
-    assert "call use before the model is built" in said
+    (stated,) = pool_of(1).run(late)
+    assert "decoder.layers.0.mlp was built before ds_moe_ext.use was called" in stated
+    assert "call use before the model is built" in stated
 
 
 def left_alone(rank: int, world_size: int) -> tuple[int, ...]:
@@ -420,7 +422,7 @@ def test_layers_that_are_left_to_megatron_are_trained_by_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("{}", "which has no block 'ds_moe_ext'; add one, or leave the flag out"),
         (
@@ -431,10 +433,10 @@ def test_layers_that_are_left_to_megatron_are_trained_by_it() -> None:
         ("{", "which cannot be read as JSON .* as those in configs/strategies are"),
     ],
 )
-def test_documents_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> None:
+def test_documents_that_cannot_be_read(text: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         active_settings.read(path)
     with pytest.raises(ValueError, match="cannot be read as JSON"):
         active_settings.read(tmp_path / "missing.json")
@@ -445,19 +447,21 @@ def test_a_block_that_is_not_enabled_asks_for_nothing_and_says_so() -> None:
         assert active_settings.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None
 
 
-def test_a_second_block_by_nearly_our_name_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_block_by_nearly_our_name_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     document = {"ds_moe_ext": {"enabled": True}, "ds_moe_exts": {}}
     monkeypatch.setenv("RANK", "0")
-    with pytest.warns(UserWarning, match="nobody reads the key 'ds_moe_exts'") as told:
+    with pytest.warns(UserWarning, match="nobody reads the key 'ds_moe_exts'") as caught:
         assert active_settings.read(document) is not None
-    assert len(told) == 1
+    assert len(caught) == 1
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert active_settings.read(document) is not None
 
 
-def told(rank: int, world_size: int) -> str:
+def reported(rank: int, world_size: int) -> str:
     """What is shown as a run starts whose ranks have all experts."""
     settings = block("fssdp", report={"enabled": True})
     with redirect_stdout(StringIO()) as shown, megatron(ONE, settings):
@@ -465,8 +469,8 @@ def told(rank: int, world_size: int) -> str:
     return shown.getvalue()
 
 
-def test_one_cell_has_nobody_to_copy_to() -> None:
-    first, second = pool_of(2).run(told)
+def test_one_ep_rank_has_nobody_to_copy_to() -> None:
+    first, second = pool_of(2).run(reported)
     assert (
         "ds_moe_ext: every rank has all experts, so that none is copied; raise "
         "--expert-model-parallel-size for fssdp to have an effect\n"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under Megatron-core passes that are replayed learn what others do, bit by bit; in pipelines, too,
-where several batches are under way. A CPU does again what a GPU would be told again."""
+where several batches are under way. A CPU does again what a GPU would be reported again."""
 
 from __future__ import annotations
 

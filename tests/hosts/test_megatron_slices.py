@@ -65,7 +65,7 @@ class Sliced:
     weights: dict[str, torch.Tensor]
     reduced: tuple[Reduced, ...]
     events: tuple[Event, ...]
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def sliced(
     norms: list[float] = []
     reduced: list[Reduced] = []
     events: list[Event] = []
-    told: list[str] = []
+    lines: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(fixed(placed))
         stack.enter_context(megatron(run, settings or esp()))
@@ -117,11 +117,11 @@ def sliced(
                 about = (len(self.params), bucket.numel_unpadded, bucket.offset)
                 events.append(Event(len(losses), about, threading.current_thread().name))
 
-        def teller(settings: Any, place: int) -> Any:
-            return told.append
+        def line_logger(settings: Any, place: int) -> Any:
+            return lines.append
 
         stack.enter_context(mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted))
-        stack.enter_context(mock.patch.object(host, "teller", teller))
+        stack.enter_context(mock.patch.object(host, "line_logger", line_logger))
         training = Training(run)
         for step in range(run.steps):
             losses.append(training.compute(step))
@@ -135,7 +135,7 @@ def sliced(
         weights,
         tuple(reduced),
         tuple(events),
-        tuple(filter(None, told)),
+        tuple(filter(None, lines)),
     )
 
 
@@ -189,10 +189,10 @@ def test_two_ranks_train_as_without(optimizer: str) -> None:
     run = with_optimizer(RUN, optimizer)
     found = check(2, run)
     check_sliced(found, run.steps)
-    in_lane = [event for event in found[0].events if event.thread.startswith("inter")]
-    assert found[0].reduced[0] == Reduced() and all(event.step for event in in_lane)
-    # Those of layers are started in the lane between cells, which only their programs use.
-    assert len(in_lane) == found[0].reduced[-1].num_slices >= 2 * (run.steps - 1)
+    in_stream = [event for event in found[0].events if event.thread.startswith("inter")]
+    assert found[0].reduced[0] == Reduced() and all(event.step for event in in_stream)
+    # Those of layers are started in the stream between EP ranks, which only their programs use.
+    assert len(in_stream) == found[0].reduced[-1].num_slices >= 2 * (run.steps - 1)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_pipeline_stages_train_as_without(optimizer: str) -> None:
     found = check(4, with_optimizer(run, optimizer))
     check_sliced(found[:2], run.steps, within=False)
     for behind in found[2:]:
-        assert not behind.events and "stages behind the first" in behind.told[0]
+        assert not behind.events and "stages behind the first" in behind.reported[0]
 
 
 @pytest.mark.slow
@@ -248,11 +248,11 @@ def test_planned_slices_train_as_without(optimizer: str, schedule: str) -> None:
         assert schedule != "tutel_improved" or one.reduced[-1].beside_dense
 
 
-def test_without_overlap_nothing_is_sliced_and_a_person_is_told() -> None:
+def test_without_overlap_nothing_is_sliced_and_a_person_is_reported() -> None:
     run = replace(RUN, steps=2, overlap_grad_reduce=False)
     for one in pool_of(2).run(sliced, run):
         assert not one.events and not one.reduced
-        (line,) = (line for line in one.told if "gradients" in line)
+        (line,) = (line for line in one.reported if "gradients" in line)
         assert "--overlap-grad-reduce" in line and "--ddp-bucket-size" in line
 
 
@@ -291,8 +291,8 @@ def whys(rank: int, world_size: int) -> list[str | None]:
 
 
 def test_why_gradients_are_left_to_megatron() -> None:
-    for found, (_, told) in zip(pool_of(2).run(whys)[0], CASES):
-        assert found == told if not told else told in (found or "")
+    for found, (_, reported) in zip(pool_of(2).run(whys)[0], CASES):
+        assert found == reported if not reported else reported in (found or "")
 
 
 class Group:

@@ -34,7 +34,7 @@ from tests.ranks import pool_of
 RUN = MegatronRun(ep=2, optimizer="distributed")
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """Of one rank."""
 
     files: list[str]
@@ -53,9 +53,9 @@ def damages(whole: bytes, marker: Path) -> dict[str, bytes | None]:
     }
 
 
-def refusals(rank: int, world_size: int, folder: str, marker: str) -> Told:
+def refusals(rank: int, world_size: int, folder: str, marker: str) -> Reported:
     """What loading says of each file, damaged in each way."""
-    told: dict[tuple[str, str], str] = {}
+    reported: dict[tuple[str, str], str] = {}
     with megatron(RUN, block("ep")):
         training = Training(RUN)
         steps(training, 0, 1)
@@ -73,7 +73,7 @@ def refusals(rank: int, world_size: int, folder: str, marker: str) -> Told:
                 dist.barrier()
                 with pytest.raises(ValueError, match=path.name.replace(".", r"\.")) as caught:
                     load(training, folder, FULLY)
-                told[path.name, name] = str(caught.value)
+                reported[path.name, name] = str(caught.value)
             dist.barrier()
             if rank == 0:
                 path.write_bytes(whole)
@@ -83,7 +83,7 @@ def refusals(rank: int, world_size: int, folder: str, marker: str) -> Told:
             (Path(folder) / SUMS_FILE).unlink()
         dist.barrier()
         load(training, folder, FULLY)  # as Megatron loads it
-    return Told([path.name for path in paths], told)
+    return Reported([path.name for path in paths], reported)
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -115,33 +115,33 @@ def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
     assert {name: size for name, (size, _) in document["files"].items()} == files
 
 
-def told_of_routing(rank: int, world_size: int, folder: str) -> list[list[str]]:
-    """What runs with other routing, and one with the same, are told when they load; at last of a
-    checkpoint that does not say."""
+def reported_of_routing(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    """What runs with other routing, and one with the same, are reported when they load; at last of
+    a checkpoint that does not say."""
     other = replace(RUN, topk=3), replace(RUN, config=(("moe_router_pre_softmax", True),))
     with megatron(RUN, block("ep")):
         training = Training(RUN)
         steps(training, 0, 1)
         save(training, folder, FULLY)
-    told = [_told(run, folder) for run in (*other, RUN)]
+    lines = [_reported(run, folder) for run in (*other, RUN)]
     if rank == 0:
         path = Path(folder) / SUMS_FILE
         document = json.loads(path.read_text())
         assert document.pop("routing")
         path.write_text(json.dumps({**document, "crc32": None}))
     dist.barrier()
-    return [*told, _told(other[0], folder)]
+    return [*lines, _reported(other[0], folder)]
 
 
-def _told(run: MegatronRun, folder: str) -> list[str]:
+def _reported(run: MegatronRun, folder: str) -> list[str]:
     with megatron(run, block("fssdp")), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         load(Training(run), folder, FULLY)
     return [text for each in seen if "routes tokens" in (text := str(each.message))]
 
 
-def test_a_model_that_routes_otherwise_is_told(tmp_path: Path) -> None:
-    first, second = pool_of(2).run(told_of_routing, str(tmp_path))
+def test_a_model_that_routes_otherwise_is_reported(tmp_path: Path) -> None:
+    first, second = pool_of(2).run(reported_of_routing, str(tmp_path))
     assert not any(second)
     (top_k,), (scoring,), same, silent = first
     assert top_k.startswith(f"{tmp_path} was saved by a model that routes tokens otherwise: ")

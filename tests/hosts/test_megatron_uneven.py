@@ -21,7 +21,7 @@ from tests.hosts.megatron_jobs import Training, megatron, merged
 from tests.hosts.megatron_skewed import worst
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_bad_numbers import RUN, SOON_S, STRATEGIES, block
-from tests.hosts.test_megatron_move import go_home
+from tests.hosts.test_megatron_move import go_to_owner
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -64,7 +64,7 @@ def trained(
             losses.append(training.compute(step))
             gradients = gradients or training.gradients()
             norms.append(training.update())
-        go_home(training)
+        go_to_owner(training)
         return Trained(losses, norms, gradients, training.weights())
 
 
@@ -115,38 +115,40 @@ def without_samples(rank: int, world_size: int, name: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_a_batch_without_samples_is_megatrons_error_on_all_ranks(name: str) -> None:
-    """Its attention cannot take one; who waits in an MoE layer is told of it."""
+    """Its attention cannot take one; who waits in an MoE layer is notified of it."""
     pool = pool_of(3 if name == "zebra" else 2)
     try:
         ranks = pool.run(without_samples, name)
     finally:
         pool.close()
-    for rank, (seconds, told) in enumerate(ranks):
+    for rank, (seconds, reported) in enumerate(ranks):
         assert seconds < SOON_S
-        assert "cannot reshape tensor of 0 elements" in told, told
-        assert told.startswith("RuntimeError" if rank == 1 else "BrokenOff: rank 1 failed"), told
+        assert "cannot reshape tensor of 0 elements" in reported, reported
+        assert reported.startswith("RuntimeError" if rank == 1 else "BrokenOff: rank 1 failed"), (
+            reported
+        )
 
 
 # Ranks that call the model at other times.
 
 
 def late(rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]) -> str:
-    """What is said while rank 1 does something else between two steps."""
-    told = io.StringIO()
-    with megatron(run, settings), contextlib.redirect_stderr(told):
+    """What is stated while rank 1 does something else between two steps."""
+    printed = io.StringIO()
+    with megatron(run, settings), contextlib.redirect_stderr(printed):
         training = Training(run)
         for step in range(2):
             if step == 1 and rank == 1:
                 time.sleep(5.0)
             training.compute(step)
             training.update()
-    return told.getvalue()
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_who_waits_says_so(name: str) -> None:
     run = replace(RUN, ep=1 if name == "zebra" else 2)
-    settings = {**block(name), "waits": {"told_after_s": 2}}
+    settings = {**block(name), "waits": {"log_after_s": 2}}
     first, _ = pool_of(2).run(late, run, settings)
     assert "ds_moe_ext: rank 0 has waited" in first, first
     assert "rank 1 is in none of them" in first, first
@@ -167,13 +169,13 @@ def trained_and_evaluated(rank: int, world_size: int, name: str) -> tuple[float,
 
 
 @pytest.mark.parametrize("name", ["ep", *map(slow, ["fssdp", "prophet", "esp", "zebra"])])
-def test_passes_that_do_not_belong_together_are_told(name: str) -> None:
+def test_passes_that_do_not_belong_together_are_reported(name: str) -> None:
     ranks = pool_of(2).run(trained_and_evaluated, name)
-    for seconds, told in ranks:
+    for seconds, reported in ranks:
         assert seconds < SOON_S
-        assert "joined" not in told
+        assert "joined" not in reported
         if name == "zebra":
-            assert "are not at the same step" in told, told
+            assert "are not at the same step" in reported, reported
         else:
-            assert "place 0: layer 0, evaluation; place 1: layer 0, training" in told
-            assert "in as many micro-batches a step, steps and evaluations" in told
+            assert "place 0: layer 0, evaluation; place 1: layer 0, training" in reported
+            assert "in as many micro-batches a step, steps and evaluations" in reported

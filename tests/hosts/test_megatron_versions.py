@@ -31,8 +31,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     (own / "behind.pth").write_text(behind)
     python = folder / "bin/python"
     asked = [python, "-c", "import megatron.core as core; print(core.__version__)"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    assert told.strip() == request.param
+    results = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert results.strip() == request.param
     return python
 
 

@@ -160,7 +160,7 @@ def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
     assert {event["pid"] for event in of(events, "X")} == {0, 1, 2}
 
 
-def test_copies_on_either_role() -> None:
+def test_replicas_on_either_role() -> None:
     options = {"attention_size": 1, "expert_size": 2, "on_attention": True, "revises": True}
     own = {"strategy": "tests.strategies_for_tests:TwoRoles", "options": options}
     settings = {**block(1, 2), **own}
@@ -201,7 +201,7 @@ def test_with_what_the_host_does(run: MegatronRun) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
-    [{"num_micro_batches": 2}, {"attention_cells": [1, 2]}, {"recompute_experts": True}],
+    [{"num_micro_batches": 2}, {"attention_ep_ranks": [1, 2]}, {"recompute_experts": True}],
 )
 def test_with_keys_of_the_strategy(keys: dict[str, Any]) -> None:
     assert_as_stock(2, 1, replace(RUN, num_microbatches=5), **keys)
@@ -301,7 +301,7 @@ def saved_by_rank(rank: int, world_size: int) -> str:
 
 
 def built(rank: int, world_size: int, run: MegatronRun) -> str:
-    """What was said as a model was built."""
+    """What was stated as a model was built."""
     try:
         with megatron(run, block(1, 1)):
             Training(run)
@@ -311,36 +311,36 @@ def built(rank: int, world_size: int, run: MegatronRun) -> str:
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "reported"),
     [
         (replace(RUN, ep=2), "--expert-model-parallel-size 2; attention ranks are data parallel"),
         (replace(RUN, recompute="full"), "--recompute-granularity \\(full\\): .*leave it out"),
     ],
 )
-def test_refused_by_the_flag(run: MegatronRun, told: str) -> None:
-    for said in pool_of(2).run(built, run):
-        with pytest.raises(ValueError, match=told):
-            raise ValueError(said)
+def test_refused_by_the_flag(run: MegatronRun, reported: str) -> None:
+    for stated in pool_of(2).run(built, run):
+        with pytest.raises(ValueError, match=reported):
+            raise ValueError(stated)
 
 
 def test_a_file_a_rank_is_refused() -> None:
-    assert all("use --ckpt-format torch_dist" in said for said in pool_of(2).run(saved_by_rank))
+    assert all("use --ckpt-format torch_dist" in stated for stated in pool_of(2).run(saved_by_rank))
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"exit_duration_in_mins": 60}, "--exit-duration-in-mins .*; use --exit-interval"),
         ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"save": "here", "async_save": True}, "--async-save: .* leave it out"),
     ],
 )
-def test_arguments_of_the_script_are_refused(given: dict[str, Any], told: str) -> None:
+def test_arguments_of_the_script_are_refused(given: dict[str, Any], reported: str) -> None:
     from ds_moe_ext.hosts.megatron.refusals import refuse_arguments
 
     script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**given))
     loaded = mock.patch.dict(sys.modules, {"megatron.training.global_vars": script})
-    with loaded, pytest.raises(ValueError, match=told):
+    with loaded, pytest.raises(ValueError, match=reported):
         refuse_arguments()
 
 
@@ -358,15 +358,17 @@ def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zebra", "told"),
+    ("zebra", "reported"),
     [
         ({"moved": [1, 1]}, r"zebra.moved is .*\[1, 1\]: .* leave it out"),
         ({"attention_device": "A40"}, "attention_device is 'A40': .* give attention_size"),
         ({"attention_size": None}, "under Megatron, .*zebra.attention_size is None .* set both"),
     ],
 )
-def test_keys_that_work_under_deepspeed_only_are_refused(zebra: dict[str, Any], told: str) -> None:
+def test_keys_that_work_under_deepspeed_only_are_refused(
+    zebra: dict[str, Any], reported: str
+) -> None:
     from ds_moe_ext.hosts.megatron.active_settings import read
 
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         read({"ds_moe_ext": block(1, 1) | {"zebra": block(1, 1)["zebra"] | zebra}})

@@ -98,7 +98,7 @@ def assert_alike(ours: Result, theirs: Result, tolerance: float) -> None:
         torch.testing.assert_close(ours.state[name], weight, rtol=tolerance, atol=tolerance)
 
 
-FSSDP = (("copies_per_rank", 2), ("reshard_interval", 2))
+FSSDP = (("replicas_per_rank", 2), ("reshard_interval", 2))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ FSSDP = (("copies_per_rank", 2), ("reshard_interval", 2))
         slow(2, "accelerate", {}),
         slow(2, "accelerate", {"optimizer": "object"}),
         slow(2, "meta", {"optimizer": "object", "parameters": "groups"}),
-        slow(2, "meta", {"cells": 1}),
-        slow(4, "meta", {"cells": 2}),
+        slow(2, "meta", {"ep_ranks": 1}),
+        slow(4, "meta", {"ep_ranks": 2}),
         slow(2, "meta", {"strategy": "fssdp", "keys": FSSDP}),
         slow(2, "meta", {"strategy": "prophet"}),
-        slow(2, "meta", {"strategy": "esp", "cell_size": 2}),
-        slow(4, "meta", {"strategy": "esp", "cell_size": 2, "balance": "fssdp"}),
+        slow(2, "meta", {"strategy": "esp", "etp_size": 2}),
+        slow(4, "meta", {"strategy": "esp", "etp_size": 2, "balance": "fssdp"}),
         slow(2, "meta", {"gate": (("type", "sigmoid_top_k"),)}),
     ],
 )
@@ -391,20 +391,20 @@ def attached(rank: int, world_size: int, kind: str) -> dict[str, Tensor]:
     torch.manual_seed(5)
     with torch.device("meta"):
         model = nn.Sequential(*(Block({"own": Own, "listed": Listed}[kind]()) for _ in range(2)))
-    state, told = torch.get_rng_state(), StringIO()
-    with redirect_stdout(told):
+    state, printed = torch.get_rng_state(), StringIO()
+    with redirect_stdout(printed):
         ds_moe_ext.attach(model, {"enabled": True, "report": {"path": None}})
     generator = torch.Generator().set_state(state)
     torch.randint(2**62, (1,), generator=generator)
     assert torch.equal(torch.get_rng_state(), generator.get_state()), "one number was drawn"
-    says = (
+    expected = (
         "the model came on the meta device: 8 dense weights and 0 buffers were made alike on every"
     )
-    assert rank or says in told.getvalue().replace("\n", " "), told.getvalue()
+    assert rank or expected in printed.getvalue().replace("\n", " "), printed.getvalue()
     found = {name: p.detach() for name, p in model.named_parameters() if "experts" not in name}
     for number, each in enumerate(model):
         hosted: Any = each.experts
-        held = hosted.routed.site.plan.home.experts_of(rank)
+        held = hosted.routed.layer_context.plan.owner.experts_of(rank)
         for expert, slot in zip(held, hosted.slots(), strict=True):
             for name, weight in zip(hosted.weight_names, slot.parameters):
                 found[f"{number}.{expert}.{name}"] = weight.detach()
@@ -434,7 +434,7 @@ def test_experts_of_ones_own(kind: str) -> None:
 
 
 def warned(rank: int, world_size: int, way: str) -> list[str]:
-    """What is said of a layer of transformers that somebody drew anew."""
+    """What is reported of a layer of transformers that somebody drew anew."""
     with built(way):
         model = families.made("mixtral")
         nn.init.normal_(model.model.layers[1].self_attn.q_proj.weight)
@@ -444,10 +444,10 @@ def warned(rank: int, world_size: int, way: str) -> list[str]:
     return [str(each.message) for each in caught if "meta device" in str(each.message)]
 
 
-def test_values_that_are_lost_are_told_of() -> None:
-    (told,) = pool_of(1).run(warned, "meta")
-    assert "something wrote to model.layers.1.self_attn.q_proj.weight: that is lost" in told[0]
-    assert len(told) == 1
+def test_values_that_are_lost_are_reported() -> None:
+    (results,) = pool_of(1).run(warned, "meta")
+    assert "something wrote to model.layers.1.self_attn.q_proj.weight: that is lost" in results[0]
+    assert len(results) == 1
     assert pool_of(1).run(warned, "real") == [[]]
 
 
@@ -548,5 +548,5 @@ def test_what_cannot_be_initialised_is_refused() -> None:
     for found in pool_of(2).run(refused):
         ranks = found.pop("ranks")
         assert "on the meta device is 6 on rank 0 and 0 on rank 1" in ranks
-        for name, (_, says) in REFUSED.items():
-            assert all(part in found[name] for part in says), found[name]
+        for name, (_, expected) in REFUSED.items():
+            assert all(part in found[name] for part in expected), found[name]

@@ -36,7 +36,7 @@ MICRO_BATCHES = 4
 FSSDP = Job(
     "toy",
     strategy="fssdp",
-    keys=(("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 0)),
+    keys=(("overlap_degree", 2), ("replicas_per_rank", 2), ("reshard_interval", 0)),
     micro_batches=MICRO_BATCHES,
 )
 TIMES = {"step_s", "tokens_per_s", "exposed_s", "exposed_share", "waited_s", "sent_s"}
@@ -169,12 +169,12 @@ def test_scalars_come_to_deepspeeds_monitors(monitored: Monitored) -> None:
     samples = MICRO_BATCHES * ROWS
     where_shown = [at for at, _ in points["ds_moe_ext/balance/mean"]]
     assert where_shown == [samples * step for step in (5, 10, 15, 20)]
-    for name in TIMES:  # ranks tell each other behind every tenth step
+    for name in TIMES:  # ranks report to each other behind every tenth step
         assert [at for at, _ in points[f"ds_moe_ext/{name}"]] == [10 * samples, 20 * samples]
     placements = RunRecord.from_json(first.record).placements
     assert placements is not None
-    copies = placements.all_copies_ILE.sum(axis=(1, 2))[4::5].tolist()
-    assert [value for _, value in points["ds_moe_ext/copies"]] == copies and max(copies) > 0
+    replicas = placements.all_replicas_ILE.sum(axis=(1, 2))[4::5].tolist()
+    assert [value for _, value in points["ds_moe_ext/replicas"]] == replicas and max(replicas) > 0
     tables = in_csv(monitored.folder / "csv")
     assert {name.replace("/", "_") for name in points} == set(tables)
     for name, values in points.items():
@@ -193,8 +193,8 @@ def test_a_monitor_that_fails_warns_once_and_changes_nothing(tmp_path: Path) -> 
         extra=(("csv_monitor", where), ("steps_per_print", 5)),
     )
     ranks = pool_of(2).run(trained, job, {}, fails=True)
-    told = "ds_moe_ext: the monitor has failed: ConnectionError('no network')"
-    assert [rank.warned for rank in ranks] == [[told], []]
+    text = "ds_moe_ext: the monitor has failed: ConnectionError('no network')"
+    assert [rank.warned for rank in ranks] == [[text], []]
     quiet = pool_of(2).run(trained, replace(job, extra=()), {"enabled": False})
     for rank, without in zip(ranks, quiet):
         assert rank.losses == without.losses  # to the last bit
@@ -224,7 +224,7 @@ def test_all_ranks_tell_what_they_took(monitored: Monitored) -> None:
     assert (ranks.resident_R > 50 << 20).all() and not ranks.allocated_R.any()
     assert pace.resident_G[-1] == ranks.resident_R.max() and np.isnan(pace.allocated_G).all()
     assert ranks.ep_rank_R == (0, 1) and ranks.device == DeviceRecord("cpu", os.cpu_count() or 1)
-    # Rank 0's are those of the steps up to the last telling, of which two were timed.
+    # Rank 0's are those of the steps up to the last reporting, of which two were timed.
     assert set(ranks.kinds_K) >= {"forward:dispatch", "backward:expert", "forward:expert"}
     assert ranks.seconds_KR.shape == (len(ranks.kinds_K), 2) and (ranks.seconds_KR >= 0).all()
     num_passes, both_ways = MICRO_BATCHES // 2, 4
@@ -239,7 +239,7 @@ def test_all_ranks_tell_what_they_took(monitored: Monitored) -> None:
     assert (ranks.exposed_s_R < ranks.seconds_KR.sum(axis=0)).all()
     assert "tokens a second (median up to step 19, measured); loss" in shown[0].printed
     assert (
-        "with every expert at its home, as under ep" in shown[0].printed
+        "with every expert at its owner, as under ep" in shown[0].printed
         or "copies saved" in shown[0].printed
     )
     assert "mean of all ranks" in shown[0].printed
@@ -247,11 +247,11 @@ def test_all_ranks_tell_what_they_took(monitored: Monitored) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [Job("toy", cells=1), slow(Job("toy", strategy="esp", cell_size=2))],
-    ids=["copies", "split"],
+    [Job("toy", ep_ranks=1), slow(Job("toy", strategy="esp", etp_size=2))],
+    ids=["replicas", "split"],
 )
 def test_tokens_of_ranks_that_do_not_exchange_rows(job: Job) -> None:
-    """Each has all experts, or all of their parts are in one cell."""
+    """Each has all experts, or all of their parts are in an EP rank."""
     shown = pool_of(2).run(trained, replace(job, steps=10, micro_batches=MICRO_BATCHES), {})
     ranks = RunRecord.from_json(shown[0].record).ranks
     assert ranks is not None and ranks.ranks_R == (0, 1) and not ranks.num_last_R.any()
@@ -354,12 +354,12 @@ class Loop:
     def __init__(self, folder: Path, *, writes: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.told = SimpleNamespace(curr_iteration=100, tensorboard_log_interval=5)
+        self.reported = SimpleNamespace(curr_iteration=100, tensorboard_log_interval=5)
         self.board = SummaryWriter(log_dir=str(folder)) if writes else None
         self.wandb = mock.Mock() if writes else None
 
     def get_args(self) -> Any:
-        return self.told
+        return self.reported
 
     def get_tensorboard_writer(self) -> Any:
         return self.board
@@ -404,7 +404,7 @@ def under_megatron(
         for step in range(run.steps):
             losses.append(training.compute(step))
             training.update()
-            loop.told.curr_iteration += 1
+            loop.reported.curr_iteration += 1
             balances.append(balances_of(recorder))
         logged = [] if loop.wandb is None else [call.args for call in loop.wandb.log.mock_calls]
     return UnderMegatron(balances, logged, recorder.record().to_json(), losses)
@@ -412,7 +412,7 @@ def under_megatron(
 
 @pytest.mark.parametrize("run", [slow(MegatronRun(ep=2, steps=12)), MegatronRun(pp=2, steps=12)])
 def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: MegatronRun) -> None:
-    """Under pipelines each stage tells of its own layers, and the last one writes."""
+    """Under pipelines each stage shows of its own layers, and the last one writes."""
     pytest.importorskip("megatron.core")
     first, last = pool_of(2).run(under_megatron, run, tmp_path)
     balances, logged = last.balances, last.logged

@@ -45,10 +45,10 @@ ON_HOST = (("device", "cpu"),)
     "job",
     [
         Job(stage=2),
-        slow(Job(stage=2, cells=1, dtype="bfloat16")),
+        slow(Job(stage=2, ep_ranks=1, dtype="bfloat16")),
         slow(Job(stage=1, strategy="prophet")),
         slow(Job(stage=3)),
-        slow(Job(stage=3, cells=1, dtype="bfloat16")),
+        slow(Job(stage=3, ep_ranks=1, dtype="bfloat16")),
     ],
     ids=lambda job: f"zero{job.stage}-{job.strategy}-{job.dtype}",
 )
@@ -66,7 +66,7 @@ def test_states_go_on_elsewhere_to_the_last_bit(job: Job, is_first: bool) -> Non
     ("source", "goal"),
     [
         (Layout(2, Job(stage=3, offload=ON_HOST)), fssdp(4, 1)),
-        (Layout(2, Job(stage=3, offload=ON_HOST)), Layout(1, Job(stage=2, cells=1))),
+        (Layout(2, Job(stage=3, offload=ON_HOST)), Layout(1, Job(stage=2, ep_ranks=1))),
         (fssdp(2, 2), Layout(4, Job(strategy="prophet", stage=3, offload=ON_HOST))),
     ],
     ids=str,
@@ -127,13 +127,13 @@ def classes_and_rates(rank: int, world_size: int, ratio: float) -> list[tuple[st
     run_steps(rank, world_size, engine, range(1))
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.25
-    states, told = OptimizerStates(engine), []
+    states, reported = OptimizerStates(engine), []
     for parameter in engine.module.parameters():
         options = states.options(parameter)
         assert options is not None
         step = states.of(parameter).scalars["step"]
-        told.append((type(step).__name__, options["lr"]))
-    return told
+        reported.append((type(step).__name__, options["lr"]))
+    return reported
 
 
 @needs_compiler
@@ -142,9 +142,9 @@ def classes_and_rates(rank: int, world_size: int, ratio: float) -> list[tuple[st
     ("ratio", "kinds"), [(1.0, {"int"}), (0.5, {"int", "Tensor"}), (0.0, {"Tensor"})]
 )
 def test_a_part_is_stepped_on_the_device_at_the_same_rate(ratio: float, kinds: set[str]) -> None:
-    for told in pool_of(2).run(classes_and_rates, ratio):
-        assert {kind for kind, _ in told} == kinds
-        assert {rate for _, rate in told} == {0.25}
+    for reported in pool_of(2).run(classes_and_rates, ratio):
+        assert {kind for kind, _ in reported} == kinds
+        assert {rate for _, rate in reported} == {0.25}
 
 
 @needs_compiler

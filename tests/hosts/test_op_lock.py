@@ -78,12 +78,12 @@ def test_a_run_names_it(lock: Path) -> None:
     )
     assert run.stdout is not None
     try:
-        told = next((line for line in run.stdout if line.startswith("ds_moe_ext:")), "")
+        reported = next((line for line in run.stdout if line.startswith("ds_moe_ext:")), "")
     finally:
         run.kill()
         run.wait()
-    assert f"{lock} was left by a compilation" in told
-    assert f"rm {lock}" in told
+    assert f"{lock} was left by a compilation" in reported
+    assert f"rm {lock}" in reported
 
 
 def test_the_quickstart_stops(lock: Path) -> None:

@@ -23,7 +23,7 @@ from tests.ranks import pool_of, preload, refusal
 preload("transformers", "deepspeed")
 
 LAMB = Job(stage=0, dtype="float64", optimizer="callable", steps=4, learning_rate=0.02)
-MOVING = (("copies_per_rank", 2), ("reshard_interval", 2), ("resharding", "paper"))
+MOVING = (("replicas_per_rank", 2), ("reshard_interval", 2), ("resharding", "paper"))
 
 
 class Lamb(torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def test_one_norm_of_a_stack_is_another_update() -> None:
         (replace(LAMB, strategy="fssdp", keys=MOVING), 2),
         slow(replace(LAMB, optimizer="object"), 2),
         slow(replace(LAMB, strategy="prophet"), 4),
-        slow(replace(LAMB, cells=2), 4),
+        slow(replace(LAMB, ep_ranks=2), 4),
     ],
 )
 def test_lamb_is_exact_by_expert_under_deepspeed(job: Job, world_size: int) -> None:
@@ -234,7 +234,7 @@ WHOLE_GRADIENTS = (("zero_optimization", {**jobs.zero(3), "reduce_scatter": Fals
         slow(Job(stage=0, steps=3), 2),
         (Job(stage=1, steps=3), 2),
         slow(Job(stage=2, steps=3), 2),
-        slow(Job(stage=2, steps=3, cells=2), 4),
+        slow(Job(stage=2, steps=3, ep_ranks=2), 4),
         slow(Job(stage=3, steps=3, extra=WHOLE_GRADIENTS), 2),
     ],
 )
@@ -266,7 +266,7 @@ DEEPSPEED = "deepspeed.runtime"
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "how", "says"),
+    ("optimizer", "how", "expected"),
     [
         (named(f"{DEEPSPEED}.fp16.onebit.adam", "OneBitAdam"), {}, "OneBitAdam: it communicates"),
         (named("torch.distributed.optim", "ZeroRedundancyOptimizer"), {}, "it communicates"),
@@ -283,14 +283,14 @@ DEEPSPEED = "deepspeed.runtime"
         (
             named(*APEXS_ADAM),
             SAVED | MASTERS,
-            "it keeps copies of the weights that it was made with",
+            "it keeps replicas of the weights that it was made with",
         ),
     ],
 )
-def test_what_would_do_another_thing_is_refused(optimizer: Any, how: Any, says: str) -> None:
+def test_what_would_do_another_thing_is_refused(optimizer: Any, how: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=r"ds_moe_ext is enabled, but .*; (use|give)") as error:
         check_kind(Stepping(optimizer, **how))
-    assert says in str(error.value)
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_what_is_exact_is_taken(optimizer: Any, how: Any, recwarn: pytest.Warnin
     assert not recwarn.list
 
 
-def test_one_that_nobody_knows_is_told_of_where_weights_are_cut() -> None:
+def test_one_that_nobody_knows_is_reported_where_weights_are_cut() -> None:
     with pytest.warns(
         UserWarning, match="does not know the optimizer users.Own: zero_optimization"
     ):
@@ -323,9 +323,9 @@ def test_one_that_nobody_knows_is_told_of_where_weights_are_cut() -> None:
 def test_both_hosts_ask() -> None:
     """Of an optimizer that a user gives, before a step."""
     job = replace(LAMB, dtype="float32", stage=1)
-    for said in pool_of(2).run(refusal, learnt_by, job, Lamb):
-        assert "Lamb, and zero_optimization.stage is 1" in said
+    for stated in pool_of(2).run(refusal, learnt_by, job, Lamb):
+        assert "Lamb, and zero_optimization.stage is 1" in stated
     block = {"strategy": "esp", "expert_sharding_size": 2}
     loop = test_torch.Loop("mixtral", block=block, steps=1)
-    for said in pool_of(2).run(refusal, in_a_loop, loop, Lamb):
-        assert "Lamb, and 2 ranks split each expert" in said
+    for stated in pool_of(2).run(refusal, in_a_loop, loop, Lamb):
+        assert "Lamb, and 2 ranks split each expert" in stated

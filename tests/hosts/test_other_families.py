@@ -53,8 +53,10 @@ def first_gradients(rank: int, world_size: int, family: str) -> dict[str, float]
                 errors[name] = relative_error(parameter.grad, own[name])
         for layer in layers:
             whole = stock.get_submodule(layer.name)
-            home = layer.routed.site.plan.home.experts_of(layer.routed.site.layout.index("ep"))
-            for expert, slot in zip(home.tolist(), layer.hosted.slots(), strict=True):
+            owner = layer.routed.layer_context.plan.owner.experts_of(
+                layer.routed.layer_context.layout.index("ep")
+            )
+            for expert, slot in zip(owner.tolist(), layer.hosted.slots(), strict=True):
                 for stored, p in zip(layer.hosted.stored, slot.parameters, strict=True):
                     grad = stored.of(whole, expert).grad
                     grad = torch.zeros_like(stored.of(whole, expert)) if grad is None else grad
@@ -147,7 +149,7 @@ def test_curve_equals_stock(family: str, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.OTHERS)
-@pytest.mark.parametrize("keys", [{"strategy": "prophet"}, {"strategy": "esp", "cell_size": 2}])
+@pytest.mark.parametrize("keys", [{"strategy": "prophet"}, {"strategy": "esp", "etp_size": 2}])
 def test_curve_of_other_strategies_equals_stock(family: str, keys: dict[str, Any]) -> None:
     both: dict[str, Any] = {"family": family, "dtype": "float64", "stage": 0, "steps": 3}
     equal(run(2, **keys, **both), run(1, block=False, **both), 1e-10)

@@ -23,7 +23,7 @@ from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, answers, started
 from tests.marks import slow
-from tests.ranks import meeting_place, pool_of
+from tests.ranks import key_value_store, pool_of
 
 
 def why_unwritable(path: Path) -> str:
@@ -77,8 +77,8 @@ def test_paths_that_cannot_be_written_are_refused_on_all_ranks(tmp_path: Path, k
     path = tmp_path / "report.json"
     path.mkdir()
     given = str({"report": tmp_path, "trace": path}[key])
-    for said in pool_of(2).run(refused, **{key: {"path": given}}):
-        assert said == (
+    for stated in pool_of(2).run(refused, **{key: {"path": given}}):
+        assert stated == (
             f"ds_moe_ext.{key}.path is {given!r}, but {str(path)!r} cannot be written "
             "(Is a directory); name another, or leave it out"
         )
@@ -128,9 +128,9 @@ def resumed(rank: int, world_size: int, folder: Path) -> str:
 
 
 def test_a_run_that_goes_on_keeps_the_earlier_report(tmp_path: Path) -> None:
-    told = pool_of(1).run(resumed, tmp_path)[0]
-    assert f"the report of an earlier run in {str(tmp_path)!r} is kept as report.1.json" in told
-    assert f"wrote {tmp_path}/report.html and {tmp_path}/report.json\n" in told
+    results = pool_of(1).run(resumed, tmp_path)[0]
+    assert f"the report of an earlier run in {str(tmp_path)!r} is kept as report.1.json" in results
+    assert f"wrote {tmp_path}/report.html and {tmp_path}/report.json\n" in results
     assert {f"report{number}.json" for number in ("", ".1")} <= set(os.listdir(tmp_path))
 
 
@@ -157,18 +157,22 @@ def ended(rank: int, world_size: int, **keys: Any) -> str:
     return shown.getvalue()
 
 
-def test_how_loads_were_predicted_is_told_at_the_end() -> None:
-    told = pool_of(2).run(ended)[0]
-    assert re.search(r"ds_moe_ext: loads were predicted by .*\d % of the rows went to other", told)
+def test_how_loads_were_predicted_is_reported_at_the_end() -> None:
+    results = pool_of(2).run(ended)[0]
+    assert re.search(
+        r"ds_moe_ext: loads were predicted by .*\d % of the rows went to other", results
+    )
 
 
 def test_a_run_says_what_is_expected_and_ends_on_whether_it_gained() -> None:
     """The share is named at start; three steps are too few to have timed any."""
-    told = pool_of(2).run(ended, report={"enabled": True})[0].splitlines()
-    (expected,) = (line for line in told if line.startswith("ds_moe_ext: fssdp: "))
+    results = pool_of(2).run(ended, report={"enabled": True})[0].splitlines()
+    (expected,) = (line for line in results if line.startswith("ds_moe_ext: fssdp: "))
     assert "by share 'priced'; a gain is expected where the busiest rank has well over" in expected
-    assert re.match(r"ds_moe_ext: (gain not known, as|no gain by copies, as none was)", told[-1])
-    assert "in 3 recorded steps: the busiest rank had" in told[-1]
+    assert re.match(
+        r"ds_moe_ext: (gain not known, as|no gain by replicas, as none was)", results[-1]
+    )
+    assert "in 3 recorded steps: the busiest rank had" in results[-1]
 
 
 # SIGTERM.
@@ -241,7 +245,7 @@ def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) 
     """All processes of a job get the signal, as of a scheduler; ranks from their launcher, too."""
     script = ROOT / "tests/hosts/endless_run.py"
     words = list(LAUNCHERS[launcher])
-    with meeting_place() as address:
+    with key_value_store() as address:
         if launcher == "deepspeed":
             words += ["--master_port", address["MASTER_PORT"]]
         process = subprocess.Popen(
@@ -282,19 +286,19 @@ def ended(case):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
-def told():
+def reported():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
 
 def theirs_before():
     signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
     ENDINGS.add(left("a report"))
-    told()
+    reported()
 
 def theirs_after():
     ENDINGS.add(left("a report"))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(4))
-    told()
+    reported()
 
 def theirs_chained():
     ENDINGS.add(left("a report"))
@@ -302,7 +306,7 @@ def theirs_chained():
         ours(*arguments)
         os._exit(5)
     ours = signal.signal(signal.SIGTERM, end)
-    told()
+    reported()
 
 def ignored():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -314,11 +318,11 @@ def from_a_thread():
     thread = threading.Thread(target=ENDINGS.add, args=(left("a report"),))
     thread.start()
     thread.join()
-    told()
+    reported()
 
 def forked():
     ENDINGS.add(left("a report"))
-    ended(told)
+    ended(reported)
     os._exit(7)
 
 def two_runs():
@@ -326,18 +330,18 @@ def two_runs():
     for write in (left("one"), gone, left("another")):
         ENDINGS.add(write)
     ENDINGS.remove(gone)
-    told()
+    reported()
 
 def all_ended():
     gone = left("a run that has ended")
     ENDINGS.add(gone)
     ENDINGS.remove(gone)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    told()
+    reported()
 
 def fails():
     ENDINGS.add(lambda: 1 / 0)
-    told()
+    reported()
 
 for case in (theirs_before, theirs_after, theirs_chained, ignored, from_a_thread, forked, two_runs,
              all_ended, fails):
@@ -350,7 +354,7 @@ ENDED = {
     "theirs_chained": ["wrote a report", "5"],
     "ignored": ["6"],
     "from_a_thread": ["-15"],
-    "forked": ["told", "-15", "7"],
+    "forked": ["reported", "-15", "7"],
     "two_runs": ["wrote one", "wrote another", "-15"],
     "all_ended": ["-15"],
     "fails": ["-15"],

@@ -119,7 +119,7 @@ def compared(rank: int, world_size: int, kind: str) -> dict[str, float]:
     errors = {"output": relative_error(y_TD, stock(x_WTD[rank]))}
     for x_TD in x_WTD:
         stock(x_TD).square().sum().backward()
-    held = layer.routed.site.plan.home.experts_of(rank).tolist()
+    held = layer.routed.layer_context.plan.owner.experts_of(rank).tolist()
     for expert, slot in zip(held, layer.hosted.slots(), strict=True):
         for stored, own in zip(layer.hosted.stored, slot.parameters, strict=True):
             grad = stored.of(stock.experts, expert).grad
@@ -136,14 +136,14 @@ def test_the_pages_examples_equal_stock(kind: str) -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
-def test_what_a_shape_does_not_tell_has_to_be_told() -> None:
+def test_what_a_shape_does_not_tell_has_to_be_reported() -> None:
     with pytest.raises(ValueError, match=r"InOne\('up'\) does not say how many .*num_experts"):
         InOne("up", is_flat=True)
     with pytest.raises(ValueError, match="give num_experts"):
         InOne("down", num_unused=1)
 
 
-def test_what_is_no_class_of_experts_is_told() -> None:
+def test_what_is_no_class_of_experts_is_reported() -> None:
     anything: Any = register_experts
     for given in (3, _Called(), int):
         with pytest.raises(ValueError, match=r"was given .*, which is no class of modules; give"):

@@ -23,7 +23,7 @@ GPT = replace(GPT, num_experts=8, optimizer="object", sgd=True, learning_rate=0.
 MIXTRAL = replace(GPT, family="mixtral")
 ZERO_1 = replace(GPT, stage=1, dtype="float32", optimizer="json", steps=3)
 
-RANDOM = {"copies": 0.5, "revised": 0.3, "rematerialized": 0.4, "carried": 0.6}
+RANDOM = {"replicas": 0.5, "revised": 0.3, "rematerialized": 0.4, "carried": 0.6}
 
 
 def run(world_size: int, pipeline: Pipeline) -> Result:
@@ -34,8 +34,8 @@ def run(world_size: int, pipeline: Pipeline) -> Result:
 @functools.cache
 def alone(pipeline: Pipeline) -> Result:
     """One rank, one stage, whole experts, without us."""
-    job = replace(pipeline.job, block=False, strategy="ep", keys=(), balance=None, cell_size=None)
-    job = replace(job, cells=None, balance_keys=())
+    job = replace(pipeline.job, block=False, strategy="ep", keys=(), balance=None, etp_size=None)
+    job = replace(job, ep_ranks=None, balance_keys=())
     return run(1, replace(pipeline, job=job, num_stages=1, checkpoint_interval=0))
 
 
@@ -46,25 +46,25 @@ class Row:
     pipeline: Pipeline
     ranks: int = 4
     error: float = 1e-12
-    copies: bool = False
+    replicas: bool = False
 
 
 ESP = replace(GPT, strategy="esp", keys=(("slice_gradients", False),))
 QUICK = {"varied"}
 ROWS = {
-    "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), copies=True),
+    "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), replicas=True),
     "ep": Row(Pipeline(GPT, evaluates=True)),
-    "balance losses": Row(Pipeline(varied(GPT, **RANDOM), carries_aux=True), copies=True),
+    "balance losses": Row(Pipeline(varied(GPT, **RANDOM), carries_aux=True), replicas=True),
     "untied": Row(Pipeline(GPT, is_tied=False)),
-    "moved": Row(Pipeline(varied(GPT, **RANDOM, shard_every=1)), copies=True),
-    "mixtral": Row(Pipeline(varied(MIXTRAL, **RANDOM)), copies=True),
-    "fssdp": Row(Pipeline(fssdp(GPT, overlap_degree=2, copies_per_rank=2)), copies=True),
+    "moved": Row(Pipeline(varied(GPT, **RANDOM, shard_every=1)), replicas=True),
+    "mixtral": Row(Pipeline(varied(MIXTRAL, **RANDOM)), replicas=True),
+    "fssdp": Row(Pipeline(fssdp(GPT, overlap_degree=2, replicas_per_rank=2)), replicas=True),
     "prophet": Row(Pipeline(replace(GPT, strategy="prophet"))),
     "esp": Row(Pipeline(ESP)),
-    "esp of two ranks": Row(Pipeline(replace(ESP, cell_size=2))),
+    "esp of two ranks": Row(Pipeline(replace(ESP, etp_size=2))),
     "esp over fssdp": Row(Pipeline(replace(ESP, balance="fssdp"))),
-    "grids": Row(Pipeline(varied(replace(GPT, cells=1), **RANDOM))),
-    "one stage": Row(Pipeline(varied(GPT, **RANDOM), num_stages=1), ranks=2, copies=True),
+    "grids": Row(Pipeline(varied(replace(GPT, ep_ranks=1), **RANDOM))),
+    "one stage": Row(Pipeline(varied(GPT, **RANDOM), num_stages=1), ranks=2, replicas=True),
     "four stages": Row(Pipeline(GPT, num_stages=4)),
     "zero 1": Row(Pipeline(ZERO_1), error=1e-5),
     "zero 0, clipped": Row(Pipeline(replace(ZERO_1, stage=0, clip=0.5)), error=1e-5),
@@ -82,13 +82,13 @@ def test_learns_what_one_rank_does(name: str) -> None:
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=max(row.error, 1e-6))
     if any(theirs.norms) and any(ours.norms):  # in float32, over all stages
         assert ours.norms == pytest.approx(theirs.norms, rel=10 * row.error)
-    assert bool(ours.copies) or not row.copies
+    assert bool(ours.replicas) or not row.replicas
     if row.error < 1e-6:
         assert worst(ours.state, theirs.state, row.pipeline.job) < row.error
 
 
 SAVED = replace(
-    fssdp(GPT, overlap_degree=2, copies_per_rank=2), steps=4, sgd=False, learning_rate=1e-3
+    fssdp(GPT, overlap_degree=2, replicas_per_rank=2), steps=4, sgd=False, learning_rate=1e-3
 )
 BY_EP = {"strategy": "ep", "keys": ()}
 OF_MIXTRAL = replace(SAVED, family=MIXTRAL.family, **BY_EP)
@@ -121,9 +121,9 @@ def test_goes_on(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stage_without_experts_is_refused_on_all_ranks() -> None:
-    told = pool_of(2).run(pipelines.why_refused, Pipeline(replace(GPT, num_layers=1)))
-    assert all("of this PipelineModule has no MoE layer" in text for text in told)
-    assert all("partition_method" in text for text in told)
+    results = pool_of(2).run(pipelines.why_refused, Pipeline(replace(GPT, num_layers=1)))
+    assert all("of this PipelineModule has no MoE layer" in text for text in results)
+    assert all("partition_method" in text for text in results)
 
 
 @pytest.mark.slow

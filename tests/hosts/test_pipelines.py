@@ -17,12 +17,12 @@ from tests.hosts import toy
 HEAD = toy.VOCABULARY * toy.D
 
 
-def dense_gradients(homes: set[int]) -> tuple[DenseGradients, list[int]]:
+def dense_gradients(owners: set[int]) -> tuple[DenseGradients, list[int]]:
     """As a rank sees them that has experts of these layers alone, and dense elements by block."""
     model = toy.build("toy, uneven layers")
     layers: list[Any] = []
     for number, block in enumerate(model.blocks):
-        if number not in homes:
+        if number not in owners:
             block.experts = nn.Module()
         own = tuple(block.experts.parameters())
         layers.append(SimpleNamespace(name=f"blocks.{number}.experts", parameters=own))
@@ -31,9 +31,9 @@ def dense_gradients(homes: set[int]) -> tuple[DenseGradients, list[int]]:
     return DenseGradients.of(model, layers, torch.float32, None), dense
 
 
-@pytest.mark.parametrize("homes", [{0, 1, 2, 3}, {1, 2, 3}, {0, 3}, {1}])
-def test_ranks_without_experts_of_a_layer(homes: set[int]) -> None:
-    gradients, (first, *others) = dense_gradients(homes)
+@pytest.mark.parametrize("owners", [{0, 1, 2, 3}, {1, 2, 3}, {0, 3}, {1}])
+def test_ranks_without_experts_of_a_layer(owners: set[int]) -> None:
+    gradients, (first, *others) = dense_gradients(owners)
     assert gradients.elements_L == (HEAD + first, *others)  # the embedding is as large as the head
     assert gradients.head_elements == HEAD
 

@@ -21,7 +21,7 @@ from tests.ranks import pool_of, preload
 preload("deepspeed", "transformers", "megatron.core")
 
 STEPS = 9
-KEYS = {"plan_interval": 1, "overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
+KEYS = {"plan_interval": 1, "overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 
 
 def _plain(rank: int, world_size: int, block: dict[str, Any]) -> None:

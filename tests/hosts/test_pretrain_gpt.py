@@ -130,10 +130,10 @@ def test_zebra_follows_its_attention_ranks_alone(world_size: int, tmp_path: Path
     block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
     config.write_text(json.dumps({"ds_moe_ext": block}))
     printed = start(world_size, *unsplit, config=config, iterations=ITERATIONS)
-    told = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
-    assert len(told) == 2 * ITERATIONS
-    told.sort(key=lambda line: int(line[0]))
-    for of_a_role in (told[::2], told[1::2]):
+    reported = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
+    assert len(reported) == 2 * ITERATIONS
+    reported.sort(key=lambda line: int(line[0]))
+    for of_a_role in (reported[::2], reported[1::2]):
         check_close([float(loss) for _, loss in of_a_role], stock(size))
 
 

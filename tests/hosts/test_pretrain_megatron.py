@@ -148,7 +148,7 @@ def test_pipelines_and_tensor_parallel_ranks_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_starts_it_and_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_a_user_starts_it_and_is_reported_what_is_wrong(tmp_path: Path) -> None:
     """The script itself, and one line instead of a traceback."""
     started = Started(tmp_path, num_ranks=2)
     printed = started.torchrun(SCRIPT, *started.arguments("run", *EP_2))

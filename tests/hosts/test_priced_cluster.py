@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster is known by its device's name, if all ranks have it: what is chosen then, and told."""
+"""A cluster is known by its device's name, if all ranks have it: what is chosen then, and
+reported."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.ranks import pool_of
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def told(rank: int, world_size: int, devices: tuple[str, ...], under_deepspeed: bool) -> str:
+def reported(rank: int, world_size: int, devices: tuple[str, ...], under_deepspeed: bool) -> str:
     """What a start prints where ranks have devices of these names, on nodes of two ranks."""
     on_nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2")
     named = mock.patch.object(startup_check, "device_name", lambda device: devices[rank])
@@ -39,13 +40,15 @@ def told(rank: int, world_size: int, devices: tuple[str, ...], under_deepspeed: 
     return printed.getvalue()
 
 
-RULE = "expert_parallel_size is null: 2 cells, so that rows and copies stay in a node of 2 ranks"
+RULE = (
+    "expert_parallel_size is null: 2 EP ranks, so that rows and replicas stay in a node of 2 ranks"
+)
 REMEDY = "; ds-moe-ext profile measures your cluster, and ds_moe_ext.hardware names the file"
 
 
 def test_ranks_with_one_known_device_choose_by_its_file() -> None:
     for under_deepspeed in (False, True):
-        first, *others = pool_of(4).run(told, (GPU,) * 4, under_deepspeed)
+        first, *others = pool_of(4).run(reported, (GPU,) * 4, under_deepspeed)
         assert ", by what a layer costs on DGX H100, 4 nodes: it takes " in first
         assert (
             "; the cluster is reckoned as configs/hardware/dgx_h100.json with 2 ranks on a node, "
@@ -57,13 +60,13 @@ def test_ranks_with_one_known_device_choose_by_its_file() -> None:
 def test_ranks_with_unlike_or_unknown_devices_choose_by_the_rule() -> None:
     """Whichever rank is another: what the first has is not what counts."""
     for devices in ((GPU, GPU, GPU, "NVIDIA L40S"), ("NVIDIA L40S", GPU, GPU, GPU)):
-        first, *_ = pool_of(4).run(told, devices, False)
+        first, *_ = pool_of(4).run(reported, devices, False)
         assert RULE in first
         unlike = "; sizes were not priced, for ranks have unlike devices ("
         assert unlike in first and REMEDY in first
         assert repr(GPU) in first and "'NVIDIA L40S'" in first
     for under_deepspeed in (False, True):
-        first, *_ = pool_of(4).run(told, ("x86_64",) * 4, under_deepspeed)
+        first, *_ = pool_of(4).run(reported, ("x86_64",) * 4, under_deepspeed)
         assert RULE in first
         unknown = "; sizes were not priced, for no file that we ship stands for device 'x86_64'"
         assert f"{unknown}{REMEDY}" in first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When copies that a block carries travel: what hides them, and the memory they take."""
+"""When replicas that a block carries travel: what hides them, and the memory they take."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.schedule.executor import Steps, ThreadLanes
+from ds_moe_ext.schedule.executor import Steps, ThreadStreams
 from tests.hosts.copied_runs import (
-    COPIES,
+    REPLICAS,
     check_equal,
     num_copied,
     plain,
@@ -38,8 +38,8 @@ HALVED = "tests.hosts.varied:Halved"
 
 
 def carried(job: Job, **keys: Any) -> Job:
-    """All experts on all ranks, by one plan; the copies of a layer travel in two halves."""
-    given = {"layers": 1.0, "copies": 1.0, "carried": 1.0, "plan_every": 0, **keys}
+    """All experts on all ranks, by one plan; the replicas of a layer travel in two halves."""
+    given = {"layers": 1.0, "replicas": 1.0, "carried": 1.0, "plan_every": 0, **keys}
     return replace(varied(job, **given), strategy=HALVED)
 
 
@@ -48,7 +48,7 @@ def carried(job: Job, **keys: Any) -> Job:
 
 @dataclass
 class Meetings(Barriers):
-    """Of what a block computes and the copies that it carries."""
+    """Of what a block computes and the replicas that it carries."""
 
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -114,8 +114,8 @@ def met(rank: int, world_size: int, job: Job) -> Met:
     for layer, block in enumerate(engine.module.blocks):
         block.query_key_value.register_forward_hook(meetings.attention_of(layer))
     with (
-        mock.patch("ds_moe_ext.moe.copy_memory.sparse_all_gather", meetings.gather),
-        mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
+        mock.patch("ds_moe_ext.moe.replica_memory.sparse_all_gather", meetings.gather),
+        mock.patch(f"{REPLICAS}.sparse_reduce_scatter", meetings.reduce),
         mock.patch.object(Expert, "forward", meetings.expert(Expert.forward)),
         mock.patch.object(Expert, "backward", meetings.expert_back(Expert.backward)),
     ):
@@ -157,7 +157,7 @@ def check_carried(layer: int, moments: dict[tuple[str, str, int], Moment]) -> No
 
 def planned_ahead(rank: int, world_size: int, job: Job) -> int:
     """Plans that were made while their layer's rows were on their way, in the last step, where
-    lanes have threads."""
+    streams have threads."""
     engine = engine_of(job, world_size)
     meetings, dispatch, plan = Meetings(), Dispatch.forward, RoutedExperts._plan_ahead
 
@@ -170,7 +170,7 @@ def planned_ahead(rank: int, world_size: int, job: Job) -> int:
         return plan(layer, *arguments)
 
     with (
-        mock.patch.object(layer_module, "lanes_for", lambda device, overlaps: ThreadLanes()),
+        mock.patch.object(layer_module, "streams_for", lambda device, overlaps: ThreadStreams()),
         mock.patch.object(Dispatch, "forward", meet_plan),
         mock.patch.object(RoutedExperts, "_plan_ahead", meet_dispatch),
     ):
@@ -209,14 +209,14 @@ def test_carried_pieces_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["toy, wide", slow("toy, deep")])
-def test_no_more_memory_than_copies_of_two_layers(family: str) -> None:
-    """Of copies and of their gradients, however many layers there are."""
+def test_no_more_memory_than_replicas_of_two_layers(family: str) -> None:
+    """Of replicas and of their gradients, however many layers there are."""
     job = Job(family, 1, dtype="bfloat16", steps=3)
-    keys = {"copies": 0.6, "rematerialized": 1.0}
+    keys = {"replicas": 0.6, "rematerialized": 1.0}
     ranks: list[Counted] = pool_of(4).run(counted, carried(job, **keys))
     for rank in ranks:
-        most_copies, most_grads, most_layers = rank.census
-        two = sum(sorted(rank.copies_L)[-2:]) * rank.expert
-        assert 0 < most_copies <= two
+        most_replicas, most_grads, most_layers = rank.census
+        two = sum(sorted(rank.replicas_L)[-2:]) * rank.expert
+        assert 0 < most_replicas <= two
         assert 0 < most_grads <= two
-        assert most_layers == 2 < len(rank.copies_L)
+        assert most_layers == 2 < len(rank.replicas_L)

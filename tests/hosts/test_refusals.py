@@ -153,11 +153,11 @@ def zero(**keys: Any) -> Document:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "cells do not divide native experts": lambda: native(6),
-    "native model built for other cells": lambda: native(4, ep_size=2),
-    "native model built for cells, asked for one": lambda: native(4, ep_size=2),
+    "EP ranks do not divide native experts": lambda: native(6),
+    "native model built for other EP ranks": lambda: native(4, ep_size=2),
+    "native model built for EP ranks, asked for one": lambda: native(4, ep_size=2),
     "native model built for more ranks than there are": lambda: native(4, ep_size=4),
-    "native layers built for different cells": lambda: nn.Sequential(
+    "native layers built for different EP ranks": lambda: nn.Sequential(
         native(4, ep_size=2), native(4, ep_size=4)
     ),
     "experts whose parts do not add up": native,
@@ -215,8 +215,8 @@ ARGUMENTS: dict[str, Document] = {
 }
 """Further ones of ``deepspeed.initialize``."""
 REFUSED = json.loads(Path(__file__).with_name("refused.json").read_text())
-"""A configuration, ranks, and parts of what is said: value, rule, remedy. One rank stands for what
-is wrong in the block itself, more for what does not fit them, the host or the model."""
+"""A configuration, ranks, and parts of what is stated: value, rule, remedy. One rank stands for
+what is wrong in the block itself, more for what does not fit them, the host or the model."""
 CASES = [row for row in REFUSED if row["ranks"] > 1]
 MALFORMED = [row for row in REFUSED if row["ranks"] == 1]
 
@@ -295,8 +295,8 @@ def document_with(block: Any, **keys: Any) -> Document:
     return {"train_micro_batch_size_per_gpu": 1, **keys, "ds_moe_ext": block}
 
 
-def said(row: Document) -> str:
-    return "; ".join(row["says"])
+def stated(row: Document) -> str:
+    return "; ".join(row["expected"])
 
 
 def arguments_of(row: Document, block: Any) -> Document:
@@ -308,14 +308,14 @@ def arguments_of(row: Document, block: Any) -> Document:
     return {"model": model, "config": document, **ARGUMENTS.get(name, {})}
 
 
-@pytest.mark.parametrize("row", CASES, ids=said)
+@pytest.mark.parametrize("row", CASES, ids=stated)
 def test_models_and_ranks(row: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(row, {"enabled": True, **row["config"].get("ds_moe_ext", {})})
     message = refuse(monkeypatch, row["ranks"], arguments)
-    assert all(part in message for part in row["says"]), message
+    assert all(part in message for part in row["expected"]), message
 
 
-@pytest.mark.parametrize("row", MALFORMED, ids=said)
+@pytest.mark.parametrize("row", MALFORMED, ids=stated)
 def test_malformed_blocks(row: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is checked whether it is enabled or not; code that it names is imported if it is."""
     block = row["config"]["ds_moe_ext"]
@@ -324,7 +324,7 @@ def test_malformed_blocks(row: Document, monkeypatch: pytest.MonkeyPatch) -> Non
         given = {"enabled": is_enabled, **block} if isinstance(block, dict) else block
         arguments = {"model": nn.Linear(2, 2), "config": document_with(given)}
         message = refuse(monkeypatch, 1, arguments)
-        assert all(part in message for part in row["says"]), message
+        assert all(part in message for part in row["expected"]), message
 
 
 @pytest.mark.parametrize("spell", SPELLINGS)
@@ -385,7 +385,7 @@ def check(arguments: Document, monkeypatch: pytest.MonkeyPatch, world_size: int 
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("row", CASES, ids=said)
+@pytest.mark.parametrize("row", CASES, ids=stated)
 def test_nothing_is_checked_where_the_block_is_off(
     row: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:

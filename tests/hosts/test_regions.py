@@ -20,7 +20,7 @@ SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 class Split(NamedTuple):
-    """A weight, and how the ranks of a cell split it."""
+    """A weight, and how the ranks of an ETP group split it."""
 
     whole: Tensor
     along: Along

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's engine learns by passes that are replayed what it learns by others, bit by bit. A CPU
-does again what a GPU would be told again: ``tests/test_graphs.py``. With ``RANKS_ON=cuda`` they are
-CUDA graphs.
+does again what a GPU would be reported again: ``tests/test_graphs.py``. With ``RANKS_ON=cuda`` they
+are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _train(rank: int, world_size: int, job: Job) -> tuple[Result | None, GraphUs
 
 
 GRAPHS = (("cuda_graphs", True),)
-PLAIN = Job("mixtral", cells=1, keys=GRAPHS, dtype="bfloat16", steps=8, micro_batches=4)
+PLAIN = Job("mixtral", ep_ranks=1, keys=GRAPHS, dtype="bfloat16", steps=8, micro_batches=4)
 JOBS = {
     "ZeRO 1": (1, PLAIN),
     "two ranks, each with all experts": (2, PLAIN),
@@ -64,6 +64,6 @@ def test_checkpointed_passes_stay_as_they_are() -> None:
 
 def test_weights_that_are_gathered_anew_are_refused() -> None:
     """Under ZeRO 3 over ranks that have the same experts."""
-    said = pool_of(2).run(ranks.refusal, _train, replace(PLAIN, stage=3))
-    for told in said:
-        assert "cuda_graphs is true" in told and "leave it out" in told
+    stated = pool_of(2).run(ranks.refusal, _train, replace(PLAIN, stage=3))
+    for reported in stated:
+        assert "cuda_graphs is true" in reported and "leave it out" in reported

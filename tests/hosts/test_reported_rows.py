@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What real runs report of their rows, held against what each pass routed, worked out anew: by
-``rows_from`` of every sender, and by copies cell by cell.
+``rows_from`` of every sender, and by replicas EP rank by EP rank.
 
-Shape letters: C cells, E experts, L layers.
+Shape letters: C EP ranks, E experts, L layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ds_moe_ext.core.hardware import Device, Hardware, Link
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy, Rule
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, Rule
 from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.planning.loads import LoadWindow, balance_L
@@ -37,7 +37,7 @@ NODES = Hardware(
     intra=Link(bytes_per_s=1e12),
     inter=Link(bytes_per_s=1e12),
 )
-COPYING = {"overlap_degree": 3, "copies_per_rank": 2, "reshard_interval": 0, "window": 3}
+COPYING = {"overlap_degree": 3, "replicas_per_rank": 2, "reshard_interval": 0, "window": 3}
 LATE = {**COPYING, "overlap_degree": 0, "calibrate": True}
 LESS = {"balance": 0.3, "num_excluded": 2}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
         between = sum(between_of(one.destination.share, one.rows_CE) for one in rows.passes)
         by_paper = sum(
             between_of(
-                LocalElseHome(plan.home, target) if is_local else NearestCopy(target, node_C),
+                LocalElseOwner(plan.owner, target) if is_local else NearestReplica(target, node_C),
                 rows_CE,
             )
             for rows_CE, (target, _) in rows.passes
@@ -88,13 +88,13 @@ class Layer(NamedTuple):
             made_for_CE=made_for_CE,
             predicted_C=between_of(plan.share, made_for_CE).sum(axis=0) if is_predicted else None,
             by_paper_C=by_paper.sum(axis=0),
-            planned=pairs(plan.target.holds_EC) - pairs(plan.home.holds_EC),
+            planned=pairs(plan.target.holds_EC) - pairs(plan.owner.holds_EC),
             added=added,
         )
 
 
 def pairs(holds_EC: np.ndarray) -> set[tuple[int, int]]:
-    return {(int(expert), int(cell)) for expert, cell in np.argwhere(holds_EC)}
+    return {(int(expert), int(ep_rank)) for expert, ep_rank in np.argwhere(holds_EC)}
 
 
 def between_of(rule: Rule, rows_CE: np.ndarray) -> np.ndarray:
@@ -118,12 +118,12 @@ def trained(rank: int, world_size: int, job: Job) -> Run:
     recorder, steps, after_step = run_of(engine).recorder, [], Recorder.after_step
 
     def watched(recorder: Recorder, step: int, rows: list[Rows]) -> None:
-        sites = [layer.routed.site for layer in recorder.layers]
+        sites = [layer.routed.layer_context for layer in recorder.layers]
         is_local = job.strategy == "prophet"
         steps.append(
             [
-                Layer.of(site.plan, seen, site.layout.node_C, is_local=is_local)
-                for site, seen in zip(sites, rows)
+                Layer.of(layer_context.plan, seen, layer_context.layout.node_C, is_local=is_local)
+                for layer_context, seen in zip(sites, rows)
             ]
         )
         after_step(recorder, step, rows)
@@ -155,7 +155,7 @@ def test_rows_that_left_and_balances_are_those_of_the_passes(run: Run) -> None:
     for index, layers in enumerate(run.steps):
         for number, layer in enumerate(layers):
             at = index, number
-            assert report.cell_rows_ILC[at].tolist() == layer.computed_C.tolist()
+            assert report.ep_rank_rows_ILC[at].tolist() == layer.computed_C.tolist()
             assert (looks.left_IL[at], looks.crossed_IL[at]) == (layer.left, layer.crossed)
             if layer.predicted_C is None:
                 assert np.isnan(looks.predicted_IL[at])
@@ -181,7 +181,7 @@ def test_plans_are_made_for_the_rows_before(run: Run) -> None:
         window.push([layer.routed_CE for layer in layers])
 
 
-def test_copies_are_those_of_the_passes(run: Run) -> None:
+def test_replicas_are_those_of_the_passes(run: Run) -> None:
     placements = run.report.placements
     if placements is None:  # as where no copy pays by what this machine measured
         assert run.job.strategy in ("ep", "prophet")
@@ -194,18 +194,24 @@ def test_copies_are_those_of_the_passes(run: Run) -> None:
                     sum(pair[0] == expert for pair in found)
                     for found in (layer.planned, layer.added)
                 )
-                assert placements.copies_ILE[index, number, expert] == planned
-                assert placements.all_copies_ILE[index, number, expert] == planned + added
+                assert placements.replicas_ILE[index, number, expert] == planned
+                assert placements.all_replicas_ILE[index, number, expert] == planned + added
     last = run.steps[-1]
-    told = [{(e, c) for e, cells in enumerate(one) for c in cells} for one in placements.copied_to]
-    assert told == [layer.planned for layer in last]
+    lines = [
+        {(e, c) for e, ep_ranks in enumerate(one) for c in ep_ranks} for one in placements.copied_to
+    ]
+    assert lines == [layer.planned for layer in last]
     has_late = any(layer.added for layers in run.steps for layer in layers)
     assert (placements.added is not None) == has_late
     if placements.added is not None:
         assert placements.added.num_passes == 2
-        assert placements.copies_ILE.any() != ("calibrate" in dict(run.job.keys))
+        assert placements.replicas_ILE.any() != ("calibrate" in dict(run.job.keys))
         late = [
-            {(expert, cell): number for expert, cells in enumerate(one) for cell, number in cells}
+            {
+                (expert, ep_rank): number
+                for expert, ep_ranks in enumerate(one)
+                for ep_rank, number in ep_ranks
+            }
             for one in placements.added.to
         ]
         assert late == [layer.added for layer in last]

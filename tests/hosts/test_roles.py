@@ -61,10 +61,10 @@ class Case(NamedTuple):
         return self.attention * self.groups
 
     def experts_of(self, rank: int) -> range:
-        cell = rank % self.roles.size
-        if cell == 0:
+        ep_rank = rank % self.roles.size
+        if ep_rank == 0:
             return range(self.moved)
-        first = 3 * (cell - self.attention)
+        first = 3 * (ep_rank - self.attention)
         return range(max(first, self.moved), first + 3) if first >= 0 else range(0)
 
     def batch(self, step: int, number: int, reader: int) -> Tensor:

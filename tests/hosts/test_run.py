@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person is told at the start of a run, and what its timeline shows."""
+"""What a person is notified at the start of a run, and what its timeline shows."""
 
 from __future__ import annotations
 
@@ -43,21 +43,25 @@ def _recorded(rank: int, world_size: int) -> RunRecord:
     return ds_moe_ext.recorder_of(engine).record()
 
 
-def test_tasks_of_cells_and_slices_are_in_the_timeline() -> None:
+def test_tasks_of_ep_ranks_and_slices_are_in_the_timeline() -> None:
     record = pool_of(2).run(_recorded)[0]
-    assert (record.strategy, record.num_cells) == ("esp over ep", 1)
-    found = {(span.name, span.lane, span.phase) for span in record.timeline}
+    assert (record.strategy, record.num_ep_ranks) == ("esp over ep", 1)
+    found = {
+        (traced_task.name, traced_task.stream, traced_task.phase) for traced_task in record.timeline
+    }
     assert found >= {
-        ("cell_gather", "inter", "forward"),  # in the one queue of this schedule
-        ("cell_scatter", "inter", "backward"),
+        ("etp_gather", "inter", "forward"),  # in the one queue of this schedule
+        ("etp_scatter", "inter", "backward"),
         ("attention", "compute", "forward"),
         ("attention", "compute", "backward"),
         ("gradients", "inter", "backward"),
     }
     assert ("gradients", "inter", "forward") not in found
-    slices = [span for span in record.timeline if span.name == "gradients"]
-    assert [span.layer for span in slices] == [layer.name for layer in record.layers[::-1]]
-    assert all(span.end_s > span.start_s for span in slices)
+    slices = [traced_task for traced_task in record.timeline if traced_task.name == "gradients"]
+    assert [traced_task.layer for traced_task in slices] == [
+        layer.name for layer in record.layers[::-1]
+    ]
+    assert all(traced_task.end_s > traced_task.start_s for traced_task in slices)
     assert record.seconds_by_kind["backward:gradients"] > 0
 
 
@@ -77,44 +81,44 @@ def _printed(rank: int, world_size: int, job: Job, steps: int = 0) -> str:
     return printed.getvalue()
 
 
-def test_keys_that_cannot_do_anything_are_told_once() -> None:
-    keys = (("calibrate", True), ("overlap_degree", 4), ("copies_per_rank", 4))
+def test_keys_that_cannot_do_anything_are_reported_once() -> None:
+    keys = (("calibrate", True), ("overlap_degree", 4), ("replicas_per_rank", 4))
     keys += (("resharding", "paper"),)
     first, second = pool_of(2).run(_printed, Job(strategy="fssdp", keys=keys))
-    assert first.count("ds_moe_ext: calibrate can add no copies, for 4 of 4 experts") == 1
+    assert first.count("ds_moe_ext: calibrate can add no replicas, for 4 of 4 experts") == 1
     assert first.count("ds_moe_ext: heterogeneous_sharding moves no expert") == 1
     assert "calibrate" not in second
 
 
-FEW = Job("toy, two experts a layer", strategy="fssdp", cells=4)
+FEW = Job("toy, two experts a layer", strategy="fssdp", ep_ranks=4)
 
 
-def test_ranks_without_experts_are_told_and_have_room_for_copies() -> None:
+def test_ranks_without_experts_are_reported_and_have_room_for_replicas() -> None:
     """Costs are measured in the fifth step."""
     printed, *others = pool_of(4).run(_printed, FEW, 5)
     assert (
-        "ds_moe_ext: some of the 4 cells are home to no expert of blocks.0.experts, which has 2 "
+        "ds_moe_ext: some of the 4 EP ranks own no expert of blocks.0.experts, which has 2 "
         "(of 4 layers likewise): there they compute only what is copied to them; to have experts "
         'everywhere set {"ds_moe_ext": {"expert_parallel_size": 2}}\n'
     ) in printed
     assert "expert_parallel_size is null" not in printed
     assert (
-        "a rank holds up to 1 copies of a layer (copies_per_rank)" in printed
+        "a rank holds up to 1 replicas of a layer (replicas_per_rank)" in printed
         and "m is 0" not in printed
     )
     assert not any("ds_moe_ext" in other for other in others)
 
 
 def test_null_leaves_no_rank_without_experts() -> None:
-    """And when costs have been measured, what they forbid is told."""
-    job = replace(FEW, cells=None, keys=(("copy_bytes", 1), ("overlap_degree", 1)))
+    """And when costs have been measured, what they forbid is reported."""
+    job = replace(FEW, ep_ranks=None, keys=(("replica_bytes", 1), ("overlap_degree", 1)))
     printed, *_ = pool_of(4).run(_printed, job, 5)
     assert "strategy fssdp, 4 ranks = 2 EP groups x 2 EP ranks" in printed
-    assert "ds_moe_ext: expert_parallel_size is null: 2 cells, the most" in printed
+    assert "ds_moe_ext: expert_parallel_size is null: 2 EP ranks, the most" in printed
     assert "some of the" not in printed
     assert "nothing is copied of any layer, for a rank has no room for a copy (m is 0)" in printed
 
 
-def test_one_cell_has_nobody_to_copy_to() -> None:
-    printed, _ = pool_of(2).run(_printed, Job("toy", strategy="prophet", cells=1))
+def test_one_ep_rank_has_nobody_to_copy_to() -> None:
+    printed, _ = pool_of(2).run(_printed, Job("toy", strategy="prophet", ep_ranks=1))
     assert "every rank has all experts, so that none is copied; raise ds_moe_ext.expert" in printed

@@ -45,18 +45,18 @@ def one_choice(job: Job) -> AbstractContextManager[Any]:
 def warned(
     rank: int, world_size: int, job: Job, folder: str, has_one_choice: bool, **arguments: Any
 ) -> tuple[list[str], list[str]]:
-    """What was told of routing when a checkpoint was loaded, and in the two steps behind."""
+    """What was reported routing when a checkpoint was loaded, and in the two steps behind."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         with one_choice(job) if has_one_choice else nullcontext():
             engine = jobs.engine_of(job, world_size)
-            told = []
+            lines = []
             engine.load_checkpoint(folder, **arguments)
-            told.append([str(each.message) for each in seen])
+            lines.append([str(each.message) for each in seen])
             seen.clear()
             run_steps(rank, world_size, engine, range(2, 4))
-            told.append([str(each.message) for each in seen])
-    at_load, behind = ([text for text in each if "routes tokens" in text] for each in told)
+            lines.append([str(each.message) for each in seen])
+    at_load, behind = ([text for text in each if "routes tokens" in text] for each in lines)
     return at_load, behind
 
 
@@ -66,12 +66,12 @@ def warned_by(
     """Likewise of the first rank; the others are silent."""
     folder = str(checkpoint.folder)
     first, *others = pool_of(world_size).run(warned, job, folder, has_one_choice, **how)
-    assert not any(told for each in others for told in each)
+    assert not any(reported for each in others for reported in each)
     return first
 
 
 @pytest.mark.parametrize(
-    ("source", "goal", "says"),
+    ("source", "goal", "expected"),
     [
         (NATIVE, replace(NATIVE, top_k=1), "k was 2 and is 1"),
         slow(NATIVE, replace(NATIVE, drop_tokens=True), "drop_tokens was False and is True"),
@@ -88,34 +88,38 @@ def warned_by(
         ),
     ],
 )
-def test_what_differs_is_named_once(source: Job, goal: Job, says: str) -> None:
+def test_what_differs_is_named_once(source: Job, goal: Job, expected: str) -> None:
     checkpoint = saved(2, source)
     at_load, behind = warned_by(goal, checkpoint)
-    (told,) = at_load
-    assert told.startswith(f"{checkpoint.tag} was saved by a model that routes tokens otherwise: ")
-    assert f"{says} in {FIRST[source.family]} and 1 more layer; losses go on as those" in told
-    assert told.count(" was ") == 2
+    (reported,) = at_load
+    assert reported.startswith(
+        f"{checkpoint.tag} was saved by a model that routes tokens otherwise: "
+    )
+    assert (
+        f"{expected} in {FIRST[source.family]} and 1 more layer; losses go on as those" in reported
+    )
+    assert reported.count(" was ") == 2
     assert not behind
 
 
 @pytest.mark.parametrize("arguments", [{}, slow({"load_module_only": True})])
 def test_another_top_k_of_mixtral(arguments: dict[str, Any]) -> None:
     checkpoint = saved(2, MIXTRAL)
-    (told,), behind = warned_by(MIXTRAL, checkpoint, has_one_choice=True, **arguments)
-    assert f"otherwise: top_k was 2 and is 1 in {FIRST['mixtral']} and 1 more layer; " in told
+    (reported,), behind = warned_by(MIXTRAL, checkpoint, has_one_choice=True, **arguments)
+    assert f"otherwise: top_k was 2 and is 1 in {FIRST['mixtral']} and 1 more layer; " in reported
     assert not behind
 
 
 def test_what_no_attribute_says_is_seen_in_the_first_step() -> None:
-    at_load, (told,) = warned_by(TOY, saved(2, TOY), has_one_choice=True)
+    at_load, (reported,) = warned_by(TOY, saved(2, TOY), has_one_choice=True)
     assert not at_load
-    assert f"otherwise: top_k was 2 and is 1 in {FIRST['toy']} and 2 more layers; " in told
+    assert f"otherwise: top_k was 2 and is 1 in {FIRST['toy']} and 2 more layers; " in reported
 
 
 @pytest.mark.parametrize(
     ("source", "goal"),
     [
-        (MIXTRAL, replace(MIXTRAL, strategy="fssdp", stage=2, cells=1)),
+        (MIXTRAL, replace(MIXTRAL, strategy="fssdp", stage=2, ep_ranks=1)),
         slow(NATIVE, replace(NATIVE, ep_size=2)),
         (TOY, TOY),
         slow(SIGMOID, SIGMOID),

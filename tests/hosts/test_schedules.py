@@ -74,7 +74,7 @@ class Rates(NamedTuple):
     """After a step."""
 
     of_weights: dict[str, float]
-    told: list[float]
+    reported: list[float]
     users: list[float]
 
 
@@ -168,7 +168,7 @@ def check_equal(ours: list[Run], theirs: Run) -> None:
     for each in ours:
         assert each.losses == pytest.approx(theirs.losses[-len(each.losses) :], rel=1e-5)
         for got, expected in zip(each.rates, theirs.rates[-len(each.rates) :], strict=True):
-            assert got.told == expected.told and got.users == expected.users
+            assert got.reported == expected.reported and got.users == expected.users
             assert got.of_weights.items() <= expected.of_weights.items()
         known.update(each.rates[0].of_weights)
     assert known == set(theirs.rates[0].of_weights)

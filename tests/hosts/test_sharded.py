@@ -24,7 +24,7 @@ from tests.ranks import pool_of, preload
 preload("deepspeed", "transformers")
 
 JOB = Job("mixtral", 3, clip=0.5, steps=4)
-COPIES = fssdp(replace(JOB, num_experts=8), overlap_degree=2, copies_per_rank=2)
+REPLICAS = fssdp(replace(JOB, num_experts=8), overlap_degree=2, replicas_per_rank=2)
 
 
 def steps(engine: Any, rank: int, world_size: int, number: int) -> None:
@@ -54,12 +54,12 @@ def kept(rank: int, world_size: int, job: Job) -> tuple[set[float], set[float], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cells", "share", "is_copied"), [(2, None, 1.0, False), (4, 2, 0.5, True)]
+    ("ranks", "ep_ranks", "share", "is_copied"), [(2, None, 1.0, False), (4, 2, 0.5, True)]
 )
 def test_experts_are_sharded_over_those_that_have_them(
-    ranks: int, cells: int | None, share: float, is_copied: bool
+    ranks: int, ep_ranks: int | None, share: float, is_copied: bool
 ) -> None:
-    for dense, experts, copied in pool_of(ranks).run(kept, replace(JOB, cells=cells)):
+    for dense, experts, copied in pool_of(ranks).run(kept, replace(JOB, ep_ranks=ep_ranks)):
         assert dense == {1 / ranks}
         assert experts == {share}
         assert copied == is_copied
@@ -91,7 +91,7 @@ def held(rank: int, world_size: int, job: Job) -> tuple[list[bool], list[bool]]:
 @pytest.mark.parametrize("use_reentrant", [slow(None), slow(True), False])
 def test_experts_of_several_ranks_are_let_go(use_reentrant: bool | None) -> None:
     """Before backward by who checkpoints activations; else the layer keeps them for backward."""
-    job = replace(JOB, cells=2, micro_batches=4, use_reentrant=use_reentrant)
+    job = replace(JOB, ep_ranks=2, micro_batches=4, use_reentrant=use_reentrant)
     for before, after in pool_of(4).run(held, job):
         assert len(before) == 4  # two weights of two layers
         assert all(before) if use_reentrant is None else not any(before)
@@ -126,7 +126,7 @@ def gathered_behind(rank: int, world_size: int, job: Job, number: int) -> list[i
 
 def test_what_measures_gathers_only_where_it_measures() -> None:
     keys = (("slice_gradients", False),)
-    job = replace(JOB, strategy="esp", keys=keys, cells=2, cell_size=1)
+    job = replace(JOB, strategy="esp", keys=keys, ep_ranks=2, etp_size=1)
     assert pool_of(4).run(gathered_behind, job, 7) == [[4]] * 4
 
 
@@ -138,7 +138,7 @@ def traced(rank: int, world_size: int, job: Job) -> bool:
 
 def test_other_plans_do_not_disturb_what_is_fetched_beforehand() -> None:
     """ZeRO looks ahead by the order of modules in the steps before."""
-    assert all(pool_of(2).run(traced, COPIES))
+    assert all(pool_of(2).run(traced, REPLICAS))
 
 
 # Models built under zero.Init.
@@ -166,11 +166,11 @@ def train_one_built_so(rank: int, world_size: int, job: Job) -> Result | None:
     ("ranks", "job"),
     [
         (2, JOB),
-        slow(4, replace(JOB, cells=2)),
-        slow(2, COPIES),
+        slow(4, replace(JOB, ep_ranks=2)),
+        slow(2, REPLICAS),
         slow(2, replace(JOB, dtype="bfloat16")),
         slow(2, replace(JOB, optimizer="object", parameters="groups")),
-        slow(4, replace(JOB, strategy="esp", cell_size=2, keys=(("slice_gradients", False),))),
+        slow(4, replace(JOB, strategy="esp", etp_size=2, keys=(("slice_gradients", False),))),
     ],
     ids=str,
 )
@@ -242,7 +242,7 @@ def evaluated(rank: int, world_size: int, job: Job) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("job", [JOB, COPIES], ids=["ep", "fssdp"])
+@pytest.mark.parametrize("job", [JOB, REPLICAS], ids=["ep", "fssdp"])
 def test_an_engine_without_an_optimizer_evaluates(job: Job) -> None:
     for bare, full in pool_of(2).run(evaluated, job):
         assert bare == full

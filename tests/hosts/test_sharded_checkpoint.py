@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that the ranks of a cell split between them are saved and loaded by any layout."""
+"""Experts that the ranks of an ETP group split between them are saved and loaded by any layout."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ ALONGS = (Along(0, 2), Along(1), Along(0), Along(1, 2))
 
 
 @dataclass(frozen=True)
-class Cells:
-    """A layout of ranks, and what copies of a part keep of it."""
+class EpRanks:
+    """A layout of ranks, and what replicas of a part keep of it."""
 
     grid: Grid
     cut: int | None
 
     def fragments(self, rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Fragment]]:
-        cell, place = self.grid.index("ep", rank), self.grid.index("esp", rank)
-        shard = Shard(ALONGS, place, self.grid.cell_size)
-        for number in range(cell, NUM_EXPERTS, self.grid.num_cells):
+        ep_rank, place = self.grid.index("ep", rank), self.grid.index("esp", rank)
+        shard = Shard(ALONGS, place, self.grid.etp_size)
+        for number in range(ep_rank, NUM_EXPERTS, self.grid.num_ep_ranks):
             for index, name in enumerate(SHAPES):
                 part = shard.of(index, whole(name, number))
                 region = Region.of_shard(shard, index, part.shape)
@@ -70,10 +70,10 @@ class Cells:
                 yield f"{name}.{number}/master", Fragment(region, *ends, dtype)
 
     def _ends(self, rank: int, numel: int) -> tuple[int, int]:
-        copy, copies = self.grid.index("edp", rank), len(self.grid.along("edp")[0])
-        if self.cut is None or copies == 1:
+        copy, replicas = self.grid.index("edp", rank), len(self.grid.along("edp")[0])
+        if self.cut is None or replicas == 1:
             return 0, numel
-        ends = (0, numel * self.cut // 100, *[numel] * copies)
+        ends = (0, numel * self.cut // 100, *[numel] * replicas)
         return ends[copy], ends[copy + 1]
 
 
@@ -88,33 +88,33 @@ def expected(key: str, fragment: Fragment) -> Tensor:
     return part.reshape(-1)[fragment.start : fragment.stop].to(fragment.dtype)
 
 
-def write(rank: int, world_size: int, folder: str, cells: Cells) -> None:
+def write(rank: int, world_size: int, folder: str, ep_ranks: EpRanks) -> None:
     parts = {
         key: fragment.region.part(expected(key, fragment), fragment.start)
-        for key, fragment in cells.fragments(rank, torch.float32)
+        for key, fragment in ep_ranks.fragments(rank, torch.float32)
         if fragment.start < fragment.stop
     }
     dcp_folder.save(Path(folder), parts, {})
 
 
-def check(folder: Path, cells: Cells, dtype: torch.dtype) -> None:
+def check(folder: Path, ep_ranks: EpRanks, dtype: torch.dtype) -> None:
     """What each rank of the layout reads."""
     shapes = dcp_folder.contents(folder).shapes
-    for rank in range(cells.grid.world_size):
-        wanted = dict(cells.fragments(rank, dtype))
+    for rank in range(ep_ranks.grid.world_size):
+        wanted = dict(ep_ranks.fragments(rank, dtype))
         for key, tensor in read_fragments(folder, shapes, wanted).items():
             assert torch.equal(tensor, expected(key, wanted[key])), key
 
 
 @st.composite
-def layouts(draw: st.DrawFn, world_sizes: tuple[int, ...]) -> Cells:
+def layouts(draw: st.DrawFn, world_sizes: tuple[int, ...]) -> EpRanks:
     world_size = draw(st.sampled_from(world_sizes))
     sizes = [
         (num, size) for num in (1, 2, 4) for size in (1, 2, 4) if world_size % (num * size) == 0
     ]
-    num_cells, cell_size = draw(st.sampled_from(sizes))
-    return Cells(
-        Grid(world_size, num_cells, cell_size), draw(st.sampled_from([None, 0, 33, 71, 100]))
+    num_ep_ranks, etp_size = draw(st.sampled_from(sizes))
+    return EpRanks(
+        Grid(world_size, num_ep_ranks, etp_size), draw(st.sampled_from([None, 0, 33, 71, 100]))
     )
 
 
@@ -124,7 +124,9 @@ def layouts(draw: st.DrawFn, world_sizes: tuple[int, ...]) -> Cells:
     goals=st.lists(layouts((1, 2, 4)), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_any_layout_reads_any_other(source: Cells, goals: list[Cells], dtype: torch.dtype) -> None:
+def test_any_layout_reads_any_other(
+    source: EpRanks, goals: list[EpRanks], dtype: torch.dtype
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pool_of(source.grid.world_size).run(write, folder, source)
         shapes = dcp_folder.contents(Path(folder)).shapes
@@ -152,7 +154,7 @@ def test_any_layout_reads_flat_experts(tmp_path: Path) -> None:
 
     @settings(deadline=None, derandomize=True, max_examples=30)
     @given(goal=layouts((1, 2, 4)))
-    def reads(goal: Cells) -> None:
+    def reads(goal: EpRanks) -> None:
         check(tmp_path, goal, torch.float32)
 
     reads()
@@ -166,7 +168,9 @@ def test_an_engine_goes_on_from_format_2(tmp_path: Path) -> None:
     checkpoint = saved(2, Job("gpt_moe", 1))
     shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
     as_of_format(2, tmp_path / checkpoint.tag.name)
-    got = loaded(4, Job("gpt_moe", 2, cells=2), Saved(tmp_path, checkpoint.ranks), Call(before=1))
+    got = loaded(
+        4, Job("gpt_moe", 2, ep_ranks=2), Saved(tmp_path, checkpoint.ranks), Call(before=1)
+    )
     assert_equal(joined(got), joined(checkpoint.ranks))
 
 

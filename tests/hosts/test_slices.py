@@ -2,8 +2,8 @@
 """Dense gradients reduced in slices within backward, under real DeepSpeed engines.
 
 The model is dense; between its blocks stand windows that do in backward what an MoE layer does:
-they reduce a slice in the lane between cells, while backward waits, and begin another beside what
-follows. Shape letters: B rows of a batch, D model width.
+they reduce a slice in the stream between EP ranks, while backward waits, and begin another beside
+what follows. Shape letters: B rows of a batch, D model width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext.hosts.attachment.notices import SLICES, settle
 from ds_moe_ext.hosts.deepspeed.gradients import GradientSlices
 from ds_moe_ext.hosts.deepspeed.refusals import UNSLICED
-from ds_moe_ext.schedule.executor import lanes_for
+from ds_moe_ext.schedule.executor import streams_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
 from ds_moe_ext.strategies.esp import ExpertSharding
 from tests.hosts import jobs
@@ -53,14 +53,14 @@ class Windows:
         self.passes = 0
 
     def run(self, window: int) -> None:
-        """As an MoE layer's program does: two lanes, and the caller waits for both."""
+        """As an MoE layer's program does: two streams, and the caller waits for both."""
         if self.slices is None:
             return
         within, beside = self.sizes(self.passes, window)
-        lanes = lanes_for(torch.device("cpu"), overlaps=not self.is_inline)
-        reduced = lanes.submit(INTER, lambda: self.slices.reduce(within), ())
-        begun = lanes.submit(COMPUTE, lambda: self.slices.begin(beside), [reduced])
-        lanes.join([reduced, begun])
+        streams = streams_for(torch.device("cpu"), overlaps=not self.is_inline)
+        reduced = streams.submit(INTER, lambda: self.slices.reduce(within), ())
+        begun = streams.submit(COMPUTE, lambda: self.slices.begin(beside), [reduced])
+        streams.join([reduced, begun])
 
 
 class _Window(torch.autograd.Function):
@@ -116,7 +116,7 @@ class Case:
     coalesce: bool = False  # reduce once after all micro-batches
     managed: bool = True
     tensor_parallel: int = 1
-    is_inline: bool = False  # windows run in the thread of backward, not in lanes
+    is_inline: bool = False  # windows run in the thread of backward, not in streams
     zero: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -284,8 +284,8 @@ def test_any_sizes_are_taken_once(sizes: str, stage: int, overlap: bool) -> None
 
 
 @pytest.mark.parametrize("stage", [slow(0), 2])
-def test_slices_without_lanes(stage: int) -> None:
-    """A slice that was begun still runs in a lane: the next one waits for it."""
+def test_slices_without_streams(stage: int) -> None:
+    """A slice that was begun still runs in a stream: the next one waits for it."""
     check(Case(stage, sizes="planned", is_inline=True, steps=4), 2, rel=0.0)
 
 
@@ -505,7 +505,7 @@ def with_experts(rank: int, world_size: int, job: Job, is_sliced: bool) -> tuple
     return result, windows.slices and windows.slices.reduced
 
 
-UNEVEN = {"strategy": VARIED, "keys": (("copies", 0.3), ("shard_every", 1))}
+UNEVEN = {"strategy": VARIED, "keys": (("replicas", 0.3), ("shard_every", 1))}
 
 
 @pytest.mark.parametrize(
@@ -591,11 +591,11 @@ def test_ranks_that_use_other_weights() -> None:
 
 def refused(rank: int, world_size: int, case: Case) -> str:
     """What an error says where slices are asked for; where nobody asks, they are left out."""
-    engine, told = engine_of(case, Windows(SIZES["none"]), False), list[str]()
-    assert not settle(SLICES, ExpertSharding(), UNSLICED, engine, told.append).slices_gradients
-    assert len(told) == 1
+    engine, lines = engine_of(case, Windows(SIZES["none"]), False), list[str]()
+    assert not settle(SLICES, ExpertSharding(), UNSLICED, engine, lines.append).slices_gradients
+    assert len(lines) == 1
     with pytest.raises(ValueError) as error:
-        settle(SLICES, ExpertSharding(slice_gradients=True), UNSLICED, engine, told.append)
+        settle(SLICES, ExpertSharding(slice_gradients=True), UNSLICED, engine, lines.append)
     return str(error.value)
 
 
@@ -608,10 +608,10 @@ def refused(rank: int, world_size: int, case: Case) -> str:
         (Case(2, zero=(("reduce_scatter", False),)), "reduce_scatter is false"),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(case: Case, says: str) -> None:
+def test_what_cannot_be_sliced_is_refused(case: Case, expected: str) -> None:
     for message in pool_of(2).run(refused, case):
         assert message.startswith("ds_moe_ext.esp.slice_gradients is true, but ")
-        assert says in message
+        assert expected in message
         assert message.endswith("or set ds_moe_ext.esp.slice_gradients to false or null")
 
 

@@ -27,7 +27,7 @@ from tests.ranks import pool_of, preload, refusal
 preload("deepspeed")
 
 GRADIENT = {"steps": 1, "optimizer": "object", "sgd": True, "learning_rate": 1e4}
-COPIES = {"layers": 1.0, "copies": 1.0}
+REPLICAS = {"layers": 1.0, "replicas": 1.0}
 
 
 class OneByOne(nn.Module):
@@ -122,7 +122,7 @@ def stock(job: Job, frozen: str, rates: tuple[float, ...]) -> Result:
         ("one by one", "varied", 0, "all but the second", ()),
         slow("gpt_moe", "varied", 0, "the first", ()),
         slow("one by one", "ep", 0, "the first rank's", ()),
-        ("one by one", "fssdp", 0, "the first", ()),  # by default homes would move
+        ("one by one", "fssdp", 0, "the first", ()),  # by default owners would move
         ("one by one", "fssdp", 0, "none", (1e4, 3e4)),
     ],
 )
@@ -130,7 +130,7 @@ def test_first_gradients_equal_one_rank(
     family: str, strategy: str, stage: int, frozen: str, rates: tuple[float, ...]
 ) -> None:
     job = Job(family, stage, **GRADIENT)
-    job = varied(job, **COPIES) if strategy == "varied" else replace(job, strategy=strategy)
+    job = varied(job, **REPLICAS) if strategy == "varied" else replace(job, strategy=strategy)
     ours = pool_of(2).run(train, job, frozen, rates)[0]
     assert worst(ours.state, stock(job, frozen, rates).state) <= 1e-6
 
@@ -140,13 +140,13 @@ def refused(rank: int, world_size: int, job: Job, frozen: str, rates: tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("job", "frozen", "rates", "told"),
+    ("job", "frozen", "rates", "reported"),
     [
         (
-            varied(Job("one by one", 0, **GRADIENT), shard_every=1, **COPIES),
+            varied(Job("one by one", 0, **GRADIENT), shard_every=1, **REPLICAS),
             "the first",
             (),
-            "a home that is frozen cannot train the expert that comes",
+            "an owner that is frozen cannot train the expert that comes",
         ),
         (
             Job("one by one", 1, **GRADIENT),
@@ -163,7 +163,7 @@ def refused(rank: int, world_size: int, job: Job, frozen: str, rates: tuple[floa
         (Job("one by one", 3, **GRADIENT), "the first", (), "go through their weights together"),
     ],
 )
-def test_what_cannot_be_done_is_told(
-    job: Job, frozen: str, rates: tuple[float, ...], told: str
+def test_what_cannot_be_done_is_reported(
+    job: Job, frozen: str, rates: tuple[float, ...], reported: str
 ) -> None:
-    assert all(told in said for said in pool_of(2).run(refused, job, frozen, rates))
+    assert all(reported in stated for stated in pool_of(2).run(refused, job, frozen, rates))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How experts can be split is found by trying; and how large cells are. No ranks."""
+"""How experts can be split is found by trying; and how large EP ranks are. No ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, read_hardwar
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.attachment import grid as grid_sizes
 from ds_moe_ext.hosts.attachment.experts import find_registered, ways_to_split
-from ds_moe_ext.hosts.attachment.grid import NOTHING, Needs, Sized, _shape, grid_of, prices_of_cells
+from ds_moe_ext.hosts.attachment.grid import (
+    NOTHING,
+    Needs,
+    Sized,
+    _shape,
+    grid_of,
+    prices_of_ep_ranks,
+)
 from ds_moe_ext.hosts.attachment.host_layer import any_name
-from ds_moe_ext.hosts.attachment.replacement import on_grid, told_homes
+from ds_moe_ext.hosts.attachment.replacement import on_grid, owners_line
 from ds_moe_ext.hosts.attachment.startup_check import UNKNOWN, Cluster, ranks_on_this_node
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
@@ -165,7 +172,7 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
 
 
 @pytest.mark.parametrize(
-    ("told", "ranks"),
+    ("reported", "ranks"),
     [
         ({"LOCAL_SIZE": "8"}, 8),
         ({"LOCAL_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 4),  # mpirun torchrun
@@ -178,11 +185,11 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
     ],
 )
 def test_launchers_tell_of_nodes(
-    told: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
+    reported: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("LOCAL", "OMPI", "SLURM"))]:
         monkeypatch.delenv(name)
-    for name, value in {"WORLD_SIZE": "32", **told}.items():
+    for name, value in {"WORLD_SIZE": "32", **reported}.items():
         monkeypatch.setenv(name, value)
     assert ranks_on_this_node() == ranks
 
@@ -190,12 +197,12 @@ def test_launchers_tell_of_nodes(
 def test_open_sizes_go_by_what_a_host_needs(chosen: Chosen) -> None:
     needs = Needs(whole="the optimizer is Lamb")
     grid, why = chosen(4, 2, needs=needs)
-    assert grid.cell_size == 1 and "experts stay whole, for the optimizer is Lamb" in why
-    assert chosen(4, 2, needs=needs, expert_sharding_size=2).grid.cell_size == 2
-    assert chosen(3, strategy="fssdp").grid.num_cells == 3
+    assert grid.etp_size == 1 and "experts stay whole, for the optimizer is Lamb" in why
+    assert chosen(4, 2, needs=needs, expert_sharding_size=2).grid.etp_size == 2
+    assert chosen(3, strategy="fssdp").grid.num_ep_ranks == 3
     even = chosen(3, strategy="fssdp", needs=Needs(even="it wants it"))
-    assert even.grid.num_cells == 1 and even.why.endswith(
-        "for it wants it; each expert has 3 homes"
+    assert even.grid.num_ep_ranks == 1 and even.why.endswith(
+        "for it wants it; each expert has 3 owners"
     )
 
 
@@ -206,12 +213,12 @@ Sizes = Callable[..., tuple[int, int]]
 def sized(chosen: Chosen) -> Sizes:
     def sizes(*ranks: int, **block: Any) -> tuple[int, int]:
         grid = chosen(*ranks, **block).grid
-        return grid.num_cells, grid.cell_size
+        return grid.num_ep_ranks, grid.etp_size
 
     return sizes
 
 
-def test_cells_are_nodes_where_there_are_several(sized: Sizes) -> None:
+def test_ep_ranks_are_nodes_where_there_are_several(sized: Sizes) -> None:
     assert sized(4, 2) == (2, 2)
     assert sized(8, 4) == (2, 4)
     assert sized(8, 4, expert_sharding_size=2) == (4, 2)
@@ -222,7 +229,7 @@ def test_experts_stay_whole_elsewhere(sized: Sizes) -> None:
     assert sized(4) == sized(4, 4) == sized(4, 2, expert_sharding_size=1) == (4, 1)
     assert sized(10, 5) == (2, 1)  # experts cannot be split into five parts
     assert sized(4, 2, strategy="ep") == (4, 1)
-    assert sized(4, 2, expert_parallel_size=4) == (4, 1)  # nodes would be two cells
+    assert sized(4, 2, expert_parallel_size=4) == (4, 1)  # nodes would be two EP ranks
 
 
 def experts_of(*num_experts: int) -> list[Any]:
@@ -231,10 +238,10 @@ def experts_of(*num_experts: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "world_size", "ranks_here", "num_cells"),
+    ("num_experts", "world_size", "ranks_here", "num_ep_ranks"),
     [
         ((8,), 64, 8, 8),  # a grid in every node
-        ((8,), 64, None, 8),  # no launcher tells of nodes
+        ((8,), 64, None, 8),  # no launcher gives of nodes
         ((64,), 64, None, 64),
         ((64,), 64, 8, 8),
         ((8,), 64, 1, 8),  # nodes of one rank hold no grid
@@ -249,42 +256,42 @@ def test_copied_experts_leave_no_rank_without(
     num_experts: tuple[int, ...],
     world_size: int,
     ranks_here: int | None,
-    num_cells: int,
+    num_ep_ranks: int,
 ) -> None:
     found = experts_of(*num_experts)
     grid, why = chosen(world_size, ranks_here, found=found, strategy="fssdp")
-    assert (grid.num_cells, grid.cell_size) == (num_cells, 1)
-    cells = f"{num_cells} cell{'s' if num_cells > 1 else ''}, "
-    assert why.startswith(f"expert_parallel_size is null: {cells}")
+    assert (grid.num_ep_ranks, grid.etp_size) == (num_ep_ranks, 1)
+    ep_ranks = f"{num_ep_ranks} EP rank{'s' if num_ep_ranks > 1 else ''}, "
+    assert why.startswith(f"expert_parallel_size is null: {ep_ranks}")
     stays = {"fssdp": {"heterogeneous_sharding": False, "reshard_interval": 5}}
     assert chosen(world_size, ranks_here, found=found, strategy="fssdp", **stays).grid == grid
     asked = chosen(world_size, ranks_here, found=found, strategy="fssdp", expert_parallel_size=1)
-    assert asked.grid.num_cells == 1 and not asked.why
+    assert asked.grid.num_ep_ranks == 1 and not asked.why
 
 
-def test_experts_that_move_have_one_home(chosen: Chosen) -> None:
+def test_experts_that_move_have_one_owner(chosen: Chosen) -> None:
     moves = {"strategy": "fssdp", "fssdp": {"reshard_interval": 5}}
     grid, why = chosen(64, 8, found=experts_of(8), **moves)
-    assert grid.num_cells == 64
-    assert why.endswith("all 64 cells, for experts that move have one home")
+    assert grid.num_ep_ranks == 64
+    assert why.endswith("all 64 EP ranks, for experts that move have one owner")
 
 
-def test_what_was_chosen_is_told_in_a_line(chosen: Chosen) -> None:
+def test_what_was_chosen_is_reported_in_a_line(chosen: Chosen) -> None:
     _, why = chosen(64, 8, found=experts_of(8), strategy="fssdp")
     assert why == (
-        "expert_parallel_size is null: 8 cells, the most at which each is home to experts of all "
-        "layers (blocks.0.experts has 8); each expert has 8 homes"
+        "expert_parallel_size is null: 8 EP ranks, the most at which each owns experts of all "
+        "layers (blocks.0.experts has 8); each expert has 8 owners"
     )
     _, why = chosen(16, 8, found=experts_of(16), strategy="fssdp")
-    assert "8 cells, so that rows and copies stay in a node of 8 ranks" in why
+    assert "8 EP ranks, so that rows and replicas stay in a node of 8 ranks" in why
     assert 'to spread experts over more, set {"ds_moe_ext": {"expert_parallel_size": 16}}' in why
     nodes = {"found": experts_of(2), "strategy": "esp", "balance": "fssdp"}
     grid, why = chosen(16, 4, **nodes)
-    assert (grid.num_cells, grid.cell_size) == (2, 4)
+    assert (grid.num_ep_ranks, grid.etp_size) == (2, 4)
     assert why == (
         "expert_sharding_size is null: 4 ranks split each expert, those of a node; "
-        "expert_parallel_size is null: 2 cells, the most at which each is home to experts of all "
-        "layers (blocks.0.experts has 2); each expert has 2 homes"
+        "expert_parallel_size is null: 2 EP ranks, the most at which each owns experts of all "
+        "layers (blocks.0.experts has 2); each expert has 2 owners"
     )
     assert chosen(1, found=experts_of(8), strategy="fssdp").why == ""
 
@@ -302,7 +309,7 @@ def described(tmp_path: Path, **links: float) -> dict[str, str]:
     return {"strategy": "fssdp", "hardware": str(tmp_path / "hardware.json")}
 
 
-def test_cells_are_chosen_by_price_where_the_cluster_is_described(
+def test_ep_ranks_are_chosen_by_price_where_the_cluster_is_described(
     chosen: Chosen, tmp_path: Path
 ) -> None:
     few_weights, many_weights = (
@@ -311,11 +318,11 @@ def test_cells_are_chosen_by_price_where_the_cluster_is_described(
     )
     slow = described(tmp_path, intra=4e11, inter=1e9)
     grid, why = chosen(16, 8, found=few_weights, **slow)
-    assert grid.num_cells == 8
-    assert "8 cells, by what a layer costs on two nodes: it takes " in why
-    assert re.search(r"ms a step, with 16 cells [1-9][\d.]* times as long \(4,096 tokens", why)
+    assert grid.num_ep_ranks == 8
+    assert "8 EP ranks, by what a layer costs on two nodes: it takes " in why
+    assert re.search(r"ms a step, with 16 EP ranks [1-9][\d.]* times as long \(4,096 tokens", why)
     # Experts so large, and rows so few, that summing their gradients costs more than sending rows.
-    assert chosen(16, 8, found=many_weights, **slow).grid.num_cells == 16
+    assert chosen(16, 8, found=many_weights, **slow).grid.num_ep_ranks == 16
 
 
 def test_experts_are_split_by_price_where_the_cluster_is_described(
@@ -324,7 +331,7 @@ def test_experts_are_split_by_price_where_the_cluster_is_described(
     """Rows are gathered slowly over slow links; over fast ones a hot expert computes in parts."""
     slow = {**described(tmp_path, intra=1e9, inter=1e9), "strategy": "esp"}
     grid, why = chosen(16, 8, found=mixtral, **slow)
-    assert grid.cell_size == 1
+    assert grid.etp_size == 1
     assert re.search(
         r"expert_sharding_size is null: experts stay whole, by what a layer costs on two nodes: it "
         r"takes [\d.e+]+ times as long where the 8 ranks of a node split each; ",
@@ -333,7 +340,7 @@ def test_experts_are_split_by_price_where_the_cluster_is_described(
     fast = {**described(tmp_path, intra=1e13, inter=1e13), "strategy": "esp"}
     large = (("up", (4096, 43008), "torch.bfloat16", True),)
     grid, why = chosen(16, 8, found=[replace(layer, expert=large) for layer in mixtral], **fast)
-    assert grid.cell_size == 8
+    assert grid.etp_size == 8
     assert "8 ranks split each expert, those of a node; whole a layer takes 1." in why
 
 
@@ -341,8 +348,8 @@ def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
     chosen: Chosen, tmp_path: Path
 ) -> None:
     grid, why = chosen(16, 8, found=experts_of(16), **described(tmp_path))
-    assert grid.num_cells == 8
-    assert "two nodes does not tell what others would cost: hardware 'two nodes' does not" in why
+    assert grid.num_ep_ranks == 8
+    assert "two nodes does not report what others would cost: hardware 'two nodes' does not" in why
 
 
 def test_a_cluster_stands_for_any_number_of_nodes(chosen: Chosen, tmp_path: Path) -> None:
@@ -356,12 +363,12 @@ def test_each_grid_is_priced_once(
 ) -> None:
     priced = []
 
-    def prices_of_cells(*given: Any, **named: Any) -> Any:
-        priced.extend((size, given[4].cell_size) for size in given[3])
+    def prices_of_ep_ranks(*given: Any, **named: Any) -> Any:
+        priced.extend((size, given[4].etp_size) for size in given[3])
         return one(*given, **named)
 
-    one = grid_sizes.prices_of_cells
-    monkeypatch.setattr(grid_sizes, "prices_of_cells", prices_of_cells)
+    one = grid_sizes.prices_of_ep_ranks
+    monkeypatch.setattr(grid_sizes, "prices_of_ep_ranks", prices_of_ep_ranks)
     slow = {**described(tmp_path, intra=1e9, inter=1e9), "strategy": "esp", "balance": "fssdp"}
     why = chosen(32, 2, found=experts_of(32), **slow).why
     assert "expert_sharding_size is null" in why and "by what a layer costs" in why
@@ -377,7 +384,7 @@ class ForGpus(BFloat16):
         return super().encode(rows_ND)
 
 
-def test_cells_are_priced_by_rows_and_copies_as_they_travel(tmp_path: Path) -> None:
+def test_ep_ranks_are_priced_by_rows_and_replicas_as_they_travel(tmp_path: Path) -> None:
     hardware = read_hardware(described(tmp_path, intra=1e9, inter=1e9)["hardware"])
     shapes = ("up", (4096, 1024)), ("down", (1024, 2048))
     expert = tuple((name, shape, "torch.float32", True) for name, shape in shapes)
@@ -385,14 +392,14 @@ def test_cells_are_priced_by_rows_and_copies_as_they_travel(tmp_path: Path) -> N
 
     def layer_s(strategy: Strategy, *codecs: Codec) -> float:
         grid, hooks = Grid(16, 1), Hooked(codecs=codecs)
-        (price,) = prices_of_cells(strategy, found, hardware, (16,), grid, hooks=hooks)
+        (price,) = prices_of_ep_ranks(strategy, found, hardware, (16,), grid, hooks=hooks)
         return price.layer_s
 
-    ep, fssdp = ExpertParallel(), FullySharded(overlap_degree=16, copies_per_rank=16)
+    ep, fssdp = ExpertParallel(), FullySharded(overlap_degree=16, replicas_per_rank=16)
     assert 0.25 < layer_s(ep, Int8()) / layer_s(ep) < 0.5
     assert layer_s(ep, ForGpus()) == layer_s(ep)
-    copies = Int8(dispatch=False, combine=False, copies=True, copy_gradients=True)
-    assert layer_s(fssdp, copies) < layer_s(fssdp)
+    replicas = Int8(dispatch=False, combine=False, replicas=True, replica_gradients=True)
+    assert layer_s(fssdp, replicas) < layer_s(fssdp)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +424,7 @@ def test_the_width_of_a_model_is_that_of_all_matrices_of_an_expert(
 H100 = shipped_for("NVIDIA H100 80GB HBM3")
 
 
-def test_what_sizes_were_chosen_by_is_told_where_they_were_open(chosen: Chosen) -> None:
+def test_what_sizes_were_chosen_by_is_reported_where_they_were_open(chosen: Chosen) -> None:
     assert H100 is not None
     by_name = Cluster(read_hardware(H100), "it is taken for that")
     grid, why = chosen(16, 8, found=experts_of(16), strategy="fssdp", cluster=by_name)
@@ -428,13 +435,13 @@ def test_what_sizes_were_chosen_by_is_told_where_they_were_open(chosen: Chosen) 
     assert grid == chosen(16, 8, found=experts_of(16), strategy="fssdp").grid
     assert "; nobody knows it; ds-moe-ext profile measures your cluster, and ds_moe_ext.ha" in why
     sure: list[dict[str, Any]] = [
-        {"found": experts_of(8)},  # no more cells than fill a node
+        {"found": experts_of(8)},  # no more EP ranks than fill a node
         {"found": experts_of(16), "expert_parallel_size": 16},
         {"found": experts_of(16), "fssdp": {"reshard_interval": 5}},
     ]
     for block in sure:
-        told = chosen(16, 8, strategy="fssdp", cluster=unknown, **block).why
-        assert "nobody knows it" not in told
+        reported = chosen(16, 8, strategy="fssdp", cluster=unknown, **block).why
+        assert "nobody knows it" not in reported
     # Whether experts are split was open.
     assert "nobody knows it" in chosen(8, 4, expert_parallel_size=1, cluster=unknown).why
 
@@ -452,26 +459,28 @@ def test_the_rule_leaves_no_rank_idle_and_says_where_nothing_can_be_copied(
     settings, made = read_settings({"ds_moe_ext": {"enabled": True, "strategy": strategy}})
     assert made is not None
     blueprint = on_grid(settings, made, found, grid)
-    assert all(home.is_everywhere for home in blueprint.homes())
-    copies = made.rhythm().weighs_copies
-    is_told = "every rank has all experts, so that none is copied" in told_homes(blueprint)
-    assert is_told == (grid.num_cells == 1 and copies)
-    assert f"{grid.num_cells} cell" in why
+    assert all(owner.is_everywhere for owner in blueprint.owners())
+    replicas = made.intervals().weighs_replicas
+    is_reported = "every rank has all experts, so that none is copied" in owners_line(blueprint)
+    assert is_reported == (grid.num_ep_ranks == 1 and replicas)
+    assert f"{grid.num_ep_ranks} EP rank" in why
 
 
 @pytest.mark.parametrize(
-    ("block", "says"),
+    ("block", "expected"),
     [
         ({"expert_sharding_size": 3}, ("is 3", "world size 4", "[1, 2, 4]")),
         ({"strategy": "fssdp", "expert_sharding_size": 2}, ("is 2", "'fssdp'", "strategy 'esp'")),
         ({"strategy": "auto", "expert_sharding_size": 2}, ("is 2", "'auto'", "strategy 'esp'")),
         (
             {"expert_sharding_size": 2, "expert_parallel_size": 4},
-            ("expert_parallel_size is 4", "in cells of 2 ranks", "[1, 2]"),
+            ("expert_parallel_size is 4", "in EP ranks of 2 ranks", "[1, 2]"),
         ),
     ],
 )
-def test_sizes_that_do_not_fit(sized: Sizes, block: dict[str, Any], says: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=says[0]) as caught:
+def test_sizes_that_do_not_fit(
+    sized: Sizes, block: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match=expected[0]) as caught:
         sized(4, **block)
-    assert all(part in str(caught.value) for part in says)
+    assert all(part in str(caught.value) for part in expected)

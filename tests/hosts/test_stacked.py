@@ -19,18 +19,18 @@ from tests.hosts.jobs import Job, Result, train
 from tests.marks import slow
 from tests.ranks import pool_of
 
-COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
-STAYS = (*COPIES, ("reshard_interval", 0))
+REPLICAS = (("overlap_degree", 2), ("replicas_per_rank", 2))
+STAYS = (*REPLICAS, ("reshard_interval", 0))
 ONE_A_WEIGHT = {
     "ep": Job(),
-    "esp": Job(strategy="esp", cell_size=2),
+    "esp": Job(strategy="esp", etp_size=2),
     "prophet": Job(strategy="prophet"),
     "fssdp": Job(strategy="fssdp", keys=STAYS),
     "given": Job(optimizer="object", parameters="groups"),
 }
 ONE_A_SLOT = {
-    "fssdp": Job(strategy="fssdp", keys=COPIES),
-    "uneven": Job(strategy="fssdp", keys=STAYS, num_experts=1, cells=2),
+    "fssdp": Job(strategy="fssdp", keys=REPLICAS),
+    "uneven": Job(strategy="fssdp", keys=STAYS, num_experts=1, ep_ranks=2),
     "callable": Job(optimizer="callable"),
 }
 
@@ -49,7 +49,7 @@ def shapes(rank: int, world_size: int, job: Job) -> list[dict[str, tuple[int, ..
 @pytest.mark.parametrize("name", ONE_A_WEIGHT)
 def test_experts_that_stay_are_one_parameter_a_weight(name: str) -> None:
     job = ONE_A_WEIGHT[name]
-    num_slots = job.num_experts // (1 if job.cell_size else 2)
+    num_slots = job.num_experts // (1 if job.etp_size else 2)
     for layers in pool_of(2).run(shapes, job):
         for layer in layers:
             assert layer.keys() == {"gate_up_proj", "down_proj"}

@@ -30,19 +30,21 @@ def train_unseeded(rank: int, world_size: int, job: Job) -> Result | None:
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "cells"),
+    ("family", "world_size", "ep_ranks"),
     [slow("mixtral", 4, 2), ("gpt_moe", 2, None), slow("mixtral", 2, None), slow("gpt_moe", 4, 2)],
 )
-def test_ranks_that_drew_their_own_weights(family: str, world_size: int, cells: int | None) -> None:
-    ours = pool_of(world_size).run(train_unseeded, Job(family, steps=2, cells=cells))[0]
-    seeded = pool_of(world_size).run(jobs.train, Job(family, steps=2, cells=cells))[0]
+def test_ranks_that_drew_their_own_weights(
+    family: str, world_size: int, ep_ranks: int | None
+) -> None:
+    ours = pool_of(world_size).run(train_unseeded, Job(family, steps=2, ep_ranks=ep_ranks))[0]
+    seeded = pool_of(world_size).run(jobs.train, Job(family, steps=2, ep_ranks=ep_ranks))[0]
     plain = pool_of(world_size).run(train_unseeded, Job(family, steps=2, block=False))[0]
     assert ours.losses == seeded.losses
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert all(torch.equal(ours.state[name], weight) for name, weight in seeded.state.items())
 
 
-def told_of_unknown(rank: int, world_size: int) -> list[str]:
+def reported_of_unknown(rank: int, world_size: int) -> list[str]:
     """Start on a model of which we know a part; what is warned of."""
     import deepspeed
 
@@ -62,8 +64,8 @@ def told_of_unknown(rank: int, world_size: int) -> list[str]:
 
 def test_layers_that_nobody_knows_are_named() -> None:
     """Once, by rank 0; not those that are replaced, nor shared ones."""
-    (told,), others = pool_of(2).run(told_of_unknown)
-    assert "stay as they are: others.*.experts (ModuleList, 3); teach" in told
-    assert "register_experts" in told
-    assert "moe_layer_pattern" in told
+    (results,), others = pool_of(2).run(reported_of_unknown)
+    assert "stay as they are: others.*.experts (ModuleList, 3); teach" in results
+    assert "register_experts" in results
+    assert "moe_layer_pattern" in results
     assert others == []

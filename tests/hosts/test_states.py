@@ -44,7 +44,7 @@ class Case:
     settings: tuple[tuple[str, Any], ...] = ()  # of zero_optimization
     is_fused: bool = False  # DeepSpeed takes the optimizer for its FusedAdam
     accumulates_in_float32: bool = False
-    num_cells: int = 2
+    num_ep_ranks: int = 2
 
     def __str__(self) -> str:
         extra = "".join(f"-{name}" for name, _ in self.settings)
@@ -91,41 +91,42 @@ class GatherSlots(torch.autograd.Function):
 
 
 class Slots(MoE):
-    """Experts in slots: of ``num_cells`` 2 each rank has half of them, of 1 each rank has all."""
+    """Experts in slots: of ``num_ep_ranks`` 2 each rank has half of them, of 1 each rank has
+    all."""
 
-    def __init__(self, num_cells: int) -> None:
+    def __init__(self, num_ep_ranks: int) -> None:
         nn.Module.__init__(self)
-        self.num_cells, self.num_experts = num_cells, NUM_EXPERTS
+        self.num_ep_ranks, self.num_experts = num_ep_ranks, NUM_EXPERTS
         self.place_E = list(range(NUM_EXPERTS))
         torch.manual_seed(0)
         self.gate = nn.Linear(WIDTH, NUM_EXPERTS)
         whole = [torch.randn(NUM_EXPERTS, *shape) for shape in SHAPES]
-        kept = slice(dist.get_rank() * self.num_slots, None) if num_cells > 1 else slice(None)
+        kept = slice(dist.get_rank() * self.num_slots, None) if num_ep_ranks > 1 else slice(None)
         self.weights = nn.ModuleList(
             nn.ParameterList(map(nn.Parameter, weight[kept][: self.num_slots])) for weight in whole
         )
         for parameter in self.weights.parameters():
             parameter.allreduce = False
-            parameter.group_name = f"ep_size_{num_cells}"
+            parameter.group_name = f"ep_size_{num_ep_ranks}"
 
     @property
     def num_slots(self) -> int:
-        return NUM_EXPERTS // self.num_cells
+        return NUM_EXPERTS // self.num_ep_ranks
 
     def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
         from deepspeed.utils import groups
 
-        groups._create_expert_and_data_parallel(self.num_cells)
+        groups._create_expert_and_data_parallel(self.num_ep_ranks)
 
     def own(self) -> Iterator[tuple[int, tuple[nn.Parameter, ...]]]:
         """This rank's experts: number and parameters."""
-        first = dist.get_rank() * self.num_slots if self.num_cells > 1 else 0
+        first = dist.get_rank() * self.num_slots if self.num_ep_ranks > 1 else 0
         for slot, parameters in enumerate(zip(*self.weights)):
             yield self.place_E.index(first + slot), parameters
 
     def forward(self, x: Tensor) -> Tensor:
         up, bias = (
-            GatherSlots.apply(*slots) if self.num_cells > 1 else torch.stack(list(slots)).float()
+            GatherSlots.apply(*slots) if self.num_ep_ranks > 1 else torch.stack(list(slots)).float()
             for slots in self.weights
         )
         score = self.gate(x.to(self.gate.weight.dtype)).float().softmax(-1)
@@ -157,7 +158,7 @@ def engine_of(case: Case) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    model = Slots(case.num_cells)
+    model = Slots(case.num_ep_ranks)
     document: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,  # a norm is summed in the order of the slots
@@ -327,7 +328,7 @@ def test_new_engine_takes_over_states(case: Case) -> None:
 @trust_in_float16
 def weights_and_states(rank: int, world_size: int, case: Case) -> Any:
     """Of all parameters on a rank that has all experts."""
-    engine = engine_of(replace(case, num_cells=1))
+    engine = engine_of(replace(case, num_ep_ranks=1))
     train(engine, range(2))
     states = OptimizerStates(engine)
     return [(p.data.clone(), states.of(p).clone()) for p in engine.module.parameters()]

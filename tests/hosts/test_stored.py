@@ -142,7 +142,7 @@ class Foreign:
 
 
 def test_what_would_not_be_read_again_is_not_written(folder: Path) -> None:
-    """But where torch is told that it is safe."""
+    """But where torch is notified that it is safe."""
     objects = {"options": {"mine": Foreign()}}
     with pytest.raises(OSError, match=r"options is made of .*Foreign.*add_safe_globals"):
         dcp_folder.save(folder, {}, objects)

@@ -127,7 +127,7 @@ def test_our_strategies_learn_what_these_layers_do_alone(tmp_path: Path) -> None
     common = {"enabled": True, "debug": True, "report": {"enabled": False}}
     settings: list[dict[str, Any]] = [
         {**common, "strategy": "ep"},
-        {**common, "strategy": "fssdp", "fssdp": {"copies_per_rank": 2}},
+        {**common, "strategy": "fssdp", "fssdp": {"replicas_per_rank": 2}},
         {**common, "strategy": "prophet", "prophet": {"planner": "shadow", "split": "half"}},
     ]
     jobs: list[Job] = [(run, each) for each in settings]
@@ -327,6 +327,6 @@ def test_quantizers_lie_where_they_do_there(real: Path) -> None:
         r'"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1', flat
     )
     assert re.search(r'"fwd": 3, "bwd": 2', flat)
-    assert re.search(r'f"weight\{i\}"', flat)  # names of parameters and of copies in fp8
+    assert re.search(r'f"weight\{i\}"', flat)  # names of parameters and of replicas in fp8
     base = (real / "module" / "base.py").read_text()
     assert 'self.fp8_meta["num_gemms"] * 3 if fwd else self.fp8_meta["num_gemms"] * 2' in base

@@ -20,10 +20,10 @@ from tests.ranks import pool_of
 
 class Case(NamedTuple):
     tensor_parallel: int = 2
-    cell_size: int = 2
+    etp_size: int = 2
     sequence_parallel: bool = False
     stage: int = 1
-    micro_batches: int = 4  # of a step, over all copies of the model
+    micro_batches: int = 4  # of a step, over all replicas of the model
     steps: int = 6
     folder: str | None = None
     resumes: bool = False  # from the folder, where half of the steps were saved
@@ -53,19 +53,19 @@ def _trained(rank: int, world_size: int, case: Case) -> Run:
     mpu = tp.Mpu.of(size) if size > 1 else None
     ranks = tp.Ranks(mpu.model, size, dist.get_rank(mpu.model)) if mpu else None
     model = tp.build(ranks, has_own_tokens=case.sequence_parallel)
-    copies, here = world_size // size, rank // size
+    replicas, here = world_size // size, rank // size
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
         mpu=mpu,
-        config=_document(case, copies),
+        config=_document(case, replicas),
     )
     if case.resumes:
         engine.load_checkpoint(case.folder)
     losses, norms = [], []
     for step in range(engine.global_steps, case.steps):
         total = torch.zeros((), dtype=torch.float64)
-        for number in range(here, case.micro_batches, copies):
+        for number in range(here, case.micro_batches, replicas):
             tokens = micro_batch(step, number)
             loss = engine(input_ids=tokens, labels=tokens.roll(-1, 1)).loss
             engine.backward(loss)
@@ -79,10 +79,10 @@ def _trained(rank: int, world_size: int, case: Case) -> Run:
     return Run(losses, norms)
 
 
-def _document(case: Case, copies: int) -> dict[str, Any]:
+def _document(case: Case, replicas: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": case.micro_batches // copies,
+        "gradient_accumulation_steps": case.micro_batches // replicas,
         "gradient_clipping": 0.5,
         "zero_optimization": jobs.zero(case.stage),
         "steps_per_print": 10**9,
@@ -91,7 +91,7 @@ def _document(case: Case, copies: int) -> dict[str, Any]:
         "ds_moe_ext": {
             "enabled": True,
             "strategy": "esp",
-            "expert_sharding_size": case.cell_size,
+            "expert_sharding_size": case.etp_size,
             "sequence_parallel": case.sequence_parallel,
             "esp": {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False},
             "report": {"enabled": False},

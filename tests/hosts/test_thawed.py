@@ -15,7 +15,7 @@ from tests.hosts import jobs
 from tests.marks import slow
 from tests.ranks import pool_of
 
-COPIES = {"copies_per_rank": 2, "reshard_interval": 0}
+REPLICAS = {"replicas_per_rank": 2, "reshard_interval": 0}
 
 
 def train_experts(model: Any, is_wanted: bool) -> None:
@@ -31,16 +31,16 @@ def gradients(model: Any, moe: Any, ids: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in moe.experts.parameters]
 
 
-def thawed(rank: int, world_size: int, strategy: str, cells: int) -> float:
+def thawed(rank: int, world_size: int, strategy: str, ep_ranks: int) -> float:
     """How far gradients are from those of experts that were trained from the start."""
-    block = {"enabled": True, "strategy": strategy, "report": {"enabled": False}, "fssdp": COPIES}
+    block = {"enabled": True, "strategy": strategy, "report": {"enabled": False}, "fssdp": REPLICAS}
     found = []
     with jobs.float64_everywhere():
         for is_thawed in (False, True):
             torch.manual_seed(0)
             model = jobs.model_of(jobs.Job("toy", dtype="float64")).double()
             train_experts(model, not is_thawed)
-            moe = ds_moe_ext.attach(model, {**block, "expert_parallel_size": cells})
+            moe = ds_moe_ext.attach(model, {**block, "expert_parallel_size": ep_ranks})
             moe.watch(torch.optim.SGD(model.parameters(), lr=0.1))
             if is_thawed:
                 ids = jobs.micro_batch(0, rank)
@@ -51,13 +51,15 @@ def thawed(rank: int, world_size: int, strategy: str, cells: int) -> float:
     return max(relative_error(ours, theirs) for theirs, ours in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("strategy", "cells"), [("ep", 2), slow("ep", 1), ("fssdp", 2)])
-def test_gradients_are_those_of_experts_trained_from_the_start(strategy: str, cells: int) -> None:
-    assert max(pool_of(2).run(thawed, strategy, cells)) <= 1e-12
+@pytest.mark.parametrize(("strategy", "ep_ranks"), [("ep", 2), slow("ep", 1), ("fssdp", 2)])
+def test_gradients_are_those_of_experts_trained_from_the_start(
+    strategy: str, ep_ranks: int
+) -> None:
+    assert max(pool_of(2).run(thawed, strategy, ep_ranks)) <= 1e-12
 
 
 def unstepped(rank: int, world_size: int) -> tuple[str, bool]:
-    """What is told of thawed experts that the optimizer does not have, and whether it steps them
+    """What is reported thawed experts that the optimizer does not have, and whether it steps them
     where it does."""
     model = jobs.model_of(jobs.Job("toy"))
     train_experts(model, False)
@@ -77,7 +79,7 @@ def unstepped(rank: int, world_size: int) -> tuple[str, bool]:
     return str(error.value), any(not torch.equal(old, new) for old, new in pairs)
 
 
-def test_an_optimizer_without_them_is_told() -> None:
-    for told, is_stepped in pool_of(2).run(unstepped):
-        assert "expert weights of this rank that are trained are not in the optimizer" in told
-        assert "add_param_group" in told and is_stepped
+def test_an_optimizer_without_them_is_reported() -> None:
+    for reported, is_stepped in pool_of(2).run(unstepped):
+        assert "expert weights of this rank that are trained are not in the optimizer" in reported
+        assert "add_param_group" in reported and is_stepped

@@ -36,11 +36,11 @@ preload("transformers")
 MICRO_BATCHES = 4  # a step, over all ranks
 MOVING = {
     "fssdp": {
-        **{"overlap_degree": 2, "copies_per_rank": 2},
+        **{"overlap_degree": 2, "replicas_per_rank": 2},
         **{"reshard_interval": 2, "resharding": "paper"},
     }
 }
-STAYING = {"fssdp": {"copies_per_rank": 2, "reshard_interval": 0}}
+STAYING = {"fssdp": {"replicas_per_rank": 2, "reshard_interval": 0}}
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,17 @@ def test_a_model_of_hugging_face(wrap: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("block", [slow({"strategy": "ep"}), {"strategy": "fssdp", **STAYING}])
 @pytest.mark.parametrize("family", [slow("toy"), "toy, shared experts"])
-def test_experts_with_several_homes(family: str, block: dict[str, Any]) -> None:
-    """Two ranks are home to each expert, whose gradients they sum."""
+def test_experts_with_several_owners(family: str, block: dict[str, Any]) -> None:
+    """Two ranks own each expert, whose gradients they sum."""
     loop = Loop(family, "ddp", block={**block, "expert_parallel_size": 2})
     assert_equal(pool_of(4).run(train, loop), family, 5)
 
 
-def by_closures(rank: int, world_size: int, cells: int) -> dict[str, Tensor]:
+def by_closures(rank: int, world_size: int, ep_ranks: int) -> dict[str, Tensor]:
     """The weights where the optimizer's step calls the passes, as Lightning has it."""
     with jobs.float64_everywhere():
         model = jobs.model_of(jobs.Job("toy", dtype="float64")).double()
-        block = {"enabled": True, "strategy": "ep", "expert_parallel_size": cells}
+        block = {"enabled": True, "strategy": "ep", "expert_parallel_size": ep_ranks}
         moe = ds_moe_ext.attach(model, {**block, "report": {"enabled": False}})
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -222,10 +222,10 @@ def by_closures(rank: int, world_size: int, cells: int) -> dict[str, Tensor]:
         return _weights(ds_moe_ext.full_state_dict(model))
 
 
-def test_a_closure_is_averaged_over_homes() -> None:
-    one_home, two_homes = (pool_of(2).run(by_closures, cells) for cells in (2, 1))
-    for each in two_homes:
-        assert max(relative_error(each[n], w) for n, w in one_home[0].items()) < 1e-12
+def test_a_closure_is_averaged_over_owners() -> None:
+    one_owner, two_owners = (pool_of(2).run(by_closures, ep_ranks) for ep_ranks in (2, 1))
+    for each in two_owners:
+        assert max(relative_error(each[n], w) for n, w in one_owner[0].items()) < 1e-12
 
 
 def test_experts_in_parts() -> None:
@@ -264,10 +264,10 @@ def test_goes_on_elsewhere(saved: Any, resumed: Any, fused: bool, tmp_path: Path
     assert_equal(ranks, "toy", 5, first=3)
 
 
-# What a user is told.
+# What a user is notified.
 
 
-def told(rank: int, world_size: int) -> dict[str, str]:
+def reported(rank: int, world_size: int) -> dict[str, str]:
     """By what was done wrong, the error."""
     block = {"enabled": True, "report": {"enabled": False}}
     model = jobs.model_of(jobs.Job("toy"))
@@ -308,8 +308,8 @@ def told(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_done_is_told() -> None:
-    says = {
+def test_what_cannot_be_done_is_reported() -> None:
+    expected = {
         "roles": "strategy is 'zebra': a loop of your own runs the same code on every rank; use",
         "wrapped": "call ds_moe_ext.attach first",
         "key": "did you mean 'strategy'",
@@ -323,16 +323,18 @@ def test_what_cannot_be_done_is_told() -> None:
         "early": "make it from model.parameters() behind ds_moe_ext.attach",
         "behind": "clip behind the last one of a step",
     }
-    first, second = pool_of(2).run(told)
-    assert first.keys() == says.keys()
-    assert says.keys() - second.keys() <= {"off"}  # it waits for nobody, and may be gone by then
+    first, second = pool_of(2).run(reported)
+    assert first.keys() == expected.keys()
+    assert expected.keys() - second.keys() <= {
+        "off"
+    }  # it waits for nobody, and may be gone by then
     for found in (first, second):
-        assert all(says[name] in text for name, text in found.items()), found
+        assert all(expected[name] in text for name, text in found.items()), found
 
 
 def left_out(rank: int, world_size: int, to_none: bool) -> float:
     """How far weights are from those of a loop that has never seen a batch whose step was left out
-    behind clipping, where two ranks are home to each expert."""
+    behind clipping, where two ranks own each expert."""
     block = {"enabled": True, "report": {"enabled": False}, "expert_parallel_size": 1}
     found = []
     with jobs.float64_everywhere():

@@ -69,7 +69,7 @@ def left(
 
 JOBS = {
     "ep": Job(micro_batches=2 * RANKS),
-    "copies": varied(Job(micro_batches=RANKS), layers=1.0, copies=1.0),
+    "replicas": varied(Job(micro_batches=RANKS), layers=1.0, replicas=1.0),
 }
 
 
@@ -102,7 +102,7 @@ def test_all_ranks_are_in_one_trace(name: str, traced: Callable[[str], Traced]) 
     tasks = of(events, "X")
     kinds = [[e["cat"] for e in tasks if e["pid"] == rank] for rank in range(RANKS)]
     assert set(kinds[0]) == set(kinds[1]) >= {"order", "dispatch", "expert", "combine", "restore"}
-    if job == JOBS["copies"]:
+    if job == JOBS["replicas"]:
         assert set(kinds[0]) >= NOT_OF_A_PROGRAM
     # Profilers show the same names.
     labels = {e["name"] for e in tasks if e["cat"] not in NOT_OF_A_PROGRAM and e["pid"] == 0}
@@ -149,7 +149,7 @@ def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) ->
     for rank in range(RANKS):
         computed = sum(e["args"]["computed here"] for e in counts if e["pid"] == rank)
         steps = [record.steps_I.index(step) for step in STEPS]
-        assert computed == record.cell_rows_ILC[steps, :, rank].sum()
+        assert computed == record.ep_rank_rows_ILC[steps, :, rank].sum()
     sent, arrived = (sum(e["args"][name] for e in counts) for name in ("sent", "arrived"))
     assert sent == arrived and (sent > 0) == (job == JOBS["ep"])  # else all is copied
     bytes_sent = sum(e["args"]["sent"] for e in of(events, "C") if e["name"] == "bytes")
@@ -159,20 +159,25 @@ def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) ->
 def test_the_timeline_knows_who_waited_and_how_long_the_step_was(
     traced: Callable[[str], Traced],
 ) -> None:
-    record = traced("copies").first.record
-    spans = record.timeline
-    assert 0 <= spans[0].start_s <= max(span.end_s for span in spans) <= record.traced_s
+    record = traced("replicas").first.record
+    traced_tasks = record.timeline
+    assert (
+        0
+        <= traced_tasks[0].start_s
+        <= max(traced_task.end_s for traced_task in traced_tasks)
+        <= record.traced_s
+    )
     by = {
-        (span.phase, span.name): spans[span.bound_by]
-        for span in spans
-        if span.bound_by is not None and span.layer == record.layers[1].name
+        (traced_task.phase, traced_task.name): traced_tasks[traced_task.bound_by]
+        for traced_task in traced_tasks
+        if traced_task.bound_by is not None and traced_task.layer == record.layers[1].name
     }
     assert by["forward", "order"].name == "attention"
     assert by["forward", "dispatch"].name == "order"
     assert by["forward", "combine"].name == "expert"
     assert by["forward", "restore"].name == "combine"
     assert by["backward", "combine"].name == "restore"
-    for span in spans:
-        if span.bound_by is not None:
-            by_s = span.end_s if span.name in _ONLY_WAIT else span.start_s
-            assert spans[span.bound_by].end_s <= by_s + 1e-5
+    for traced_task in traced_tasks:
+        if traced_task.bound_by is not None:
+            by_s = traced_task.end_s if traced_task.name in _ONLY_WAIT else traced_task.start_s
+            assert traced_tasks[traced_task.bound_by].end_s <= by_s + 1e-5

@@ -53,13 +53,13 @@ def trained(rank: int, world_size: int, asked: list[tuple[str, str, bool]]) -> l
             eval_dataset=data[:8],
         )
 
-    told = []
+    lines = []
     for config, output, resumes in asked:
         own = trainer(config, output)
         own.train(resume_from_checkpoint=get_last_checkpoint(output) if resumes else None)
         logged = own.state.log_history
         weight = own.model.model.layers[0].mlp.experts.gate_up_proj
-        told.append(
+        lines.append(
             {
                 "losses": [entry["loss"] for entry in logged if "loss" in entry],
                 "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
@@ -69,7 +69,7 @@ def trained(rank: int, world_size: int, asked: list[tuple[str, str, bool]]) -> l
         )
         own.save_model(output + "/saved")
         torch.distributed.barrier()
-    return told
+    return lines
 
 
 def trained_from_nothing(
@@ -124,10 +124,10 @@ def test_trains_a_model_on_the_meta_device(tmp_path: Path) -> None:
     config.write_text(json.dumps(document))
     pool = Pool(2)
     try:
-        told = pool.run(trained_from_nothing, str(config), str(tmp_path / "out"))
+        results = pool.run(trained_from_nothing, str(config), str(tmp_path / "out"))
     finally:
         pool.close()
-    for left, loss, stock in told:
+    for left, loss, stock in results:
         assert left == [] and loss == pytest.approx(stock, rel=1e-4)
 
 
@@ -222,11 +222,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         asked.append((str(config), str(folder / name), resumes))
     pool = Pool(2)  # which is gone with what the Trainer leaves
     try:
-        told = zip(*pool.run(trained, asked), strict=True)
+        results = zip(*pool.run(trained, asked), strict=True)
     finally:
         pool.close()
     folders = (Path(output) / "saved" for _, output, _ in asked)
-    return Runs(*(Run(list(ranks), saved) for ranks, saved in zip(told, folders, strict=True)))
+    return Runs(*(Run(list(ranks), saved) for ranks, saved in zip(results, folders, strict=True)))
 
 
 def test_trains_as_without_us(runs: Runs) -> None:

@@ -68,7 +68,7 @@ def test_resumed_run_goes_on_exactly(family: str, stage: int, dtype: str, tmp_pa
 
 
 def test_weights_alone_load_on_another_grid(tmp_path: Path) -> None:
-    """By expert number: written by two cells, read by four."""
+    """By expert number: written by two EP ranks, read by four."""
     job = Job("mixtral", 1, steps=2, save_at=2, folder=str(tmp_path))
     saved = run(2, job)
     alone = replace(job, save_at=None, resume=True, load_arguments=(("load_module_only", True),))

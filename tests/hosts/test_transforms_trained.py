@@ -104,8 +104,8 @@ def learned(rank: int, world_size: int, job: Job) -> list[dict[str, Tensor]]:
     [
         ("esp", {"degree": 2}, {}),
         slow("ep", {}, {}),
-        slow("esp", {"degree": 2}, {"cell_size": 2}),
-        slow("fssdp", {"overlap_degree": 1, "copies_per_rank": 1}, {}),
+        slow("esp", {"degree": 2}, {"etp_size": 2}),
+        slow("fssdp", {"overlap_degree": 1, "replicas_per_rank": 1}, {}),
         slow("prophet", {}, {}),
     ],
 )

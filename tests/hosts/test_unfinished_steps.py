@@ -18,7 +18,7 @@ import ds_moe_ext
 from ds_moe_ext.hosts.deepspeed.gradients import EngineAccumulation
 from ds_moe_ext.hosts.steps.host import Schedules
 from ds_moe_ext.hosts.steps.training_run import run_of
-from ds_moe_ext.moe.copy_memory import KeptInGrad, KeptMeanwhile
+from ds_moe_ext.moe.replica_memory import KeptInGrad, KeptMeanwhile
 from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs, pipelines, toy
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
@@ -39,9 +39,9 @@ STOCK = Job(
     micro_batches=8,
 )
 COPYING = replace(
-    STOCK, block=True, strategy=VARIED, keys=(("layers", 1.0), ("copies", 1.0), ("revised", 0.5))
+    STOCK, block=True, strategy=VARIED, keys=(("layers", 1.0), ("replicas", 1.0), ("revised", 0.5))
 )
-SLICING = replace(STOCK, block=True, strategy="esp", cells=2, cell_size=1)
+SLICING = replace(STOCK, block=True, strategy="esp", ep_ranks=2, etp_size=1)
 
 SUMS_IN_32_BITS = (("data_types", {"grad_accum_dtype": "fp32"}),)
 
@@ -108,7 +108,7 @@ def _differ(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
         ),
     ],
 )
-def test_copies_are_dropped_as_the_engine_drops(stage: int, drop: Step) -> None:
+def test_replicas_are_dropped_as_the_engine_drops(stage: int, drop: Step) -> None:
     job = replace(COPYING, stage=stage)
     wanted = pool_of(2).run(trained, replace(STOCK, stage=stage), drop)[0]
     assert _differ(pool_of(2).run(trained, job, drop)[0], wanted) < 1e-5
@@ -141,7 +141,7 @@ def test_sums_beside_grad(drop: Step) -> None:
 
 
 def whether_kept(rank: int, world_size: int, train: Any, job: Any) -> list[bool]:
-    """What layers are told of earlier passes, where nobody drops anything."""
+    """What layers are reported earlier passes, where nobody drops anything."""
     answers: list[bool] = []
     asked = EngineAccumulation.is_kept
 
@@ -228,7 +228,8 @@ def unmanaged(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [1, *map(slow, (0, 2, 3))])
 def test_nobody_says_which_pass_is_the_last(stage: int) -> None:
-    """With ``managed_gradient_accumulation`` false; so gradients of copies go home in each."""
+    """With ``managed_gradient_accumulation`` false; so gradients of replicas go to the owner in
+    each."""
     extra = (("managed_gradient_accumulation", False),)
     job = replace(COPYING, stage=stage, extra=extra)
     wanted = pool_of(2).run(unmanaged, replace(STOCK, stage=stage, extra=extra))[0]
@@ -250,11 +251,11 @@ def in_two_passes(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "job",
     [
-        replace(SLICING, strategy="ep", cells=1),
+        replace(SLICING, strategy="ep", ep_ranks=1),
         COPYING,
-        *map(slow, (SLICING, replace(SLICING, strategy="ep"), replace(COPYING, cells=1))),
+        *map(slow, (SLICING, replace(SLICING, strategy="ep"), replace(COPYING, ep_ranks=1))),
     ],
-    ids=lambda job: f"{job.strategy} {job.cells}",
+    ids=lambda job: f"{job.strategy} {job.ep_ranks}",
 )
 def test_two_backward_passes_of_a_micro_batch(job: Job) -> None:
     """DeepSpeed averages gradients behind each of them, at ZeRO 0."""
@@ -311,9 +312,9 @@ def test_a_loop_of_ones_own(drop: Any) -> None:
 
 
 def test_gradients_that_change_are_refused() -> None:
-    """Those of copies would not be changed alike."""
-    told = pool_of(2).run(refusal, in_a_loop, VARIED, _halve)
-    assert all("scale losses instead" in text for text in told)
+    """Those of replicas would not be changed alike."""
+    results = pool_of(2).run(refusal, in_a_loop, VARIED, _halve)
+    assert all("scale losses instead" in text for text in results)
 
 
 def _shift(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -323,9 +324,9 @@ def _shift(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_weights_that_change_are_refused() -> None:
-    """As sharpness-aware steps change them: copies would be of the old ones."""
-    told = pool_of(2).run(refusal, in_a_loop, VARIED, _shift)
-    assert all("were changed between two passes of a step" in text for text in told)
+    """As sharpness-aware steps change them: replicas would be of the old ones."""
+    results = pool_of(2).run(refusal, in_a_loop, VARIED, _shift)
+    assert all("were changed between two passes of a step" in text for text in results)
 
 
 def _look(model: Any, ids: Tensor) -> None:
@@ -335,7 +336,7 @@ def _look(model: Any, ids: Tensor) -> None:
 
 
 def test_passes_that_want_no_gradients_of_experts() -> None:
-    """As adversarial training and saliency have them: what copies would get is nobody's."""
+    """As adversarial training and saliency have them: what replicas would get is nobody's."""
     with jobs.float64_everywhere():
         ranks = (pool_of(2).run(in_a_loop, name, _nothing, _look) for name in (VARIED, "ep"))
         got, wanted = (rank[0] for rank in ranks)

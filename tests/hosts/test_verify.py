@@ -26,9 +26,9 @@ from tests.marks import slow
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ep": {},
-    "fssdp": {"keys": (("copies_per_rank", 2), ("reshard_interval", 2), ("resharding", "paper"))},
+    "fssdp": {"keys": (("replicas_per_rank", 2), ("reshard_interval", 2), ("resharding", "paper"))},
     "prophet": {"clip": 1.0},
-    "esp": {"cell_size": 2},
+    "esp": {"etp_size": 2},
     "auto": {},
 }
 
@@ -53,7 +53,7 @@ def test_equal_runs_are_found_equal(family: str, strategy: str, stage: int, tmp_
     assert not comparison.uncompared
     assert len(comparison.off_I) == 4 and comparison.off_I[-1] != comparison.off_I[0]
     stages = {each.stage for each in comparison.compared}
-    assert stages == set(Stage) - (set() if stage else {Stage.NORM})  # ZeRO 0 tells none
+    assert stages == set(Stage) - (set() if stage else {Stage.NORM})  # ZeRO 0 shows none
     assert {each.kind for each in comparison.compared} == {None, *Kind}
     # The sharpest check: rounding is far below what is let pass.
     gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]

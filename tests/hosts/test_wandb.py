@@ -68,8 +68,8 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def offline(folder: Path) -> Any:
     """What W&B reads."""
-    told = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
-    return mock.patch.dict(os.environ, told)
+    reported = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
+    return mock.patch.dict(os.environ, reported)
 
 
 def under_deepspeed(rank: int, world_size: int, folder: Path) -> Any:
@@ -91,7 +91,7 @@ def test_under_deepspeed(tmp_path: Path) -> None:
     first, _ = pool_of(2).run(under_deepspeed, tmp_path)
     points = logged(tmp_path)
     check_balances(points, first.balances, 5)
-    assert {f"{OURS}copies", f"{OURS}step_s", f"{OURS}tokens_per_s"} <= set(points)
+    assert {f"{OURS}replicas", f"{OURS}step_s", f"{OURS}tokens_per_s"} <= set(points)
 
 
 def with_wandb(rank: int, world_size: int, run: MegatronRun, folder: Path) -> Any:

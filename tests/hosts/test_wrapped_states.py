@@ -84,7 +84,7 @@ def test_experts_are_loaded_by_their_numbers(wrapper: str) -> None:
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """What is told of states that lack an expert."""
+    """What is reported states that lack an expert."""
     moe = started("nothing")
     errors = []
 
@@ -109,8 +109,8 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_a_state_without_an_expert_is_refused() -> None:
     for in_model, in_optimizer, saving in pool_of(2).run(refused):
-        for told in (in_model, in_optimizer):
-            assert "the state to load has no blocks.0.experts.up_EFD." in told
+        for reported in (in_model, in_optimizer):
+            assert "the state to load has no blocks.0.experts.up_EFD." in reported
         assert "blocks.0.experts.up_EFD.0 of an expert has no entry" in saving
 
 

@@ -61,7 +61,7 @@ def drawn(job: Job, monkeypatch: pytest.MonkeyPatch, world_size: int = 2) -> Blu
     return blueprint_of(document_of(job, world_size), model_of(job), None)
 
 
-def told_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
+def reported_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
     """As if the ranks had these."""
     from ds_moe_ext.hosts.deepspeed import startup
 
@@ -74,7 +74,7 @@ def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:
     job = zebra(job_of(2, "toy, two pools"), 1, 1, moved=[0, 1, 3, 2])
     blueprint = drawn(job, monkeypatch)
     assert blueprint is not None
-    held = [len(home.experts_of(0)) for home in blueprint.homes()]
+    held = [len(owner.experts_of(0)) for owner in blueprint.owners()]
     assert held == [0, 1, 3, 2]
 
 
@@ -84,7 +84,7 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "expected"),
     [
         ({"moved": [1]}, "moved has 1 numbers, but there are 2 MoE layers; give one a layer"),
         ({"moved": []}, "moved has 0 numbers, but there are 2 MoE layers; give one a layer"),
@@ -107,13 +107,22 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"attention_size": 0}, "attention_size is 0; it must be at least 1"),
         ({"attention_size": True}, "attention_size is True, but must be an integer or null"),
         ({"attention_size": None}, "attention_size is None and expert_size 1; set both"),
-        ({"attention_cells": []}, r"attention_cells is \[\], which are not 1 of the 2 places"),
-        ({"attention_cells": [2]}, "attention_cells is .2., .* 0 to 1; mend it"),
-        ({"attention_cells": [False]}, r"attention_cells\[0\] is False, but must be an integer"),
-        ({"attention_cells": [0], "expert_size": None}, "attention_cells is .0., .* set both"),
         (
-            {"attention_cells": [0], "attention_device": "A40"},
-            "attention_cells is .0., .* 'A40' says the places too; set one of them to null",
+            {"attention_ep_ranks": []},
+            r"attention_ep_ranks is \[\], which are not 1 of the 2 places",
+        ),
+        ({"attention_ep_ranks": [2]}, "attention_ep_ranks is .2., .* 0 to 1; mend it"),
+        (
+            {"attention_ep_ranks": [False]},
+            r"attention_ep_ranks\[0\] is False, but must be an integer",
+        ),
+        (
+            {"attention_ep_ranks": [0], "expert_size": None},
+            "attention_ep_ranks is .0., .* set both",
+        ),
+        (
+            {"attention_ep_ranks": [0], "attention_device": "A40"},
+            "attention_ep_ranks is .0., .* 'A40' says the places too; set one of them to null",
         ),
         ({"attention_device": 40}, "attention_device is 40, but must be a string or null"),
         ({"recompute_experts": 1}, "recompute_experts is 1, but must be true or false"),
@@ -127,9 +136,9 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_keys_that_cannot_work(
-    keys: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         drawn(zebra(job_of(2), **keys), monkeypatch)
     assert str(caught.value).startswith("ds_moe_ext.zebra")
 
@@ -161,14 +170,14 @@ A40S_FIRST = ("NVIDIA A40", "NVIDIA A40", "Tesla V100", "Tesla V100")
 def test_roles_by_device(
     device: str, sizes: tuple[Any, Any], roles: Roles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told_devices(monkeypatch, *A40S_FIRST)
+    reported_devices(monkeypatch, *A40S_FIRST)
     blueprint = drawn(zebra(job_of(4), *sizes, attention_device=device), monkeypatch, 4)
     assert blueprint is not None
     assert blueprint.strategy.roles == roles
 
 
 @pytest.mark.parametrize(
-    ("device", "sizes", "says"),
+    ("device", "sizes", "expected"),
     [
         ("H100", (None, None), "'H100', which no ranks have: NVIDIA A40, Tesla V100; name one"),
         ("", (None, None), "'', which all ranks have: NVIDIA A40, Tesla V100; name one"),
@@ -178,16 +187,16 @@ def test_roles_by_device(
     ],
 )
 def test_devices_that_cannot_work(
-    device: str, sizes: tuple[Any, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    device: str, sizes: tuple[Any, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told_devices(monkeypatch, *A40S_FIRST)
-    with pytest.raises(ValueError, match=says) as caught:
+    reported_devices(monkeypatch, *A40S_FIRST)
+    with pytest.raises(ValueError, match=expected) as caught:
         drawn(zebra(job_of(4), *sizes, attention_device=device), monkeypatch, 4)
     assert str(caught.value).startswith("ds_moe_ext.zebra")
 
 
 @pytest.mark.parametrize(
-    ("document", "says"),
+    ("document", "expected"),
     [
         ({"zero_optimization": {"stage": 3}}, "stage is 3"),
         ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_grad"),
@@ -205,10 +214,10 @@ def test_devices_that_cannot_work(
     ],
 )
 def test_what_does_not_go_with_roles(
-    document: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    document: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = zebra(job_of(2, extra=tuple(document.items()), optimizer="object"), 1, 1)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         drawn(job, monkeypatch)
 
 
@@ -222,9 +231,9 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("block", "says"), BLOCKS)
+@pytest.mark.parametrize(("block", "expected"), BLOCKS)
 def test_what_a_block_of_roles_cannot_have(
-    block: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    block: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 
@@ -232,7 +241,7 @@ def test_what_a_block_of_roles_cannot_have(
     job = zebra(job_of(2))
     document = document_of(job, 2)
     document["ds_moe_ext"] |= block
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         blueprint_of(document, model_of(job), None)
 
 

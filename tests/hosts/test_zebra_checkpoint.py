@@ -22,7 +22,7 @@ from tests.hosts.checkpoints import (
     MOVED,
     Held,
     Layout,
-    assert_all_say,
+    assert_all_raise,
     assert_equal,
     edit_module,
     ep,
@@ -140,7 +140,7 @@ def test_scale_schedule_and_counters_go_on(stage: int, tmp_path: Path) -> None:
 
 
 def rates(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> list[Rates]:
-    """Rates of weights, and what the schedule tells, of a run that saved, or loaded after a step on
+    """Rates of weights, and what the schedule shows, of a run that saved, or loaded after a step on
     other data; then after a further step."""
     import deepspeed
 
@@ -185,7 +185,7 @@ def rates(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> lis
 class Rates(NamedTuple):
     of_kinds: dict[bool, float]  # by whether a weight is an expert's
     used: list[float]  # by the optimizer
-    told: list[float]  # by the schedule
+    reported: list[float]  # by the schedule
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def merged(ranks: list[list[Rates]]) -> list[dict[bool, float]]:
     for of_ranks in zip(*ranks, strict=True):
         pairs = {pair for each in of_ranks for pair in each.of_kinds.items()}
         for each in of_ranks:
-            assert each.used == each.told == sorted(each.of_kinds.values())
+            assert each.used == each.reported == sorted(each.of_kinds.values())
         assert len(pairs) == 2
         found.append(dict(pairs))
     return found
@@ -291,5 +291,5 @@ def test_what_only_attention_ranks_can_tell_is_refused_by_all(tmp_path: Path) ->
         folders.append(str(tmp_path / name))
     for layout in (MOVED, striped(2, 2, **LAST)):
         ranks = pool_of(2).run(refused, layout.job, folders)
-        for (_, says), messages in zip(DENSE.values(), zip(*ranks), strict=True):
-            assert_all_say(messages, says)
+        for (_, expected), messages in zip(DENSE.values(), zip(*ranks), strict=True):
+            assert_all_raise(messages, expected)

@@ -58,7 +58,7 @@ class Case:
 
 class Outcome(NamedTuple):
     moved: list[int] | None  # None where it failed
-    told: list[str]
+    reported: list[str]
     changes: list[str]  # of the model and of random numbers
 
 
@@ -124,12 +124,12 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
         weight_bytes=WeightBytes(weight=2, gradient=2, optimizer=12, zero_stage=0),
     )
     is_attention = rank % (case.attention + case.expert) < case.attention
-    told: list[str] = []
+    lines: list[str] = []
     before = Traces.of(model)
     with ExitStack() as stack:
         stack.enter_context(late(case, rank))
         stack.enter_context(
-            mock.patch.object(profile, "teller", lambda settings, rank: told.append)
+            mock.patch.object(profile, "line_logger", lambda settings, rank: lines.append)
         )
         if case.seconds is not None:
             timed = [Timed(seconds, 0.5) for seconds in case.seconds[not is_attention]]
@@ -142,7 +142,7 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
             strategy = profile.profiled(blueprint, model, FINDERS, training).strategy
         except ValueError as error:
             return Outcome(None, [str(error)], before.changes(Traces.of(model)))
-    return Outcome(strategy.moved, told, before.changes(Traces.of(model)))
+    return Outcome(strategy.moved, lines, before.changes(Traces.of(model)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,16 +187,16 @@ def outcomes(case: Case) -> list[Outcome]:
     found = pool_of(case.attention + case.expert).run(profiled_on, case)
     assert [outcome.changes for outcome in found] == [[]] * len(found)
     assert [outcome.moved for outcome in found] == [found[0].moved] * len(found)
-    assert [outcome.told for outcome in found] == [found[0].told] * len(found)
+    assert [outcome.reported for outcome in found] == [found[0].reported] * len(found)
     return found
 
 
-def test_what_is_measured_is_told_and_chosen_by() -> None:
+def test_what_is_measured_is_reported_and_chosen_by() -> None:
     """Two layers take 8 s of attention, the model 10 s, an expert rank's rows 9 s there and 3 s on
     an attention rank. A layer's bubble is 9 - 4 s, a chunk squeezes 9/4 + 3/4: one, then two."""
-    moved, told, _ = outcomes(Case(seconds=((8.0, 10.0, 3.0), (9.0,))))[0]
+    moved, reported, _ = outcomes(Case(seconds=((8.0, 10.0, 3.0), (9.0,))))[0]
     assert moved == [1, 2]
-    measured, chosen = told
+    measured, chosen = reported
     assert "attention 4 s (std 250 ms)," in measured
     assert "experts 9 s (std 500 ms) on an expert rank, 3 s (std 500 ms) on an att" in measured
     group = ZebraGroup(num_experts=4, num_layers=2, attention_ranks=1, expert_ranks=1)
@@ -273,7 +273,7 @@ def test_room_on_attention_ranks_by_hand(spare_bytes: int, expected: int) -> Non
     there = sum(parameter.nbytes for parameter in jobs.model_of(MIXTRAL).parameters())
     free_bytes = math.ceil((needed + spare_bytes) / 0.9) - there
     found = pool_of(2).run(profiled_by_hand, Case(free_bytes=(free_bytes, 10**9)))
-    assert [f"has room for {expected}" in outcome.told[0] for outcome, _ in found] == [True] * 2
+    assert [f"has room for {expected}" in outcome.reported[0] for outcome, _ in found] == [True] * 2
 
 
 @pytest.mark.parametrize(("attention", "expert", "num_rows"), [(2, 1, 64), (1, 2, 32)])
@@ -288,11 +288,11 @@ def test_the_first_rank_of_each_role_computes_an_expert_ranks_rows(
 
 
 def test_slow_experts_move() -> None:
-    moved, told, _ = outcomes(Case(late_expert_s=SLOW_S))[0]
+    moved, reported, _ = outcomes(Case(late_expert_s=SLOW_S))[0]
     assert moved is not None
     assert len(moved) == 2
     assert sum(moved) >= 4  # nearly all of the 8: what they take there is next to nothing
-    measured, chosen = told
+    measured, chosen = reported
     assert f"{jobs.ROWS} x {jobs.LENGTH} tokens" in measured
     assert "(std " in measured
     assert f"leaves {moved} of the 4 experts" in chosen
@@ -310,10 +310,10 @@ def test_they_move_in_chunks(attention: int, expert: int, multiple: int) -> None
 
 def test_none_move_where_attention_is_slower() -> None:
     profile = (*PROFILE.items(), ("samples", 3))
-    moved, told, _ = outcomes(Case(late_attention_s=SLOW_S, profile=profile))[0]
+    moved, reported, _ = outcomes(Case(late_attention_s=SLOW_S, profile=profile))[0]
     assert moved == [0, 0]
-    assert f"3 x {jobs.LENGTH} tokens" in told[0]
-    assert "no experts move: attention takes longer" in told[1]
+    assert f"3 x {jobs.LENGTH} tokens" in reported[0]
+    assert "no experts move: attention takes longer" in reported[1]
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_none_move_where_attention_is_slower() -> None:
     ids=lambda job: f"{job.family}{' gate' if job.gate else ''}",
 )
 def test_models_stay_as_they_are(job: Job) -> None:
-    moved, told, _ = outcomes(Case(job, bfloat16=True))[0]
-    assert moved is not None, told
+    moved, reported, _ = outcomes(Case(job, bfloat16=True))[0]
+    assert moved is not None, reported
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,9 @@ def test_models_stay_as_they_are(job: Job) -> None:
 )
 def test_why_none_move(expert_s: float, free_bytes: tuple[int, int], why: str) -> None:
     case = Case(seconds=((8.0, 8.0, 3.0), (expert_s,)), free_bytes=free_bytes)
-    moved, told, _ = outcomes(case)[0]
+    moved, reported, _ = outcomes(case)[0]
     assert moved == [0, 0]
-    assert f"no experts move: {why}; a step takes" in told[1]
+    assert f"no experts move: {why}; a step takes" in reported[1]
 
 
 def test_what_fits_nowhere_else_moves() -> None:
@@ -352,38 +352,38 @@ def test_what_fits_nowhere_else_moves() -> None:
     though attention takes longer."""
     expert_bytes = 3 * 32 * 48 * 16
     case = Case(late_attention_s=SLOW_S, free_bytes=(10**9, int(5.9 * expert_bytes / 0.9)))
-    moved, told, _ = outcomes(case)[0]
+    moved, reported, _ = outcomes(case)[0]
     assert moved is not None
     assert sum(moved) in {3, 4}  # rows that are kept, and the model that goes, may make it one more
-    assert f"no room for {sum(moved)} experts" in told[0]
+    assert f"no room for {sum(moved)} experts" in reported[0]
 
 
 def test_a_model_that_does_not_fit_is_refused_on_all_ranks() -> None:
-    moved, told, _ = outcomes(Case(free_bytes=(0, 0)))[0]
+    moved, reported, _ = outcomes(Case(free_bytes=(0, 0)))[0]
     assert moved is None
-    assert "does not fit" in told[0]
-    assert "set ds_moe_ext.zebra.moved" in told[0]
+    assert "does not fit" in reported[0]
+    assert "set ds_moe_ext.zebra.moved" in reported[0]
 
 
-def test_what_fails_on_one_rank_is_told_on_all() -> None:
+def test_what_fails_on_one_rank_is_reported_on_all() -> None:
     """Learned positions end at 16 tokens."""
     case = Case(Job("gpt_moe"), profile=(*PROFILE.items(), ("sequence_length", 17)))
-    moved, told, _ = outcomes(case)[0]
+    moved, reported, _ = outcomes(case)[0]
     assert moved is None
-    assert "rank 0: IndexError" in told[0]
-    assert "set ds_moe_ext.zebra.moved in its place" in told[0]
+    assert "rank 0: IndexError" in reported[0]
+    assert "set ds_moe_ext.zebra.moved in its place" in reported[0]
 
 
 def test_unlike_layers_are_refused() -> None:
-    _, told, _ = outcomes(Case(Job("toy, uneven layers")))[0]
-    assert "4 kinds of layers" in told[0]
+    _, reported, _ = outcomes(Case(Job("toy, uneven layers")))[0]
+    assert "4 kinds of layers" in reported[0]
 
 
 def test_nothing_is_measured_where_neither_number_divides_the_other() -> None:
     with world("gloo"):
         found = profiled_on(0, 1, Case(attention=3, expert=2), 5)
     assert found.moved == [0, 0]
-    assert "of 3 attention and 2 expert ranks neither number divides the other" in found.told[0]
+    assert "of 3 attention and 2 expert ranks neither number divides the other" in found.reported[0]
 
 
 # Under an engine.

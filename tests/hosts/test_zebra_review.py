@@ -74,9 +74,9 @@ def backward_of_a_sum(rank: int, world_size: int, job: Job) -> tuple[bool, str]:
 
 def test_other_scalars_than_the_loss_have_no_gradient() -> None:
     """They would be left out of the gradients silently."""
-    for is_there, told in pool_of(2).run(backward_of_a_sum, zebra(Job())):
+    for is_there, reported in pool_of(2).run(backward_of_a_sum, zebra(Job())):
         assert is_there
-        assert "the loss alone has a gradient" in told
+        assert "the loss alone has a gradient" in reported
 
 
 def _half_frozen(rank: int, world_size: int) -> str:

@@ -87,7 +87,7 @@ def train_loop(rank: int, world_size: int, trial: Trial, family: str, is_wrong: 
 
     with verifying(trial, verify_torch), suppress(SystemExit):
         model = model_of(Job(family))
-        block = {"enabled": True, "strategy": "fssdp", "fssdp": {"copies_per_rank": 2}}
+        block = {"enabled": True, "strategy": "fssdp", "fssdp": {"replicas_per_rank": 2}}
         moe = ds_moe_ext.attach(model, block, micro_batches=2)
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -110,7 +110,7 @@ def train_megatron(
     """Under Megatron-core."""
     from ds_moe_ext.patches import verify_megatron
 
-    block = {"enabled": True, "strategy": "fssdp", "fssdp": {"copies_per_rank": 2}}
+    block = {"enabled": True, "strategy": "fssdp", "fssdp": {"replicas_per_rank": 2}}
     with verifying(trial, verify_megatron), suppress(SystemExit):
         megatron_jobs.train(rank, world_size, replace(run, steps=2 * trial.num_steps), block)
 

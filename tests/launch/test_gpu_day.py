@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A day on GPUs: rows end once, go on from a copy, and their figures are read; all of it as a
+"""A day on GPUs: rows end once, go on from a replica, and their figures are read; all of it as a
 rehearsal (slow)."""
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ MOST: Mapping[str, Most] = {
     "esp, degree 4": Most(1, 1, 17),
     "esp, degree 8": Most(1, 1, 33),
     "fssdp": Most(1, 1, 11),
-    # Counts, and of each of two weights what each of 8 homes broadcasts and what comes back to it.
+    # Counts, and of each of two weights what each of 8 owners broadcasts and what comes back to it.
     "fssdp, all everywhere": Most(1, 2, 33),
     "fssdp, nothing copied": Most(1, 1, 5),  # as ep
     "fssdp, paper share": Most(1, 1, 11),
@@ -67,7 +67,7 @@ MOST: Mapping[str, Most] = {
 @pytest.fixture(scope="module")
 def results() -> Mapping[str, Result]:
     sizes = Sizes(layers=2, experts=16, tokens=64, top_k=2)
-    # Amid the others: it has copies of experts before and behind its own.
+    # Amid the others: it has replicas of experts before and behind its own.
     job = Job(8, 2, sizes, tuple(MOST), rounds=0, rank=3)
     # What it has loaded is not looked through for garbage after each step.
     with ProcessPoolExecutor(1, forkserver(), initializer=gc.freeze) as process:
@@ -180,7 +180,7 @@ def _launched_after_waits(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
 
 
 KNOWN_AHEAD = ("ep", "esp, degree 1", "esp, degree 4", "prophet, paper share")
-"""Where rows are in send order before the ranks have told each other how many they are."""
+"""Where rows are in send order before the ranks have exchanged reports how many they are."""
 
 
 def test_nothing_stands_between_the_wait_and_the_exchange() -> None:
@@ -225,7 +225,7 @@ def test_a_wait_is_counted_once_with_its_place(name: str) -> None:
     assert place.file == "tests/launch/test_host_path.py"
 
 
-def test_copies_are_counted_and_the_hosts_own_work_is_not() -> None:
+def test_replicas_are_counted_and_the_hosts_own_work_is_not() -> None:
     device = torch.arange(4)
     with counted() as counts:
         host = torch.from_numpy(np.arange(4)).cumsum(0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of planners, on synthetic loads.
 
-Shape letters: I logged steps, L layers, C cells (ranks), E experts.
+Shape letters: I logged steps, L layers, C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import planners_table
 import pytest
-from rival_planners import A100, Layout, PricedCluster, to_home
+from rival_planners import A100, Layout, PricedCluster, to_owner
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.load_files import read_table, write_table
@@ -84,20 +84,22 @@ def test_the_table(
 ) -> None:
     """Two runs of steps, 2 nodes: a row a planner and way, and what these must keep."""
     write_loads(tmp_path / "loads.npz", RUN_ILCE, TWO_RUNS)
-    given = ("--width", "64", "--degrees", "4", "--copies", "1", "2")
+    given = ("--width", "64", "--degrees", "4", "--replicas", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
     assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 * (1 + 5 + 4) + 2 * 6 + 5
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
-    # What plans by exact counts knows nothing else, and all of its copies are late.
+    # What plans by exact counts knows nothing else, and all of its replicas are late.
     after_gate = [name for name in rows if name.startswith(("llep", "echo", "loong", "ultraep"))]
     assert len(after_gate) == 20
     for name in after_gate:
         exact, stale = pair(rows[name], "max/mean")
         assert exact == stale < balance_of_ep()
-        assert rows[name]["of these after the gate"] == rows[name]["copies a rank"] != "0.00 / 0.00"
+        assert (
+            rows[name]["of these after the gate"] == rows[name]["replicas a rank"] != "0.00 / 0.00"
+        )
     in_open = "`ep` / it, open copies counted"
     for name, row in rows.items():
         if name in after_gate or name.endswith("as it comes"):
@@ -106,17 +108,17 @@ def test_the_table(
             assert row[in_open] == row["`ep` / it, seconds"]
             assert row["of these after the gate"] == "0.00 / 0.00"
     seconds = {name: pair(row, "`ep` / it, seconds") for name, row in rows.items()}
-    copies = {name: rows[name]["copies a rank"] for name in rows}
+    replicas = {name: rows[name]["replicas a rank"] for name in rows}
     for name, own in (
         *((f"eplb, +{more}", "even") for more in (1, 2)),
         *((f"laer, {slots} slots", "even, own node") for slots in (3, 5)),
         ("fssdp, t = 4, m = 1", "nearest"),
         ("fssdp, t = 4, m = 2", "nearest"),
-        ("prophet, alpha = 1", "local else home"),
+        ("prophet, alpha = 1", "local else owner"),
     ):
         names = own, "planned", "priced", "optimum"
         way, planned, priced, optimum = (f"{name}, {each}" for each in names)
-        assert copies[way] == copies[planned] == copies[priced] == copies[optimum]
+        assert replicas[way] == replicas[planned] == replicas[priced] == replicas[optimum]
         # Best by the table's own seconds, but for whole rows; planned parts are, of exact rows.
         assert seconds[optimum][0] >= seconds[way][0] - 0.01
         assert seconds[optimum][1] >= max(seconds[way][1], seconds[planned][1]) - 0.01
@@ -125,7 +127,7 @@ def test_the_table(
         assert seconds[priced][1] >= seconds[planned][1] - 0.01
     for name in after_gate[1::2]:
         own = name.replace("optimum", "spilled")
-        assert copies[name] == copies[own]
+        assert replicas[name] == replicas[own]
         assert seconds[name][0] >= seconds[own][0] - 0.01
     for name in ("fssdp, t = 4, m = 1", "fssdp, t = 4, m = 2"):
         whole, alone, nearest = (
@@ -134,26 +136,26 @@ def test_the_table(
         # Both times planned on a forecast; never worse than the paper's rule by that.
         assert seconds[whole][1] >= seconds[alone][1] - 0.01
         assert seconds[alone][0] >= seconds[nearest][0] - 0.01
-        assert float(copies[alone].split()[0]) <= int(name[-1])
-    as_it_comes, papers = "prophet, alpha = 1, as it comes", "prophet, alpha = 1, local else home"
+        assert float(replicas[alone].split()[0]) <= int(name[-1])
+    as_it_comes, papers = "prophet, alpha = 1, as it comes", "prophet, alpha = 1, local else owner"
     assert seconds[as_it_comes][0] >= seconds[papers][0] - 0.01
 
 
-def test_open_copies_take_their_time_both_ways() -> None:
-    """Experts 0 and 1, at home in rank 0, copied to ranks 1 and 2 before the gate and after it:
-    the second link carries one expert, rank 0's carries two where both are late."""
-    cluster, home = priced(rows=1000), Placement.block(8, 4)
-    copies_EC = np.zeros((2, 8, 4), dtype=bool)
-    copies_EC[0, 0, 1] = copies_EC[1, 1, 2] = True
-    target = home.with_copies(copies_EC.any(axis=0))
-    for planned, links in ((target, 0), (home.with_copies(copies_EC[0]), 1), (home, 2)):
+def test_open_replicas_take_their_time_both_ways() -> None:
+    """Experts 0 and 1, at the owner in rank 0, copied to ranks 1 and 2 before the gate and after
+    it: the second link carries one expert, rank 0's carries two where both are late."""
+    cluster, owner = priced(rows=1000), Placement.block(8, 4)
+    replicas_EC = np.zeros((2, 8, 4), dtype=bool)
+    replicas_EC[0, 0, 1] = replicas_EC[1, 1, 2] = True
+    target = owner.with_replicas(replicas_EC.any(axis=0))
+    for planned, links in ((target, 0), (owner.with_replicas(replicas_EC[0]), 1), (owner, 2)):
         planner = planners_table.Planner(
             "a test",
-            lambda step, planned=planned: [Layout.of(target, planned) for _ in step.homes],
-            to_home,
+            lambda step, planned=planned: [Layout.of(target, planned) for _ in step.owners],
+            to_owner,
         )
         found = planners_table.score(planner, [RUN_ILCE], cluster, window=0)
-        assert found.copies == 2 / 4
+        assert found.replicas == 2 / 4
         assert found.late == links / 4
         expected_s = found.priced_s + links * 2 * cluster.prices.copy_s
         assert found.open_s == pytest.approx(expected_s)

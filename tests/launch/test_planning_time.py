@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
-from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_owners
 from ds_moe_ext.hosts.steps.planning import BesideStep
 from ds_moe_ext.moe.expert import Local
 from ds_moe_ext.planning.load_models import zipf_steps
-from ds_moe_ext.planning.strategy import Plan, Site
+from ds_moe_ext.planning.strategy import LayerContext, Plan
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
 from ds_moe_ext.strategies import prophet
 from ds_moe_ext.strategies.fssdp import FullySharded
 
 SIZES = Sizes(ranks=8, ranks_per_node=4, layers=3, experts=16, rows=4096, skew=1.0)
-COPIED = {"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 0}
+COPIED = {"overlap_degree": 4, "replicas_per_rank": 2, "reshard_interval": 0}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -33,7 +33,7 @@ def test_every_strategy_is_taken_apart(name: str) -> None:
     rank = OneRank(strategy_of(name, {"fssdp": COPIED}), SIZES, Parts())
     figures = measured(rank, SIZES, 2)
     assert sum(figures.cpu_ms.values()) > 0
-    assert (figures.copies > 0) == (name != "ep")
+    assert (figures.replicas > 0) == (name != "ep")
 
 
 def drawn() -> Iterator[np.ndarray]:
@@ -53,7 +53,7 @@ def plans_of_steps(
     for step, rows_LCE in zip(range(num_steps), loads):
         rank.route(rows_LCE)
         rank.after_step(step)
-        plans.append(tuple(layer.routed.site.plan for layer in rank.layers))
+        plans.append(tuple(layer.routed.layer_context.plan for layer in rank.layers))
     return plans
 
 
@@ -135,7 +135,7 @@ def test_plans_made_beside_the_step_are_those_made_after_it(
         after = plans_of_steps(NUM_WARM_UPS + 4, name, **keys)
     for one, other in zip(beside, after):
         for plan, same in zip(one, other):
-            assert np.array_equal(plan.home.holds_EC, same.home.holds_EC)
+            assert np.array_equal(plan.owner.holds_EC, same.owner.holds_EC)
             assert np.array_equal(plan.target.holds_EC, same.target.holds_EC)
             assert plan.share.describe() == same.share.describe()
             assert plan.carried == same.carried
@@ -156,7 +156,7 @@ def test_plans_that_follow_others_are_made_beside_the_step() -> None:
     assert planner.call_count == SIZES.layers
 
 
-def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
+def test_what_was_made_by_other_owners_or_of_other_rows_does_not_count() -> None:
     """As after a checkpoint was loaded between a pass and the end of its step."""
     rank = OneRank(strategy_of("fssdp", {"fssdp": COPIED}), SIZES, Parts())
     loads = drawn()
@@ -164,47 +164,50 @@ def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
         rank.route(rows_LCE)
         rank.after_step(step)
     rank.route(next(loads))
-    homes = [Placement(np.roll(home.holds_EC, 1, axis=1)) for home in rank.planning.job.homes]
-    rank.planning.resume(homes, rank.planning.remembered_ILCE)
+    owners = [Placement(np.roll(owner.holds_EC, 1, axis=1)) for owner in rank.planning.job.owners]
+    rank.planning.resume(owners, rank.planning.remembered_ILCE)
     rank.after_step(NUM_WARM_UPS)
-    assert all(layer.routed.site.plan.home is home for layer, home in zip(rank.layers, homes))
+    assert all(
+        layer.routed.layer_context.plan.owner is owner for layer, owner in zip(rank.layers, owners)
+    )
 
 
-def told_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], OneRank]:
-    """Lines about homes, of one rank."""
+def reported_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], OneRank]:
+    """Lines about owners, of one rank."""
     rank = OneRank(strategy_of("fssdp", {"fssdp": {**COPIED, **keys}}), SIZES, Parts())
-    told: list[str] = []
-    rank.planning.tell = told.append
+    lines: list[str] = []
+    rank.planning.log = lines.append
     loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=skew)
     for step, rows_LCE in zip(range(num_steps), loads):
         rank.route(rows_LCE)
         rank.after_step(step)
-    return [line for line in told if "new home" in line], rank
+    return [line for line in lines if "new owner" in line], rank
 
 
-def test_homes_that_change_are_told_with_what_they_gain() -> None:
-    (line,), rank = told_of_steps(60, skew=1.0, reshard_interval=50, share="paper")
+def test_owners_that_change_are_reported_with_what_they_gain() -> None:
+    (line,), rank = reported_of_steps(60, skew=1.0, reshard_interval=50, share="paper")
     found = re.fullmatch(
-        r"(\d+) experts have moved to new homes, within \d+ ms; rows are expected to take (\S+) ms "
+        r"(\d+) experts have moved to new owners, within \d+ ms; rows are expected to take (\S+) "
+        r"ms "
         r"a step before, (\S+) ms now: (\S+) ms in 50 steps, for (\S+) ms of transfers",
         line,
     )
     assert found is not None, line
     moved, before_ms, now_ms, gained_ms, cost_ms = map(float, found.groups())
-    first = even_homes([SIZES.experts] * SIZES.layers, SIZES.ranks)
-    homes = [layer.routed.site.plan.home for layer in rank.layers]
-    assert moved == sum(int((a.owner_E != b.owner_E).sum()) for a, b in zip(first, homes)) > 0
+    first = even_owners([SIZES.experts] * SIZES.layers, SIZES.ranks)
+    owners = [layer.routed.layer_context.plan.owner for layer in rank.layers]
+    assert moved == sum(int((a.owner_E != b.owner_E).sum()) for a, b in zip(first, owners)) > 0
     assert gained_ms == pytest.approx(50 * (before_ms - now_ms), rel=0.2)
     assert gained_ms > cost_ms > 0
 
 
-def test_homes_that_stay_are_told_once() -> None:
-    (line,), _ = told_of_steps(12, skew=1.0, reshard_interval=1)
-    assert line.startswith("no expert moves to a new home: rows are expected to take ")
+def test_owners_that_stay_are_reported_once() -> None:
+    (line,), _ = reported_of_steps(12, skew=1.0, reshard_interval=1)
+    assert line.startswith("no expert moves to a new owner: rows are expected to take ")
     assert line.endswith("no move would gain more in 1 steps than it costs")
-    by_paper, _ = told_of_steps(12, skew=1.0, reshard_interval=1, resharding="paper")
+    by_paper, _ = reported_of_steps(12, skew=1.0, reshard_interval=1, resharding="paper")
     assert len(by_paper) > 5  # before costs are known, too: of these nothing is expected
-    assert re.fullmatch(r"\d+ experts have moved to new homes, within \d+ ms", by_paper[0])
+    assert re.fullmatch(r"\d+ experts have moved to new owners, within \d+ ms", by_paper[0])
     assert "in 1 steps, for" in by_paper[-1]
 
 
@@ -214,8 +217,12 @@ class Varied(FullySharded):
 
     has_own: bool = False
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        return {EXPERT: Local(lambda x: x)} if self.has_own and not site.plan.has_copies else {}
+    def stages(self, layer_context: LayerContext) -> Mapping[Op, Stage]:
+        return (
+            {EXPERT: Local(lambda x: x)}
+            if self.has_own and not layer_context.plan.has_replicas
+            else {}
+        )
 
 
 @pytest.mark.parametrize("has_own", [False, True])
@@ -228,13 +235,15 @@ def test_programs_stay_while_plans_have_one_shape(has_own: bool) -> None:
         rank.route(rows_LCE)
         rank.after_step(step)
         routed = rank.layers[0].routed
-        plan, program = routed.site.plan, routed.program(CPU)
-        present = program.crew.stages[ORDER]
+        plan, program = routed.layer_context.plan, routed.program(CPU)
+        present = program.layer_stages.stages[ORDER]
         assert present.stage.destination.target is plan.target
-        assert isinstance(program.crew.stages[EXPERT], Local) == bool(strategy.stages(routed.site))
+        assert isinstance(program.layer_stages.stages[EXPERT], Local) == bool(
+            strategy.stages(routed.layer_context)
+        )
         if before is not None:
-            had_copies, previous = before
-            stays = had_copies == plan.has_copies and not strategy.stages(routed.site)
+            had_replicas, previous = before
+            stays = had_replicas == plan.has_replicas and not strategy.stages(routed.layer_context)
             assert (program is previous) == stays
-        before = plan.has_copies, program
-    assert plan.has_copies
+        before = plan.has_replicas, program
+    assert plan.has_replicas

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of every strategy run as the simulator takes them to: lane by lane, and no faster.
+"""Steps of every strategy run as the simulator takes them to: stream by stream, and no faster.
 
 How much slower they are is measured, not tested: see docs/measurements.md.
 """
@@ -32,6 +32,6 @@ def found() -> Mapping[str, Sequence[Result]]:
 
 @pytest.mark.parametrize("name", [way.name for way in ways()])
 def test_a_step_runs_as_it_is_priced(found: Mapping[str, Sequence[Result]], name: str) -> None:
-    """Each lane does the tasks of the schedule in its order, or there would be no result."""
+    """Each stream does the tasks of the schedule in its order, or there would be no result."""
     for result in found[name]:
         assert 0 < result.predicted_s <= min(result.executed_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quickstart tells while it compiles and at the end, and that it starts what is there."""
+"""What the quickstart shows while it compiles and at the end, and that it starts what is there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "launch" / "quickstart.sh"
 
 
-def finished(folder: Path, *, copies: int, losses: list[float]) -> None:
+def finished(folder: Path, *, replicas: int, losses: list[float]) -> None:
     """What a run leaves: 1 step, 1 layer of 2 experts, one copied so often."""
     Summary(
         strategy=folder.name,
@@ -47,18 +47,18 @@ def finished(folder: Path, *, copies: int, losses: list[float]) -> None:
         versions={},
     ).write(folder)
     rows_ILE = np.array([[[6, 2]]])
-    copied = PlacementRecord(np.array([[[copies, 0]]]), rows_ILE, (), 0, (((1,), ()),))
+    copied = PlacementRecord(np.array([[[replicas, 0]]]), rows_ILE, (), 0, (((1,), ()),))
     record = RunRecord(
         strategy=folder.name,
         world_size=2,
-        num_cells=2,
+        num_ep_ranks=2,
         layers=(LayerRecord("a", "fake", 2, 1, (0, 1), 0),),
         steps_I=(0,),
         rows_ILE=rows_ILE,
-        cell_rows_ILC=np.array([[[4, 4]]]) if copies else rows_ILE,
+        ep_rank_rows_ILC=np.array([[[4, 4]]]) if replicas else rows_ILE,
         seconds_by_kind={},
         versions={},
-        placements=copied if copies else None,
+        placements=copied if replicas else None,
     )
     ReportFiles(folder).write(record)
 
@@ -70,8 +70,8 @@ def way(strategy: str, gain: float, **other: bool) -> dict[str, Any]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """As quickstart.sh leaves everything."""
-    finished(tmp_path / "ep", copies=0, losses=[5.0, 4.0])
-    finished(tmp_path / "fssdp", copies=1, losses=[5.0, 4.000001])
+    finished(tmp_path / "ep", replicas=0, losses=[5.0, 4.0])
+    finished(tmp_path / "fssdp", replicas=1, losses=[5.0, 4.000001])
     times = [
         {"name": "ep", "faster": [1.0]},
         {"name": "fssdp", "faster": [1.5]},
@@ -88,29 +88,29 @@ def root(tmp_path: Path) -> Path:
 
 def test_what_it_says(root: Path) -> None:
     text = " ".join(" ".join(quickstart.screen(root)).split())
-    for said in (
+    for stated in (
         "losses within 1e-05 in each of 2 steps (largest difference 1e-06): from 5.000 to 4.000",
-        "1.50 times the average work; with 1 copies of busy experts",
+        "1.50 times the average work; with 1 replicas of busy experts",
         "made for one step at a time, 1.00 times",
         "steps were 1.50 times (fssdp) and 1.80 times (prophet) as fast as with ep",
-        "tells nothing of speed: its ranks share the cores of this machine",
+        "says nothing of speed: its ranks share the cores of this machine",
         "on 64 H100 esp 1.41, fssdp 1.23 times as fast as ep.",
         str(root / "fssdp" / "report.html"),
         str(root / "price_h.html"),
         "ds-moe-ext price YOUR_DEEPSPEED.json",
     ):
-        assert said in text
+        assert stated in text
 
 
 def test_losses_that_part_and_ranks_that_share_nothing(root: Path) -> None:
     plain, copied = (Finished.read(root / name) for name in ("ep", "fssdp"))
-    parted = dataclasses.replace(copied.told, losses=(5.0, 4.5))
-    said = quickstart.learned(plain, dataclasses.replace(copied, told=parted))
-    assert "in the first 1 of 2 steps; then a last bit decides otherwise" in said
-    gpu = dataclasses.replace(plain, told=dataclasses.replace(plain.told, device="A GPU"))
+    parted = dataclasses.replace(copied.reported, losses=(5.0, 4.5))
+    stated = quickstart.learned(plain, dataclasses.replace(copied, reported=parted))
+    assert "in the first 1 of 2 steps; then a last bit decides otherwise" in stated
+    gpu = dataclasses.replace(plain, reported=dataclasses.replace(plain.reported, device="A GPU"))
     seen = json.loads((root / "slow_motion.json").read_text())
     quiet, busy = (quickstart.timed({**seen, "load": load}, gpu) for load in (1.0, 9.0))
-    assert "tells nothing of speed" not in quiet and "kept this machine busy" not in quiet
+    assert "says nothing of speed" not in quiet and "kept this machine busy" not in quiet
     assert "kept this machine busy, load 9 on 2 cores" in busy
 
 
@@ -129,7 +129,7 @@ def test_the_script_is_one_and_names_files_that_are_there() -> None:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a compilation leaves."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(quickstart, "TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr(quickstart, "LOG_EVERY_S", 0.05)
     folder = tmp_path / "py311_cpu" / OP
     folder.mkdir(parents=True)
     return folder / f"{OP}.so"

@@ -20,7 +20,6 @@ from rival_planners import (
     Layout,
     PricedCluster,
     balanced_slots,
-    copies_by_rows,
     evenly_on_node,
     in_bins,
     in_one_shot,
@@ -29,6 +28,7 @@ from rival_planners import (
     packed,
     placed,
     quotas,
+    replicas_by_rows,
     replicated,
     sent,
     spilled,
@@ -46,7 +46,7 @@ OWNER_E = np.arange(16) // 2
 
 
 def test_eplb_by_hand() -> None:
-    """Copies of 30 rows; ranks take 30, 30, 30, 10, 10, 10 in turn, each where there is least."""
+    """Replicas of 30 rows; ranks take 30, 30, 30, 10, 10, 10 in turn, each where there is least."""
     rows_E = np.array([90, 10, 10, 10])
     assert replicated(rows_E, 6).tolist() == [3, 1, 1, 1]
     assert packed(np.array([30, 30, 30, 10, 10, 10]), 2).tolist() == [0, 1, 0, 1, 1, 0]
@@ -62,12 +62,12 @@ def test_eplb_uses_all_slots(slots: int) -> None:
         assert slots_EC.any(axis=1).all()
 
 
-def test_eplb_copies_whom_it_helps_most() -> None:
-    """No other number of copies has fewer rows in the fullest copy."""
+def test_eplb_replicas_whom_it_helps_most() -> None:
+    """No other number of replicas has fewer rows in the fullest copy."""
     for rows_E in np.random.default_rng(0).integers(0, 100, (20, 4)):
         found = (rows_E / replicated(rows_E, 8)).max()
         counts = (c for c in itertools.product(range(1, 6), repeat=4) if sum(c) == 8)
-        assert found == min((rows_E / np.array(copies_E)).max() for copies_E in counts)
+        assert found == min((rows_E / np.array(replicas_E)).max() for replicas_E in counts)
 
 
 def test_llep_by_hand() -> None:
@@ -96,7 +96,7 @@ def test_llep_keeps_below_alpha(alpha: float) -> None:
         assert quota_EC.sum(axis=0).max() <= alpha * rows_E.sum() / 8
 
 
-def test_llep_makes_no_small_copies() -> None:
+def test_llep_makes_no_small_replicas() -> None:
     """A piece is as long as asked, or the rest of its expert."""
     for rows_CE in LOADS:
         rows_E = rows_CE.sum(axis=0)
@@ -124,21 +124,22 @@ OVERLAP: tuple[tuple[str, Callable[[int], Policy]], ...] = (
     ],
 )
 def test_after_the_gate_slots_are_kept(slots: int, policy: Policy) -> None:
-    """No row is lost, none added, no rank holds more copies than slots, none that had more than
-    the mean gets rows, and the fullest has fewer than at home; wherever the experts are at home."""
+    """No row is lost, none added, no rank holds more replicas than slots, none that had more than
+    the mean gets rows, and the fullest has fewer than at the owner; wherever the experts are at the
+    owner."""
     random = np.random.default_rng(0)
     for rows_CE in LOADS:
         rows_E, owner_E = rows_CE.sum(axis=0), random.permutation(OWNER_E)
-        at_home_C = np.bincount(owner_E, rows_E, 8)
+        at_owner_C = np.bincount(owner_E, rows_E, 8)
         quota_EC = policy(rows_E, owner_E, NODE_C)
         assert quota_EC.dtype == np.int64
         assert quota_EC.min() == 0
         assert np.array_equal(quota_EC.sum(axis=1), rows_E)
-        is_copy_EC = (quota_EC > 0) & (owner_E[:, None] != np.arange(8))
-        assert is_copy_EC.sum(axis=0).max() <= slots
-        busiest = at_home_C.argmax()
-        assert not is_copy_EC[:, busiest].any()
-        assert quota_EC.sum(axis=0).max() < at_home_C.max()
+        is_replica_EC = (quota_EC > 0) & (owner_E[:, None] != np.arange(8))
+        assert is_replica_EC.sum(axis=0).max() <= slots
+        busiest = at_owner_C.argmax()
+        assert not is_replica_EC[:, busiest].any()
+        assert quota_EC.sum(axis=0).max() < at_owner_C.max()
 
 
 @pytest.mark.parametrize("name", ["echo", "loongforge", "ultraep"])
@@ -198,7 +199,7 @@ def test_loongforge_by_hand() -> None:
     assert quota_EC[0].tolist() == [30, 20, 20, 20]
 
 
-def test_loongforge_keeps_copies_on_their_nodes() -> None:
+def test_loongforge_keeps_replicas_on_their_nodes() -> None:
     """More of them than ECHO."""
     is_far_EC = NODE_C[OWNER_E][:, None] != NODE_C
     far = {name: 0 for name, _ in OVERLAP[:2]}
@@ -240,16 +241,16 @@ def test_on_their_own_node() -> None:
         assert not quota_EC[::2, 1::2].any()
 
 
-def test_laer_copies_by_hand() -> None:
-    """Two nodes: one copy on each, where there is room, and then one more on each."""
+def test_laer_replicas_by_hand() -> None:
+    """Two nodes: one replica on each, where there is room, and then one more on each."""
     rows_E = np.array([80, 10, 5, 5])
-    assert copies_by_rows(rows_E, 12, 2).tolist() == [6, 2, 2, 2]
+    assert replicas_by_rows(rows_E, 12, 2).tolist() == [6, 2, 2, 2]
     # 6 slots: one each and two left, of which the hottest gets one; it then wants two.
-    assert copies_by_rows(rows_E, 6, 2).tolist() == [2, 2, 1, 1]
+    assert replicas_by_rows(rows_E, 6, 2).tolist() == [2, 2, 1, 1]
 
 
 def test_laer_places_by_hand() -> None:
-    """Copies of 30, 30, 20, 10 rows on 4 ranks: first to the other node, to the emptiest rank."""
+    """Replicas of 30, 30, 20, 10 rows on 4 ranks: first to the other node, to the emptiest rank."""
     slots_EC = placed(
         np.array([60, 20, 10]), np.array([2, 1, 1]), slots=1, node_C=np.array([0, 0, 1, 1])
     )
@@ -267,8 +268,8 @@ def test_laer_lays_out(slots: int) -> None:
         assert slots_EC.any(axis=1).all()
         rows_E = rows_CE.sum(axis=0)
         if slots * 8 >= 32:
-            copies_E = copies_by_rows(rows_E, slots * 8, 2)
-            by_rows_EC = placed(rows_E, copies_E, slots, NODE_C)
+            replicas_E = replicas_by_rows(rows_E, slots * 8, 2)
+            by_rows_EC = placed(rows_E, replicas_E, slots, NODE_C)
             assert by_rows_EC.reshape(16, 2, 4).any(axis=2).all()
         even_EC = placed(rows_E, np.full(16, slots * 8 // 16), slots, NODE_C)
         found_s = seconds(sent(rows_CE, slots_EC, NODE_C))

@@ -15,20 +15,20 @@ from pace import Pace, bare, union
 from slow_links import Result, Routed, Travel, markdown, rows_between, travel
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LocalElseHome, NearestCopy
+from ds_moe_ext.core.share import LocalElseOwner, NearestReplica
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.planning.load_files import write_table
 from ds_moe_ext.planning.load_models import zipf_loads
 from ds_moe_ext.planning.loads import Loads
 from ds_moe_ext.planning.strategy import Plan
-from ds_moe_ext.schedule.executor import InlineLanes
-from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
+from ds_moe_ext.schedule.executor import InlineStreams
+from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, ChunkRange, Op, Task
 from tests.ranks import pool_of
 
 SMALL = (
     *("--rows", "64", "--width", "8", "--expert_rows", "4", "--experts", "8", "--layers", "2"),
     *("--attention_ms", "0.1", "--row_us", "1", "--rounds", "1", "--steps_per_round", "1"),
-    *("--copies", "2", "--skews", "1.5", "--inter_mbit", "1e6", "--start_us", "0"),
+    *("--replicas", "2", "--skews", "1.5", "--inter_mbit", "1e6", "--start_us", "0"),
 )
 CHOSEN = ("ep", "m = 2", "the same, late", "prophet", "prophet, not hidden")
 
@@ -41,7 +41,7 @@ def compared(rank: int, world_size: int, words: tuple[str, ...]) -> list[Result]
 
 
 @pytest.mark.slow
-def test_contenders_agree_and_copies_level_the_ranks() -> None:
+def test_contenders_agree_and_replicas_level_the_ranks() -> None:
     """Of all links the fastest: what is timed means nothing, what is counted does."""
     results, *others = pool_of(4).run(compared, SMALL)
     for theirs in others:
@@ -49,15 +49,15 @@ def test_contenders_agree_and_copies_level_the_ranks() -> None:
             assert (ours.remote, ours.sent_bytes) == (other.remote, other.sent_bytes)
     assert tuple(each.name for each in results) == CHOSEN
     plain, *copied, scheduled, bare = results
-    assert plain.copy_bytes == 0 and plain.hidden_gather is None
+    assert plain.replica_bytes == 0 and plain.hidden_gather is None
     assert plain.faster == [1.0]
     for each in copied:
-        assert each.copy_bytes > 0
+        assert each.replica_bytes > 0
         assert each.remote < plain.remote
         assert each.balance < plain.balance
     assert copied[-1].hidden_gather == 0.0
     for each in (scheduled, bare):  # warmed up so long that their models are checked
-        assert {"exchange of rows", "experts"} <= {term.name for term in each.told.terms}
+        assert {"exchange of rows", "experts"} <= {term.name for term in each.reported.terms}
     table = list(markdown(results))
     rows = [row for row in table if row.startswith("|")]
     assert len(rows) == 2 + len(results) and len({row.count("|") for row in rows}) == 1
@@ -87,33 +87,33 @@ def test_scaled_rows(rows: list[int], total: int) -> None:
 
 
 NODE_C = np.array([0, 0, 1, 1])
-HOME = Placement.block(4, 4)
+OWNER = Placement.block(4, 4)
 
 
-def with_a_copy() -> Placement:
-    """Expert 3, whose home is rank 3, on rank 0 too."""
-    holds_EC = HOME.holds_EC.copy()
+def with_a_replica() -> Placement:
+    """Expert 3, whose owner is rank 3, on rank 0 too."""
+    holds_EC = OWNER.holds_EC.copy()
     holds_EC[3, 0] = True
     return Placement(holds_EC)
 
 
 def test_rows_go_as_the_plan_shares_them() -> None:
-    """Rank 1's rows for expert 3 go to the copy on its node, or home to the other node."""
+    """Rank 1's rows for expert 3 go to the copy on its node, or owning the other node."""
     rows_CE = np.array([[0, 0, 0, 8], [0, 0, 0, 6], [0, 0, 0, 0], [0, 0, 0, 1]])
-    copied = with_a_copy()
-    nearest, home = (
-        Routed.of(rows_between([Plan(HOME, copied, share)], [rows_CE]), NODE_C, Pace(1.0, 0.1))
-        for share in (NearestCopy(copied, NODE_C), LocalElseHome(HOME, copied))
+    copied = with_a_replica()
+    nearest, owner = (
+        Routed.of(rows_between([Plan(OWNER, copied, share)], [rows_CE]), NODE_C, Pace(1.0, 0.1))
+        for share in (NearestReplica(copied, NODE_C), LocalElseOwner(OWNER, copied))
     )
     assert (nearest.remote, nearest.abroad) == (6 / 15, 0.0)
-    assert (home.remote, home.abroad) == (6 / 15, 6 / 15)
-    assert (nearest.balance, home.balance) == (14 / 15 * 4, 8 / 15 * 4)
-    assert nearest.limit_s == home.limit_s == pytest.approx(3 * (1.0 + 0.1 * 15 / 4))
+    assert (owner.remote, owner.abroad) == (6 / 15, 6 / 15)
+    assert (nearest.balance, owner.balance) == (14 / 15 * 4, 8 / 15 * 4)
+    assert nearest.limit_s == owner.limit_s == pytest.approx(3 * (1.0 + 0.1 * 15 / 4))
 
 
 def timed(op: Op, start_s: float, end_s: float, *, is_adjoint: bool = False) -> TimedTask:
-    task = Task(op, 0, Span(0, 1), (), (), adjoint_of=(0,) if is_adjoint else ())
-    return TimedTask(task, start_s, end_s, InlineLanes())
+    task = Task(op, 0, ChunkRange(0, 1), (), (), adjoint_of=(0,) if is_adjoint else ())
+    return TimedTask(task, start_s, end_s, InlineStreams())
 
 
 def test_what_computing_hides() -> None:
@@ -137,10 +137,10 @@ def test_what_computing_hides() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8))
 @settings(deadline=None, derandomize=True)
-def test_union_of_spans(given_spans: list[tuple[int, int]]) -> None:
+def test_union_of_chunk_ranges(given_chunk_ranges: list[tuple[int, int]]) -> None:
     """The same whole seconds are covered, once each."""
-    spans = [(float(start), float(start + length)) for start, length in given_spans]
-    apart = union(spans)
+    chunk_ranges = [(float(start), float(start + length)) for start, length in given_chunk_ranges]
+    apart = union(chunk_ranges)
     assert all(end < later for (_, end), (later, _) in pairwise(apart))
-    covered = {s for start, end in spans for s in range(int(start), int(end))}
+    covered = {s for start, end in chunk_ranges for s in range(int(start), int(end))}
     assert bare(0.0, 40.0, apart) == 40 - len(covered)

@@ -35,7 +35,7 @@ def test_a_card_takes_its_time() -> None:
     assert 0.1 <= seconds_of((0, 80_000), card=card) < 3
 
 
-def test_lanes_share_a_card() -> None:
+def test_streams_share_a_card() -> None:
     """Two as long as one of both; the shorter ends earlier."""
     card = Card(bytes_per_s=1e6, start_s=0.0)
     assert 0.19 <= seconds_of((100_000, 0), (0, 100_000), card=card) < 3
@@ -58,14 +58,14 @@ def test_a_scene_takes_what_the_price_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (("--tokens", "100"), "--tokens 100 cannot be shown by rows that stand for 32 each"),
         (("--hardware", "dgx"), "or name one of configs/hardware: "),
     ],
 )
-def test_scenes_that_cannot_be(words: tuple[str, ...], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_scenes_that_cannot_be(words: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         Scene.of(slow_motion.parse_arguments(words), 4)
 
 
@@ -92,7 +92,7 @@ def test_every_strategy_is_shown(tmp_path: Path) -> None:
     plain, *copied = results
     assert plain.seconds[0] > plain.limit_s > 0
     assert plain.hidden_gather is None and plain.remote == pytest.approx(0.75, abs=0.05)
-    assert any(each.copy_bytes > 0 and each.balance < plain.balance for each in copied)
+    assert any(each.replica_bytes > 0 and each.balance < plain.balance for each in copied)
     document = json.loads((tmp_path / "shown.json").read_text())
     assert document["load"] >= 0 and document["cores"] >= 1
     assert [each["name"] for each in document["results"]] == [each.name for each in results]

@@ -87,6 +87,6 @@ def test_steps_leave_nothing_behind(strategy: str) -> None:
     for own in pool_of(2).run(looks, strategy):
         for name in ("threads", "files", "communicators"):
             assert growth(own, name) == 0, (name, own)
-        assert abs(growth(own, "tensors")) < 5, own  # some copies are under way
+        assert abs(growth(own, "tensors")) < 5, own  # some replicas are under way
         assert growth(own, "python_bytes") < 300e3, own
         assert growth(own, "rss_bytes") < 8e6, own

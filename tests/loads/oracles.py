@@ -124,8 +124,9 @@ def _quarter(sizes: Sizes) -> int:
     return max(sizes.top_k, sizes.experts // 4)
 
 
-def _tells(heat: Heat) -> bool:
-    """Whether the hot can be told from the others; with few tokens or experts they cannot."""
+def _logs(heat: Heat) -> bool:
+    """Whether the hot can be distinguished from the others; with few tokens or experts they
+    cannot."""
     return heat.hot_of_all.least > heat.other_of_all.most
 
 
@@ -134,7 +135,7 @@ def _steadily_heated(rows_ICE: np.ndarray, sizes: Sizes, heat: Heat) -> Iterator
     hot = _hot_sets(rows_ICE, heat)
     yield _so_hot(rows_ICE, hot, heat)
     is_same = all(np.array_equal(hot_of_step, hot[0]) for hot_of_step in hot)
-    yield "the same in every step", is_same or not _tells(heat)
+    yield "the same in every step", is_same or not _logs(heat)
 
 
 def balanced(rows_ICE: np.ndarray, sizes: Sizes) -> Iterator[Statement]:
@@ -178,7 +179,7 @@ def hot_rank(rows_ICE: np.ndarray, sizes: Sizes) -> Iterator[Statement]:
     yield "the busiest rank has so many rows", _between(by_rank_IR.max(axis=1), of_rank)
     yield (
         "hot experts are on one rank",
-        _hot_of_rank(rows_ICE, sizes) == per_rank or not _tells(_rank_heat(sizes)),
+        _hot_of_rank(rows_ICE, sizes) == per_rank or not _logs(_rank_heat(sizes)),
     )
 
 
@@ -188,7 +189,7 @@ def spread_hot_experts(rows_ICE: np.ndarray, sizes: Sizes) -> Iterator[Statement
     most = -(-(sizes.experts // sizes.ranks) // sizes.ranks)
     yield (
         "hot experts are on different ranks",
-        _hot_of_rank(rows_ICE, sizes) <= most or not _tells(_rank_heat(sizes)),
+        _hot_of_rank(rows_ICE, sizes) <= most or not _logs(_rank_heat(sizes)),
     )
 
 
@@ -231,10 +232,10 @@ def rotating_hotspot(rows_ICE: np.ndarray, sizes: Sizes) -> Iterator[Statement]:
     ]
     yield (
         "the next block every three steps",
-        all(map(np.array_equal, hot, blocks)) or not _tells(heat),
+        all(map(np.array_equal, hot, blocks)) or not _logs(heat),
     )
     gaps = np.diff(np.append(hot[0], hot[0][0] + sizes.experts))
-    yield "a block, around the end too", bool((gaps > 1).sum() <= 1) or not _tells(heat)
+    yield "a block, around the end too", bool((gaps > 1).sum() <= 1) or not _logs(heat)
 
 
 def burst(rows_ICE: np.ndarray, sizes: Sizes) -> Iterator[Statement]:

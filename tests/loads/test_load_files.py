@@ -33,7 +33,7 @@ def test_what_is_written_is_read(name: str, ending: str, tmp_path: Path) -> None
 
 
 def test_tables_of_others(tmp_path: Path) -> None:
-    """By step, rank, layer and expert; choices a token are told by whoever knows them."""
+    """By step, rank, layer and expert; choices a token are reported by whoever knows them."""
     path = tmp_path / "counts.npz"
     rows_ILCE = read_loads("trained", ranks=3, steps=4).rows_ILCE
     np.savez(path, counts_IRLE=rows_ILCE.swapaxes(1, 2).astype(np.uint16), iteration_I=[1, 2, 3, 9])
@@ -67,7 +67,7 @@ ROWS = np.ones((2, 1, 2, 3), dtype=np.int64)
 
 
 @pytest.mark.parametrize(
-    ("tables", "says"),
+    ("tables", "expected"),
     [
         ({"rows_ILCE": ROWS}, r"holds \['rows_ILCE'\], but needs rows_ILCE and steps_I"),
         ({"rows": ROWS, "steps_I": np.arange(2)}, "but needs rows_ILCE and steps_I"),
@@ -92,12 +92,12 @@ ROWS = np.ones((2, 1, 2, 3), dtype=np.int64)
     ],
     ids=str,
 )
-def test_bad_tables(tables: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_bad_tables(tables: dict[str, Any], expected: str, tmp_path: Path) -> None:
     """Whose objects are not made and whose sizes are not believed."""
     if isinstance(top_k := tables.get("top_k"), np.int64):
         tables = {**tables, "top_k": np.asarray(top_k)}
     path = table_with(tmp_path, **tables)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         read_loads(str(path))
     assert str(path) in str(caught.value)
 
@@ -158,7 +158,7 @@ def test_routing_traces_of_megatron(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "expected"),
     [
         ({"top_indices": [[0, 0]]}, ":7: a token has an expert twice"),
         ({"top_indices": [[0, -1]]}, ":7: experts go from -1 to 0; give 0 to 65535"),
@@ -172,11 +172,11 @@ def test_routing_traces_of_megatron(tmp_path: Path) -> None:
         ({"top_indices": [[1, 2]], "rank": 7}, "layer 3 is traced on 2 ranks, but others on 3"),
     ],
 )
-def test_bad_traces(line: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_bad_traces(line: dict[str, Any], expected: str, tmp_path: Path) -> None:
     write_lines(tmp_path, "router_trace_rank0.jsonl", TRACES["router_trace_rank0.jsonl"])
     lines = [*TRACES["router_trace_rank1.jsonl"], {"layer": 1, **line}]
     write_lines(tmp_path, "router_trace_rank1.jsonl", lines)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         read_loads(str(tmp_path))
 
 
@@ -192,11 +192,11 @@ def test_lines_that_are_no_trace(text: str, tmp_path: Path) -> None:
 RECORD = RunRecord(
     strategy="ep",
     world_size=2,
-    num_cells=2,
+    num_ep_ranks=2,
     layers=(LayerRecord("layers.0", "MixtralExperts", 4, 2, (0, 0, 1, 1), 1024),),
     steps_I=(10, 30),
     rows_ILE=np.array([[[4, 4, 4, 4]], [[8, 5, 2, 1]]]),
-    cell_rows_ILC=np.array([[[8, 8]], [[13, 3]]]),
+    ep_rank_rows_ILC=np.array([[[8, 8]], [[13, 3]]]),
     seconds_by_kind={},
     versions={},
 )
@@ -213,7 +213,7 @@ def test_a_report_is_read_with_senders_alike(tmp_path: Path) -> None:
     for keys, top_k in (
         ({"rows_ILE": [[[4, 4, 4, 3]], [[8, 5, 2, 1]]]}, None),  # one was dropped
         ({"layers": [{**document["layers"][0], "top_k": 0}]}, None),
-        ({"num_cells": 4}, 2),
+        ({"num_ep_ranks": 4}, 2),
     ):
         path.write_text(json.dumps({**document, **keys}))
         assert read_loads(str(path)).top_k == top_k
@@ -226,8 +226,8 @@ def test_a_report_is_read_with_senders_alike(tmp_path: Path) -> None:
         {"rows_ILE": "many"},
         {"rows_ILE": [[[0.5, 1]], [[1, 1]]]},
         {"rows_ILE": [[[-1, 1]], [[1, 1]]]},
-        {"num_cells": 1.5},
-        {"num_cells": 2**40},
+        {"num_ep_ranks": 1.5},
+        {"num_ep_ranks": 2**40},
         {"steps_I": []},
         {"steps_I": [1, 1]},
         {"layers": 3},
@@ -282,16 +282,16 @@ def test_loads_are_shown_and_converted(
     sizes = ("--ranks", "4", "--experts", "16", "--tokens", "64", "--steps", "2", "--layers", "1")
     table, trace = str(tmp_path / "hot.npz"), str(tmp_path / "hot.jsonl")
     assert run(monkeypatch, "hot_rank", *sizes, "--seed", "2", "--out", table) == 0
-    said = capsys.readouterr().out
-    assert "hot_rank: 2 steps, 1 layers, 4 ranks of 64 tokens, 16 experts, 2 a token" in said
-    assert said.count("3.250") == 6 and f"wrote {table}" in said
+    stated = capsys.readouterr().out
+    assert "hot_rank: 2 steps, 1 layers, 4 ranks of 64 tokens, 16 experts, 2 a token" in stated
+    assert stated.count("3.250") == 6 and f"wrote {table}" in stated
     assert run(monkeypatch, table, "--ranks", "8", "--out", trace) == 0
     assert "8 ranks of 32 tokens" in capsys.readouterr().out
     loads, divided = read_loads(table), read_loads(trace)
     assert np.array_equal(divided.rows_ILCE.sum(axis=2), loads.rows_ILCE.sum(axis=2))
     assert run(monkeypatch, "hot_rank", "--out", str(tmp_path / "hot.txt")) == 2
-    shown, said = capsys.readouterr()
-    assert "let it end on .npz or .jsonl" in said and not shown  # before loads are made
+    shown, stated = capsys.readouterr()
+    assert "let it end on .npz or .jsonl" in stated and not shown  # before loads are made
 
 
 def test_figures() -> None:

@@ -100,7 +100,7 @@ def test_a_layer_without_rows_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "expected"),
     [
         ({"steps": 13}, "steps is 13, but balanced has 12; give that many or fewer"),
         ({"ranks": 0}, "ranks is 0; it must be at least 1"),
@@ -108,8 +108,8 @@ def test_a_layer_without_rows_stays_one() -> None:
         ({"layers": 10**6}, "but 268435456 are read or made at most"),
     ],
 )
-def test_what_cannot_be_divided(sizes: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_divided(sizes: dict[str, int], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         redivided(read_loads("balanced"), **sizes)
     with pytest.raises(ValueError, match="tokens is 3, but in some layer and step nobody has any"):
         redivided(loads_of(np.zeros((1, 1, 2, 2), dtype=np.int64)), tokens=3)

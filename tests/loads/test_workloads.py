@@ -103,7 +103,7 @@ def test_layers_and_seeds_differ_and_names_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "says"),
+    ("name", "sizes", "expected"),
     [
         ("hot_rank", {"ranks": 5}, "64 experts do not divide over 5 ranks"),
         ("zero_expert_rank", {"experts": 4, "top_k": 3}, "leaves 2 of 4 experts; lower top_k"),
@@ -119,8 +119,8 @@ def test_layers_and_seeds_differ_and_names_repeat() -> None:
         ("zipf:nan", {}, "skew is nan; give 0 to 10"),
     ],
 )
-def test_what_cannot_be_made(name: str, sizes: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_made(name: str, sizes: dict[str, int], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         read_loads(name, **sizes)
 
 

@@ -90,18 +90,18 @@ def test_one_late_run_does_not_count() -> None:
 
 
 def turns(rank: int, world_size: int) -> tuple[list[int], list[str]]:
-    clock, order, told = PacedClock(), [], []
+    clock, order, reported = PacedClock(), [], []
 
     def work(size: int) -> None:
         order.append(size)
         clock.wait(size)
 
     sweep = Sweep("sizes", (1, 2, 3), [partial(work, size) for size in (1, 2, 3)])
-    Bench(clock, CPU, 1, 3, begins=told.append).fit(sweep)
-    return order, told
+    Bench(clock, CPU, 1, 3, begins=reported.append).fit(sweep)
+    return order, reported
 
 
-def test_sizes_take_turns_and_the_name_is_told() -> None:
+def test_sizes_take_turns_and_the_name_is_reported() -> None:
     assert pool_of(1).run(turns)[0] == ([1, 2, 3] * 4, ["sizes"])
 
 
@@ -188,7 +188,7 @@ def test_times_that_do_not_grow_give_the_largest_and_no_good_fit(seconds: list[f
 
 
 @pytest.mark.parametrize(
-    ("units", "seconds", "says"),
+    ("units", "seconds", "expected"),
     [
         ([1], [1.0], "two growing sizes or more"),
         ([1, 1], [1.0, 2.0], "two growing sizes or more"),
@@ -197,8 +197,8 @@ def test_times_that_do_not_grow_give_the_largest_and_no_good_fit(seconds: list[f
         ([1, 2], [float("nan"), 2.0], "times above 0"),
     ],
 )
-def test_no_line(units: list[int], seconds: list[float], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_no_line(units: list[int], seconds: list[float], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         fit_line(np.array(units), np.array(seconds))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of a run's own ranks: what is sent at which size, by a clock of the test's own, and by a
-real one. Four ranks, two cells of two."""
+real one. Four ranks, two ETP groups of two."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class SteadyClock:
     """Does the work; says a start and as many steps as the sweep's sizes have, in their order."""
 
     def __init__(self) -> None:
-        self.says = cycle(STEPS)
+        self.expected = cycle(STEPS)
 
     def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
         ready()
         work()
-        return START_S + STEP_S * next(self.says)
+        return START_S + STEP_S * next(self.expected)
 
 
 class Log:
@@ -74,8 +74,8 @@ def steady(rank: int, world_size: int) -> Found:
         computed.append(num_rows)
 
     paths = Paths(
-        cells=Channel(layout.group("ep", INTER), between),
-        cell=Channel(layout.group("esp", INTRA), inside),
+        ep_ranks=Channel(layout.group("ep", INTER), between),
+        ep_rank=Channel(layout.group("esp", INTRA), inside),
         dense=dist.group.WORLD,
     )
     bench = Bench(SteadyClock(), CPU, num_warm_ups=1, num_repeats=3)
@@ -90,7 +90,8 @@ def assert_line(line: Line, least_units: float) -> None:
 
 
 def test_lines_go_by_the_units_that_they_say() -> None:
-    """The least size is an eighth: 8 rows to send, 4 to each of two cells; 16 in a cell of two."""
+    """The least size is an eighth: 8 rows to send, 4 to each of two EP ranks; 16 in an ETP group of
+    two."""
     found = pool_of(4).run(steady)
     assert [each.lines for each in found] == [found[0].lines] * 4
     lines, row_bytes = found[0].lines, 5 * 2

@@ -87,7 +87,7 @@ def test_two_nodes_of_two(by_pairs: bool) -> None:
     assert_links(found.intra_collectives.all_gather, line(2 * KIB))
     assert_links(found.intra_collectives.reduce_scatter, line(2 * KIB))
     between = found.inter_collectives
-    assert (between.all_gather, between.reduce_scatter) == (None, None), "cells lie in nodes"
+    assert (between.all_gather, between.reduce_scatter) == (None, None), "EP ranks lie in nodes"
     assert_links(found.intra, line(KIB))
     assert_links(found.inter, line(2 * KIB))
     assert_links(found.intra_collectives.copy, line(2 * 5 * KIB))
@@ -173,7 +173,7 @@ def _repeated(number: Tensor, size: int) -> Tensor:
     return number.expand(size).clone()
 
 
-def test_cells_are_measured_by_what_they_do() -> None:
+def test_ep_ranks_are_measured_by_what_they_do() -> None:
     for gathered, scattered in pool_of(3).run(results):
         assert gathered == [0, 0, 1, 1, 2, 2]
         assert scattered == [3, 3]
@@ -191,7 +191,7 @@ def moved(rank: int, world_size: int) -> list[list[int]]:
     return received
 
 
-def test_copies_reach_every_member() -> None:
+def test_replicas_reach_every_member() -> None:
     """Six ranks: pairs within a node, threes between nodes; experts live on members in turn."""
     per_expert = SIZES.expert_bytes
     within, between, whole = zip(*pool_of(6).run(moved))

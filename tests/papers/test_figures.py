@@ -63,7 +63,7 @@ def test_what_is_met() -> None:
 
 
 def test_loads_are_as_steep_as_said() -> None:
-    loads = ZipfLoads(exponents=(1.0, 2.0), num_experts=16, num_cells=4, rows=50_000, drift=0.0)
+    loads = ZipfLoads(exponents=(1.0, 2.0), num_experts=16, num_ep_ranks=4, rows=50_000, drift=0.0)
     first, second = loads.steps([0, 3])
     for exponent, rows_CE, again_CE in zip((1.0, 2.0), first, second):
         assert (rows_CE.sum(axis=1) == 50_000).all()
@@ -99,11 +99,11 @@ def test_pro_prophet() -> None:
     assert rows["Figure 12, mean"] == approx(1.31, abs=0.05)
 
 
-def test_hecates_step_without_copies_and_sharding_is_ep() -> None:
+def test_hecates_step_without_replicas_and_sharding_is_ep() -> None:
     """By hand: ranks compute the rows of their two experts, and nothing is copied."""
     of = hecate_figures.setup(GPT_S, hecate_figures.B)
     ep = of.step(System.EP)
-    assert (ep.copies_L == 0).all()
+    assert (ep.replicas_L == 0).all()
     most_L = [rows_CE.sum(axis=0).reshape(32, 2).sum(axis=1).max() for rows_CE in of.loads.now]
     assert ep.layer_L - ep.exchange_L == approx(np.array(most_L) * of.prices.row_s)
     # t of the spec: 8.8 experts of 4.72 MB at 35 % of the peak.
@@ -213,9 +213,9 @@ def test_the_command_without_a_clone(
     monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "reproduce", "prophet"])
     with pytest.raises(SystemExit) as done:
         cli.main()
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert done.value.code == 2
-    assert str(tmp_path / "papers") in told and "clone the repository" in told
+    assert str(tmp_path / "papers") in printed and "clone the repository" in printed
 
 
 @pytest.mark.slow

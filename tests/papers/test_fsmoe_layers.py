@@ -24,7 +24,7 @@ from ds_moe_ext.planning.layer_costs import LayerCosts
 from ds_moe_ext.planning.prices import AllReduce, LinearCost
 from ds_moe_ext.schedule.orders import PIPELINES, Slices
 from ds_moe_ext.schedule.simulator import simulate
-from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, Lane, Op, Span, Task
+from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, ChunkRange, Op, Stream, Task
 
 A, B = CLUSTERS["A"], CLUSTERS["B"]
 DEGREES = tuple(range(1, 9))
@@ -126,12 +126,12 @@ def test_closed_prices_are_the_simulators(cluster: Cluster, name: str) -> None:
             )
 
 
-def task_in(lane: Lane) -> Task:
-    return Task(Op(lane.name, lane), 0, Span(0, 1), (), ())
+def task_in(stream: Stream) -> Task:
+    return Task(Op(stream.name, stream), 0, ChunkRange(0, 1), (), ())
 
 
 def test_interference() -> None:
-    compute, inter, intra = (task_in(lane) for lane in (COMPUTE, INTER, INTRA))
+    compute, inter, intra = (task_in(stream) for stream in (COMPUTE, INTER, INTRA))
     slowed = Interference(collectives=0.5, compute=0.2)
     assert [slowed(task, [task]) for task in (compute, inter, intra)] == [1, 1, 1]
     assert [slowed(task, [inter, intra]) for task in (inter, intra)] == [1.5, 1.5]
@@ -141,7 +141,7 @@ def test_interference() -> None:
 
 
 @OF_BOTH
-def test_interference_costs_time_where_lanes_overlap(cluster: Cluster) -> None:
+def test_interference_costs_time_where_streams_overlap(cluster: Cluster) -> None:
     """No more than if everything under way slowed everything for all the time."""
     slowed = Interference(collectives=0.35, compute=0.2)
     for shape in sample(cluster, 101):
@@ -177,7 +177,7 @@ def test_simulated_backward_of_a_layer() -> None:
     times = simulate(
         schedule,
         lambda rank, task: (
-            slice_s[task.span.start] if task.op.name not in alone else alone[task.op.name]
+            slice_s[task.chunk_range.start] if task.op.name not in alone else alone[task.op.name]
         ),
     )
     ends = {str(task): end for task, end in zip(schedule.tasks, times.end_s[0])}

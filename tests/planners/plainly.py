@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' algorithms written down line by line, one layer and one copy at a time, to compare
+"""The papers' algorithms written down line by line, one layer and one replica at a time, to compare
 with: HECATE's, Pro-Prophet's and FasterMoE's.
 
-Also the topology and loads of the specs' golden tests. Shape letters: L layers, E experts, C cells.
+Also the topology and loads of the specs' golden tests. Shape letters: L layers, E experts, C EP
+ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.core.placement import Placement, even_homes
+from ds_moe_ext.core.placement import Placement, even_owners
 from ds_moe_ext.planning.layer_costs import BlockPrices
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=75)
 
 # Topology T: 2 nodes of 2 devices, 8 experts, 2 on each device.
 NODE_C = np.array([0, 0, 1, 1])
-HOME = Placement.block(8, 4)
+OWNER = Placement.block(8, 4)
 LOAD_E = np.array([40, 10, 6, 4, 20, 8, 7, 5])
 ROWS_CE = np.array(
     [
@@ -49,16 +50,18 @@ BLOCK_PRICES = BlockPrices(
 
 
 def holdings(placement: Placement) -> list[list[int]]:
-    """The experts of each cell."""
-    return [sorted(placement.experts_of(cell).tolist()) for cell in range(placement.num_cells)]
+    """The experts of each EP rank."""
+    return [
+        sorted(placement.experts_of(ep_rank).tolist()) for ep_rank in range(placement.num_ep_ranks)
+    ]
 
 
 def materialized(
     holds_EC: np.ndarray, load: list[int], t: int, m: int, node: list[int]
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Algorithm 1 (rules 16 to 19): who holds what; the sparse branch's copies in order."""
+    """Algorithm 1 (rules 16 to 19): who holds what; the sparse branch's replicas in order."""
     holds_EC = holds_EC.copy()
-    num_experts, num_cells = holds_EC.shape
+    num_experts, num_ep_ranks = holds_EC.shape
     t = min(t, num_experts) if any(load) else 0
     m = min(m, t)
     hot = sorted(range(num_experts), key=lambda e: (-load[e], e))[:t]
@@ -66,22 +69,24 @@ def materialized(
         holds_EC[hot] = True
         return holds_EC, []
     quota = quotas(
-        [load[e] for e in hot], num_cells * m, [num_cells - int(holds_EC[e].sum()) for e in hot]
+        [load[e] for e in hot],
+        num_ep_ranks * m,
+        [num_ep_ranks - int(holds_EC[e].sum()) for e in hot],
     )
-    free = [m] * num_cells
+    free = [m] * num_ep_ranks
     placed = []
     for e, count in zip(hot, quota):
         for _ in range(count):
-            open_cells = [d for d in range(num_cells) if free[d] > 0 and not holds_EC[e, d]]
-            if not open_cells:
+            open_ep_ranks = [d for d in range(num_ep_ranks) if free[d] > 0 and not holds_EC[e, d]]
+            if not open_ep_ranks:
                 break
 
             def key(d: int, e: int = e) -> tuple[bool, int, int, int, int]:
-                cells = [c for c in range(num_cells) if node[c] == node[d]]
-                has_copy = any(holds_EC[e, c] for c in cells)
-                return has_copy, -sum(free[c] for c in cells), node[d], -free[d], d
+                ep_ranks = [c for c in range(num_ep_ranks) if node[c] == node[d]]
+                has_replica = any(holds_EC[e, c] for c in ep_ranks)
+                return has_replica, -sum(free[c] for c in ep_ranks), node[d], -free[d], d
 
-            best = min(open_cells, key=key)
+            best = min(open_ep_ranks, key=key)
             holds_EC[e, best] = True
             free[best] -= 1
             placed.append((e, best))
@@ -104,11 +109,13 @@ def quotas(load: list[int], slots: int, most: list[int]) -> list[int]:
 
 
 def sharded(
-    loads: list[list[int]], t: int, node: list[int], homes: list[list[int]] | None
+    loads: list[list[int]], t: int, node: list[int], owners: list[list[int]] | None
 ) -> list[list[int]]:
     """Algorithm 2 (rules 23 to 25): the owner of each expert of each layer."""
-    num_cells, num_experts = len(node), sum(map(len, loads))
-    slots = [num_experts // num_cells + (d < num_experts % num_cells) for d in range(num_cells)]
+    num_ep_ranks, num_experts = len(node), sum(map(len, loads))
+    slots = [
+        num_experts // num_ep_ranks + (d < num_experts % num_ep_ranks) for d in range(num_ep_ranks)
+    ]
     order = [sorted(range(len(load)), key=lambda e: (-load[e], e)) for load in loads]
     hot, cold = [o[:t] for o in order], [o[t:] for o in order]
     owner = [[-1] * len(load) for load in loads]
@@ -117,17 +124,17 @@ def sharded(
         return max((loads[layer][e] for e in cold[layer]), default=0)
 
     for layer in sorted(range(len(loads)), key=lambda layer: (-hottest_cold(layer), layer)):
-        rows = [0] * num_cells
+        rows = [0] * num_ep_ranks
         for e in cold[layer]:
-            open_cells = [d for d in range(num_cells) if slots[d]]
+            open_ep_ranks = [d for d in range(num_ep_ranks) if slots[d]]
 
             def node_key(n: int, rows: list[int] = rows) -> tuple[int, int, int]:
-                cells = [d for d in range(num_cells) if node[d] == n]
-                return sum(rows[d] for d in cells), sum(slots[d] for d in cells), n
+                ep_ranks = [d for d in range(num_ep_ranks) if node[d] == n]
+                return sum(rows[d] for d in ep_ranks), sum(slots[d] for d in ep_ranks), n
 
-            best_node = min({node[d] for d in open_cells}, key=node_key)
+            best_node = min({node[d] for d in open_ep_ranks}, key=node_key)
             best = min(
-                (d for d in open_cells if node[d] == best_node),
+                (d for d in open_ep_ranks if node[d] == best_node),
                 key=lambda d, rows=rows: (rows[d], slots[d], d),  # type: ignore[misc]
             )
             owner[layer][e] = best
@@ -135,13 +142,13 @@ def sharded(
             rows[best] += loads[layer][e]
     for layer, experts in enumerate(hot):  # those that can stay
         for e in experts:
-            if homes is not None and slots[homes[layer][e]]:
-                owner[layer][e] = homes[layer][e]
-                slots[homes[layer][e]] -= 1
+            if owners is not None and slots[owners[layer][e]]:
+                owner[layer][e] = owners[layer][e]
+                slots[owners[layer][e]] -= 1
     for layer, experts in enumerate(hot):
         for e in experts:
             if owner[layer][e] < 0:
-                owner[layer][e] = max(range(num_cells), key=lambda d: (slots[d], -d))
+                owner[layer][e] = max(range(num_ep_ranks), key=lambda d: (slots[d], -d))
                 slots[owner[layer][e]] -= 1
     return owner
 
@@ -165,21 +172,21 @@ def prophesied(
     alpha: float = 1.0,
 ) -> tuple[list[Turn], int]:
     """Pro-Prophet's Algorithm 1 (spec 2.4, choice 8): its turns, and how many it returns."""
-    cells, experts = range(len(rows)), range(len(own))
+    ep_ranks, experts = range(len(rows)), range(len(own))
     holders: dict[int, list[int]] = {}
     turns: list[Turn] = []
-    computed, received = home_loads(rows, own, holders)
+    computed, received = owner_loads(rows, own, holders)
     fastest, count = block_time(prices, rows, own, holders), 0
     while not max(computed) - min(computed) < alpha * sum(map(sum, rows)) / len(own):
-        i = min(cells, key=lambda d: (-computed[d], d))  # type: ignore[misc]
+        i = min(ep_ranks, key=lambda d: (-computed[d], d))  # type: ignore[misc]
         unused = [e for e in experts if own[e] == i and e not in holders]
         if not unused:
             break
         e = min(unused, key=lambda e: (-sum(row[e] for row in rows), e))
-        others = sorted((d for d in cells if d != i), key=lambda d: (rows[d][e], d))  # type: ignore[misc]
+        others = sorted((d for d in ep_ranks if d != i), key=lambda d: (rows[d][e], d))  # type: ignore[misc]
         num_excluded = sum(rows[d][e] == 0 for d in others) if n is None else n
         holders[e] = sorted([i, *others[num_excluded:]])
-        computed, received = home_loads(rows, own, holders)
+        computed, received = owner_loads(rows, own, holders)
         seconds = block_time(prices, rows, own, holders)
         turns.append(Turn(e, holders[e], computed, received, seconds))
         if seconds < fastest:
@@ -187,7 +194,7 @@ def prophesied(
     return turns, count
 
 
-def home_loads(
+def owner_loads(
     rows: list[list[int]], own: list[int], holders: dict[int, list[int]]
 ) -> tuple[list[int], list[int]]:
     """H and R (spec 2.2), row by row."""
@@ -205,8 +212,8 @@ def block_time(
     prices: BlockPrices, rows: list[list[int]], own: list[int], holders: dict[int, list[int]]
 ) -> float:
     """Equation (6) or (8), with choices 3 and 4, and latencies."""
-    computed, received = home_loads(rows, own, holders)
-    moved = sum(len(cells) for cells in holders.values() if len(cells) > 1) / len(rows)
+    computed, received = owner_loads(rows, own, holders)
+    moved = sum(len(ep_ranks) for ep_ranks in holders.values() if len(ep_ranks) > 1) / len(rows)
     a2a = prices.exchange_start_s + max(received) * prices.row_bytes / prices.bytes_per_s
     fec, bec = max(computed) * prices.row_s, 2 * (max(computed) * prices.row_s)
     starts = prices.copy_latency_s if moved else 0.0
@@ -239,19 +246,19 @@ def shadowed(rows: list[list[int]], prices: BlockPrices) -> tuple[list[int], lis
 class Block(NamedTuple):
     """One layer, what is routed there, and what that costs."""
 
-    home: Placement
+    owner: Placement
     rows_CE: np.ndarray
     prices: BlockPrices
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> Block:
-    """Any homes; skewed or flat rows, with ties and zeros; prices in binary fractions."""
-    num_cells, num_experts = draw(st.integers(2, 8)), draw(st.integers(1, 16))
-    (home,) = draw(model_homes([num_experts], num_cells))
+    """Any owners; skewed or flat rows, with ties and zeros; prices in binary fractions."""
+    num_ep_ranks, num_experts = draw(st.integers(2, 8)), draw(st.integers(1, 16))
+    (owner,) = draw(model_owners([num_experts], num_ep_ranks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     most, power = draw(st.sampled_from([5000, 40, 3])), draw(st.sampled_from([1, 4]))
-    share_CE = rng.random((num_cells, num_experts)) * rng.random(num_experts) ** power
+    share_CE = rng.random((num_ep_ranks, num_experts)) * rng.random(num_experts) ** power
     alive_CE = rng.random(share_CE.shape) < draw(st.sampled_from([1.0, 0.5, 0.2]))
     prices = BlockPrices(
         row_s=draw(st.sampled_from([1.0, 0.25, 0.0])),
@@ -267,15 +274,15 @@ def blocks(draw: st.DrawFn) -> Block:
         is_scheduled=draw(st.booleans()),
         gathers_again=draw(st.booleans()),
     )
-    return Block(home, np.rint(most * share_CE * alive_CE).astype(np.int64), prices)
+    return Block(owner, np.rint(most * share_CE * alive_CE).astype(np.int64), prices)
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> np.ndarray:
-    """Node of each cell: even, uneven, and in any order."""
-    num_cells = draw(st.integers(1, 9))
+    """Node of each EP rank: even, uneven, and in any order."""
+    num_ep_ranks = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    node_C = rng.integers(0, draw(st.integers(1, 4)), num_cells)
+    node_C = rng.integers(0, draw(st.integers(1, 4)), num_ep_ranks)
     return node_C if draw(st.booleans()) else np.sort(node_C)
 
 
@@ -289,20 +296,23 @@ def layer_loads(draw: st.DrawFn) -> list[np.ndarray]:
 
 
 @st.composite
-def model_homes(draw: st.DrawFn, num_experts: list[int], num_cells: int) -> tuple[Placement, ...]:
-    """Homes of all layers: the first ones, or any."""
+def model_owners(
+    draw: st.DrawFn, num_experts: list[int], num_ep_ranks: int
+) -> tuple[Placement, ...]:
+    """Owners of all layers: the first ones, or any."""
     if draw(st.booleans()):
-        return even_homes(num_experts, num_cells)
+        return even_owners(num_experts, num_ep_ranks)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return tuple(
-        Placement.owned_by(rng.integers(0, num_cells, count), num_cells) for count in num_experts
+        Placement.owned_by(rng.integers(0, num_ep_ranks, count), num_ep_ranks)
+        for count in num_experts
     )
 
 
 class SmallModel(NamedTuple):
-    """Some layers on some cells."""
+    """Some layers on some EP ranks."""
 
-    homes: tuple[Placement, ...]
+    owners: tuple[Placement, ...]
     sizes: list[int]
     node_C: np.ndarray
     rng: np.random.Generator
@@ -313,5 +323,5 @@ def small_models(draw: st.DrawFn) -> SmallModel:
     """Few layers of few experts, anywhere."""
     node_C = draw(clusters())
     sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    homes = draw(model_homes(sizes, len(node_C)))
-    return SmallModel(homes, sizes, node_C, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))
+    owners = draw(model_owners(sizes, len(node_C)))
+    return SmallModel(owners, sizes, node_C, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))

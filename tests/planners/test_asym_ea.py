@@ -194,7 +194,7 @@ def test_measured_times_are_rounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("min_moved", "max_moved", "says"),
+    ("min_moved", "max_moved", "expected"),
     [
         (-1, None, "min_moved is -1; it must be at least 0"),
         (0, -1, "max_moved is -1; it must be at least 0"),
@@ -207,14 +207,14 @@ def test_measured_times_are_rounded() -> None:
         (1, 0, "has room for 0; the model does not fit: lower min_moved or raise max_moved"),
     ],
 )
-def test_bad_bounds(min_moved: int, max_moved: int | None, says: str) -> None:
+def test_bad_bounds(min_moved: int, max_moved: int | None, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         assign_experts(G1, G1_TIMES, min_moved=min_moved, max_moved=max_moved)
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
+    ("numbers", "expected"),
     [
         ((0, 8, 1, 1), "num_experts is 0; it must be at least 1"),
         ((6, 0, 1, 1), "num_layers is 0"),
@@ -224,10 +224,10 @@ def test_bad_bounds(min_moved: int, max_moved: int | None, says: str) -> None:
         ((6, 8, 4, 3), "attention_ranks is 4 and expert_ranks 3, of which neither divides"),
     ],
 )
-def test_bad_groups(numbers: tuple[int, int, int, int], says: str) -> None:
+def test_bad_groups(numbers: tuple[int, int, int, int], expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         group_of(*numbers)
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("time_s", [-1.0, float("inf"), float("nan")])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans as strategies come are priced no worse than the papers', and than no copies.
+"""Plans as strategies come are priced no worse than the papers', and than no replicas.
 
-Shape letters: C cells, E experts.
+Shape letters: C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import LevelShare, LocalElseHome
+from ds_moe_ext.core.share import LevelShare, LocalElseOwner
 from ds_moe_ext.planning.priced_plans import TOLERANCE
 from ds_moe_ext.planning.prices import Prices
-from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy
+from ds_moe_ext.planning.strategy import CostGroup, Job, Plan, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.shares import rule_seconds
@@ -25,9 +25,9 @@ from ds_moe_ext.strategies.shares import rule_seconds
 def random_job(seed: int) -> Job:
     """Two layers on up to three nodes; rows that are even, skewed, or of few senders."""
     rng = np.random.default_rng(seed)
-    num_cells, num_nodes = int(rng.integers(2, 13)), int(rng.integers(1, 4))
-    num_experts = num_cells * int(rng.integers(1, 4))
-    homes = (Placement.block(num_experts, num_cells),) * 2
+    num_ep_ranks, num_nodes = int(rng.integers(2, 13)), int(rng.integers(1, 4))
+    num_experts = num_ep_ranks * int(rng.integers(1, 4))
+    owners = (Placement.block(num_experts, num_ep_ranks),) * 2
     speeds = rng.choice([1e8, 1e9, 1e11], 2)
     prices = Prices(
         row_s=1e-6,
@@ -37,7 +37,7 @@ def random_job(seed: int) -> Job:
         intra_bytes_per_s=float(speeds.max()),
         cards=float(rng.choice([1.0, 4.0])),
     )
-    pool = Pool(
+    cost_group = CostGroup(
         layers=(0, 1),
         prices=prices,
         expert_bytes=1 << 20,
@@ -47,10 +47,10 @@ def random_job(seed: int) -> Job:
 
     def rows_CE() -> np.ndarray:
         part_E = rng.permutation((1.0 + np.arange(num_experts)) ** -rng.choice([0.0, 0.6, 1.5]))
-        rows_CE = rng.multinomial(4000, part_E / part_E.sum(), num_cells)
-        return rows_CE * (rng.random((num_cells, 1)) < rng.choice([0.3, 1.0]))
+        rows_CE = rng.multinomial(4000, part_E / part_E.sum(), num_ep_ranks)
+        return rows_CE * (rng.random((num_ep_ranks, 1)) < rng.choice([0.3, 1.0]))
 
-    job = Job.at_start(homes, np.arange(num_cells) * num_nodes // num_cells, (pool,))
+    job = Job.at_start(owners, np.arange(num_ep_ranks) * num_nodes // num_ep_ranks, (cost_group,))
     return replace(
         job,
         rows=(rows_CE(), rows_CE()),
@@ -63,10 +63,10 @@ def random_job(seed: int) -> Job:
 
 def seconds(plans: Sequence[Plan], job: Job) -> list[float]:
     """Of each layer, by the rows that its plan was made for."""
-    (pool,) = job.pools
+    (cost_group,) = job.cost_groups
     destinations = (plan.destination_of(rows_CE) for plan, rows_CE in zip(plans, job.rows))
     return [
-        rule_seconds(destination.share, rows_CE, job.node_C, pool)
+        rule_seconds(destination.share, rows_CE, job.node_C, cost_group)
         for destination, rows_CE in zip(destinations, job.rows)
     ]
 
@@ -75,7 +75,7 @@ def seconds(plans: Sequence[Plan], job: Job) -> list[float]:
     ("default", "papers"),
     [
         (FullySharded(), FullySharded(share="paper")),
-        (FullySharded(overlap_degree=4, copies_per_rank=2), None),
+        (FullySharded(overlap_degree=4, replicas_per_rank=2), None),
         (FullySharded(rematerialize=True, repair=0), None),
         (ProProphet(), ProProphet(share="paper")),
         (ProProphet(balance=0.2, scheduler=False), None),
@@ -85,8 +85,8 @@ def seconds(plans: Sequence[Plan], job: Job) -> list[float]:
 def test_no_plan_is_priced_worse_than_the_papers(
     default: Strategy, papers: Strategy | None
 ) -> None:
-    """Nor than no copies; but by 1 %, where fewer copies or none do nearly as well, and for whole
-    rows."""
+    """Nor than no replicas; but by 1 %, where fewer replicas or none do nearly as well, and for
+    whole rows."""
     num_better = num_divided = 0
     for seed in range(120):
         job = random_job(seed)
@@ -94,10 +94,10 @@ def test_no_plan_is_priced_worse_than_the_papers(
         own_s = seconds(plans, job)
         other = papers or default.by_share[", paper share"]
         others_s = seconds(other.plan(replace(job)), job)
-        (pool,) = job.pools
+        (cost_group,) = job.cost_groups
         for plan, rows_CE, ours_s, theirs_s in zip(plans, job.rows, own_s, others_s):
-            at_home = LocalElseHome(plan.home, plan.home)
-            alone_s = rule_seconds(at_home, rows_CE, job.node_C, pool)
+            at_owner = LocalElseOwner(plan.owner, plan.owner)
+            alone_s = rule_seconds(at_owner, rows_CE, job.node_C, cost_group)
             assert ours_s <= (1 + TOLERANCE) * theirs_s, seed
             assert ours_s <= alone_s * (1 + 1e-6) + 1e-12, seed
             num_better += ours_s < 0.98 * theirs_s

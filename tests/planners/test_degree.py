@@ -34,20 +34,20 @@ from ds_moe_ext.planning.pipeline_degrees import (
 )
 from ds_moe_ext.planning.prices import LinearCost
 from ds_moe_ext.schedule.simulator import Timeline, simulate
-from ds_moe_ext.schedule.step import in_lanes
+from ds_moe_ext.schedule.step import in_streams
 from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
     EXPERT,
     INTER,
     INTRA,
+    ChunkRange,
     Kind,
     Op,
     Schedule,
-    Span,
     Task,
     Value,
-    spans,
+    chunk_ranges,
 )
 from tests.planners.plainly import PROPERTY
 
@@ -129,8 +129,8 @@ def test_g5() -> None:
 
 # The schedule that the formulas price: task lists of the paper's figure 3 (c) and (d).
 
-GATHER_CELL = Op("all_gather", INTRA)
-SCATTER_CELL = Op("reduce_scatter", INTRA)
+GATHER_ETP = Op("all_gather", INTRA)
+SCATTER_ETP = Op("reduce_scatter", INTRA)
 ALL_REDUCE = Op("all_reduce", INTER)
 X, SENT, GATHERED, COMPUTED, SCATTERED, Y, GRADIENT, REDUCED = (
     *(Kind(name, by_token=True) for name in ("x", "sent", "gathered", "computed", "scattered")),
@@ -138,18 +138,18 @@ X, SENT, GATHERED, COMPUTED, SCATTERED, Y, GRADIENT, REDUCED = (
 )
 
 
-def tasks_of(op: Op, read: Kind, written: Kind, chunks: tuple[Span, ...]) -> list[Task]:
+def tasks_of(op: Op, read: Kind, written: Kind, chunks: tuple[ChunkRange, ...]) -> list[Task]:
     return [Task(op, 0, c, (Value(read, 0, c),), (Value(written, 0, c),)) for c in chunks]
 
 
 def fsmoe(degree: int, has_all_reduce: bool = True) -> Schedule:
     """The MoE part of a layer, in the order in which the host issues it (spec 2.5)."""
-    chunks, whole = spans(degree, degree), Span(0, degree)
-    sent = tasks_of(DISPATCH, X, SENT, chunks), tasks_of(GATHER_CELL, SENT, GATHERED, chunks)
+    chunks, whole = chunk_ranges(degree, degree), ChunkRange(0, degree)
+    sent = tasks_of(DISPATCH, X, SENT, chunks), tasks_of(GATHER_ETP, SENT, GATHERED, chunks)
     reduced = tasks_of(ALL_REDUCE, GRADIENT, REDUCED, (whole,) * has_all_reduce)
     computed = (
         tasks_of(EXPERT, GATHERED, COMPUTED, chunks),
-        tasks_of(SCATTER_CELL, COMPUTED, SCATTERED, chunks),
+        tasks_of(SCATTER_ETP, COMPUTED, SCATTERED, chunks),
     )
     combined = tasks_of(COMBINE, SCATTERED, Y, chunks)
     pairs = [task for lists in (sent, computed) for pair in zip(*lists) for task in pair]
@@ -168,7 +168,7 @@ class Seconds(NamedTuple):
 
     def of(self, rank: int, task: Task) -> float:
         by_op = {DISPATCH: self.a, COMBINE: self.a, EXPERT: self.e, ALL_REDUCE: self.t}
-        by_op |= {GATHER_CELL: self.g, SCATTER_CELL: self.s}
+        by_op |= {GATHER_ETP: self.g, SCATTER_ETP: self.s}
         return {op.name: seconds for op, seconds in by_op.items()}[task.op.name]
 
 
@@ -183,13 +183,13 @@ def test_g4_events() -> None:
     timeline = simulate(schedule, Seconds(a=2, g=1, s=1, e=3, t=3).of)
     assert {
         op: events(schedule, timeline, op)
-        for op in (DISPATCH, ALL_REDUCE, GATHER_CELL, EXPERT, SCATTER_CELL, COMBINE)
+        for op in (DISPATCH, ALL_REDUCE, GATHER_ETP, EXPERT, SCATTER_ETP, COMBINE)
     } == {
         DISPATCH: [(0, 2), (2, 4)],
         ALL_REDUCE: [(4, 7)],
-        GATHER_CELL: [(2, 3), (4, 5)],
+        GATHER_ETP: [(2, 3), (4, 5)],
         EXPERT: [(3, 6), (6, 9)],
-        SCATTER_CELL: [(6, 7), (9, 10)],
+        SCATTER_ETP: [(6, 7), (9, 10)],
         COMBINE: [(7, 9), (10, 12)],
     }
     assert timeline.makespan_s == 12
@@ -198,27 +198,29 @@ def test_g4_events() -> None:
     assert windows(chunks) == 4
 
 
-def in_one_lane(schedule: Schedule) -> Schedule:
+def in_one_stream(schedule: Schedule) -> Schedule:
     """All that is sent in one queue; combines and reduce-scatters of the chunks take turns."""
-    last = (SCATTER_CELL, COMBINE)
-    tasks = sorted(schedule.tasks, key=lambda task: (task.op in last) * (1 + task.span.start))
+    last = (SCATTER_ETP, COMBINE)
+    tasks = sorted(
+        schedule.tasks, key=lambda task: (task.op in last) * (1 + task.chunk_range.start)
+    )
     in_turns = Schedule(tuple(tasks), schedule.inputs, schedule.outputs)
-    return in_lanes(in_turns, {INTRA: INTER})
+    return in_streams(in_turns, {INTRA: INTER})
 
 
-def test_g4_in_one_lane() -> None:
+def test_g4_in_one_stream() -> None:
     """Then the all-reduce is no longer free."""
     for has_all_reduce, makespan_s in ((True, 15), (False, 12)):
-        schedule = in_one_lane(fsmoe(2, has_all_reduce))
+        schedule = in_one_stream(fsmoe(2, has_all_reduce))
         assert simulate(schedule, Seconds(a=2, g=1, s=1, e=3, t=3).of).makespan_s == makespan_s
 
 
 @pytest.mark.parametrize("costs", [G5, G5.in_backward()], ids=["forward", "backward"])
-def test_g5_in_one_lane(costs: LayerCosts) -> None:
+def test_g5_in_one_stream(costs: LayerCosts) -> None:
     times = []
     for degree in range(1, 9):
         _, a, g, s, e = map(float, costs.cut(np.array(degree)))
-        schedule = in_one_lane(fsmoe(degree, has_all_reduce=False))
+        schedule = in_one_stream(fsmoe(degree, has_all_reduce=False))
         times.append(simulate(schedule, Seconds(a, g, s, e, 0).of).makespan_s)
     assert times.index(min(times)) + 1 == 2
     assert min(times) == pytest.approx(18.92, abs=5e-3)
@@ -236,7 +238,7 @@ def test_the_makespan_is_what_the_schedule_takes() -> None:
 
 
 def recurrence(chunks: Chunks, all_reduce_N: np.ndarray) -> np.ndarray:
-    """When the last combine is done, lane by lane, float ``[N]``."""
+    """When the last combine is done, stream by stream, float ``[N]``."""
     _, a, g, s, e = chunks
     inter, intra, compute = np.zeros((3, *a.shape))
     gathered, scattered = [], []
@@ -324,7 +326,7 @@ SECONDS = st.floats(0, 10)
 
 
 @st.composite
-def layer_costs(draw: st.DrawFn, cells_are_even: bool = False) -> LayerCosts:
+def layer_costs(draw: st.DrawFn, ep_ranks_are_even: bool = False) -> LayerCosts:
     def one() -> LinearCost:
         beta_s, n = draw(st.sampled_from([1e-3, 1e-6, 0.0])), draw(st.floats(0, 1e4))
         return LinearCost(alpha_s=draw(st.floats(0, 1)), beta_s=beta_s, n=n)
@@ -333,7 +335,7 @@ def layer_costs(draw: st.DrawFn, cells_are_even: bool = False) -> LayerCosts:
     return LayerCosts(
         all_to_all=one(),
         all_gather=gather,
-        reduce_scatter=gather if cells_are_even else one(),
+        reduce_scatter=gather if ep_ranks_are_even else one(),
         expert=one(),
     )
 
@@ -439,7 +441,7 @@ def test_the_solver_finds_the_best_degree() -> None:
 
 @pytest.mark.slow
 @settings(PROPERTY, max_examples=8)
-@given(layer_costs(), layer_costs(cells_are_even=True), SECONDS)
+@given(layer_costs(), layer_costs(ep_ranks_are_even=True), SECONDS)
 def test_the_solver_is_never_better(any_costs: LayerCosts, even: LayerCosts, t: float) -> None:
     """And equally good if all-gather and reduce-scatter take equally long."""
     pytest.importorskip("scipy")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The priced share against the joint linear programme of every sender and holder.
 
-Shape letters: C cells, E experts, N (expert, holder) pairs, V nodes.
+Shape letters: C EP ranks, E experts, N (expert, holder) pairs, V nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.share import NearestCopy
+from ds_moe_ext.core.share import NearestReplica
 from ds_moe_ext.planning.priced_plans import (
     Routed,
     RoutedDivision,
@@ -27,7 +27,7 @@ from ds_moe_ext.planning.prices import RowPrices
 
 FREE = (1.0, 0.0, 0.0)
 PRICES = (FREE, (30.0, 8.0, 80.0), (30.0, 4.0, 16.0), (30.0, 1.2, 8.0), (0.1, 1.0, 5.0))
-"""Of a row: to compute, to leave its cell, to cross between nodes."""
+"""Of a row: to compute, to leave its EP rank, to cross between nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,41 +42,43 @@ class Case:
         return self.routed.rows_CE
 
 
-def cases(number: int, *, most_cells: int, most_experts: int, seed: int = 0) -> Iterator[Case]:
-    """Zipf 0 to 2; homes, and copies by chance, of the hot or a few of every cell."""
+def cases(number: int, *, most_ep_ranks: int, most_experts: int, seed: int = 0) -> Iterator[Case]:
+    """Zipf 0 to 2; owners, and replicas by chance, of the hot or a few of every EP rank."""
     rng = np.random.default_rng(seed)
     for _ in range(number):
-        num_cells = int(rng.choice([c for c in (2, 3, 4, 8, 16, 32, 64) if c <= most_cells]))
+        num_ep_ranks = int(rng.choice([c for c in (2, 3, 4, 8, 16, 32, 64) if c <= most_ep_ranks]))
         num_experts = int(np.exp2(rng.uniform(1, np.log2(most_experts))))
         weight_E = rng.permutation((1.0 + np.arange(num_experts)) ** -rng.uniform(0, 2))
-        of_cells = (weight_E * rng.gamma(5, 0.2, num_experts) for _ in range(num_cells))
+        of_ep_ranks = (weight_E * rng.gamma(5, 0.2, num_experts) for _ in range(num_ep_ranks))
         num_rows = int(rng.choice([64, 256, 1024, 4096]))
-        rows_CE = np.stack([rng.multinomial(num_rows, own_E / own_E.sum()) for own_E in of_cells])
-        holds_EC = np.zeros((num_experts, num_cells), dtype=bool)
-        holds_EC[np.arange(num_experts), rng.integers(0, num_cells, num_experts)] = True
+        rows_CE = np.stack(
+            [rng.multinomial(num_rows, own_E / own_E.sum()) for own_E in of_ep_ranks]
+        )
+        holds_EC = np.zeros((num_experts, num_ep_ranks), dtype=bool)
+        holds_EC[np.arange(num_experts), rng.integers(0, num_ep_ranks, num_experts)] = True
         _copy(rng, holds_EC, rows_CE)
-        sizes = [size for size in (1, 2, 4, 8) if num_cells % size == 0]
-        node_C = rng.permutation(np.arange(num_cells) // rng.choice(sizes)) * 3 + 1
+        sizes = [size for size in (1, 2, 4, 8) if num_ep_ranks % size == 0]
+        node_C = rng.permutation(np.arange(num_ep_ranks) // rng.choice(sizes)) * 3 + 1
         row_s, local_s, cross_s = PRICES[rng.integers(len(PRICES))]
-        row_s_C = np.full(num_cells, row_s) * rng.choice([1.0, 0.5], num_cells)
+        row_s_C = np.full(num_ep_ranks, row_s) * rng.choice([1.0, 0.5], num_ep_ranks)
         prices = RowPrices(row_s_C, local_s, cross_s)
         yield Case(Routed(rows_CE, Placement(holds_EC), node_C), prices)
 
 
 def _copy(rng: np.random.Generator, holds_EC: np.ndarray, rows_CE: np.ndarray) -> None:
-    num_experts, num_cells = holds_EC.shape
+    num_experts, num_ep_ranks = holds_EC.shape
     match int(rng.integers(3)):
         case 0:
-            holds_EC |= rng.random(holds_EC.shape) < rng.uniform(0, 4 / num_cells)
+            holds_EC |= rng.random(holds_EC.shape) < rng.uniform(0, 4 / num_ep_ranks)
         case 1:
             num_hot = max(1, int(num_experts * rng.uniform(0.05, 0.5)))
             for expert in np.argsort(-rows_CE.sum(axis=0))[:num_hot]:
-                copies = min(num_cells, int(rng.integers(1, 5)))
-                holds_EC[expert, rng.choice(num_cells, copies, replace=False)] = True
+                replicas = min(num_ep_ranks, int(rng.integers(1, 5)))
+                holds_EC[expert, rng.choice(num_ep_ranks, replicas, replace=False)] = True
         case 2:
-            for cell in range(num_cells):
-                copies = min(num_experts, int(rng.integers(1, 4)))
-                holds_EC[rng.choice(num_experts, copies, replace=False), cell] = True
+            for ep_rank in range(num_ep_ranks):
+                replicas = min(num_experts, int(rng.integers(1, 4)))
+                holds_EC[rng.choice(num_experts, replicas, replace=False), ep_rank] = True
 
 
 def joint_optimum(case: Case) -> float:
@@ -84,11 +86,11 @@ def joint_optimum(case: Case) -> float:
     rows_CE, holds_EC = case.rows_CE, case.routed.target.holds_EC
     node_C, prices = case.routed.node_C, case.prices
     expert_N, holder_N = np.nonzero(holds_EC)
-    num_cells, num_experts = rows_CE.shape
-    sender = np.repeat(np.arange(num_cells), len(expert_N))
-    expert, holder = np.tile(expert_N, num_cells), np.tile(holder_N, num_cells)
+    num_ep_ranks, num_experts = rows_CE.shape
+    sender = np.repeat(np.arange(num_ep_ranks), len(expert_N))
+    expert, holder = np.tile(expert_N, num_ep_ranks), np.tile(holder_N, num_ep_ranks)
     unknown = np.arange(len(sender))
-    cell_s, link_s = len(sender), len(sender) + 1
+    ep_rank_s, link_s = len(sender), len(sender) + 1
     sums = coo_array(
         (np.ones(len(sender)), (sender * num_experts + expert, unknown)),
         shape=(rows_CE.size, len(sender) + 2),
@@ -107,7 +109,7 @@ def joint_optimum(case: Case) -> float:
     leaves, crosses = sender != holder, node_C[sender] != node_C[holder]
     everything = np.ones_like(leaves)
     local, cross = (np.full(len(sender), p) for p in (prices.local_row_s, prices.cross_row_s))
-    limit(holder, everything, prices.row_s_C[holder], cell_s)
+    limit(holder, everything, prices.row_s_C[holder], ep_rank_s)
     limit(holder, leaves, local, link_s)
     limit(sender, leaves, local, link_s)
     limit(node_C[holder], crosses, cross, link_s)
@@ -126,7 +128,7 @@ def joint_optimum(case: Case) -> float:
 
 
 def priced_CC(case: Case) -> np.ndarray:
-    """Rows from each cell to each, once it is checked that all rows go to holders."""
+    """Rows from each EP rank to each, once it is checked that all rows go to holders."""
     routed = case.routed
     whole = in_whole_rows(divide(routed, case.prices), routed)
     sent_CN = sent_rows(whole, routed)
@@ -136,13 +138,13 @@ def priced_CC(case: Case) -> np.ndarray:
     np.add.at(total_CX.T, holders.copied_N, sent_CN.T)
     assert np.array_equal(total_CX, case.rows_CE[:, holders.expert_X])
     moved_CC = routed.alone_CC.copy()
-    np.add.at(moved_CC.T, holders.cell_N, sent_CN.T)
+    np.add.at(moved_CC.T, holders.ep_rank_N, sent_CN.T)
     assert moved_CC.sum() == case.rows_CE.sum()
     return moved_CC
 
 
 def nearest_CC(case: Case) -> np.ndarray:
-    share = NearestCopy(case.routed.target, case.routed.node_C)
+    share = NearestReplica(case.routed.target, case.routed.node_C)
     return share.rows_between(case.rows_CE[:, None])[0]
 
 
@@ -166,18 +168,18 @@ def check_times(found: list[Case]) -> None:
 
 
 def test_takes_hardly_longer_than_the_joint_programme() -> None:
-    check_times(list(cases(40, most_cells=8, most_experts=24)))
+    check_times(list(cases(40, most_ep_ranks=8, most_experts=24)))
 
 
 @pytest.mark.slow
 def test_takes_hardly_longer_than_the_joint_programme_of_large_layers() -> None:
-    check_times(list(cases(500, most_cells=64, most_experts=256, seed=1)))
+    check_times(list(cases(500, most_ep_ranks=64, most_experts=256, seed=1)))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_where_sending_is_free_few_rows_leave(seed: int) -> None:
     """Of all divisions as well balanced the one with fewest remote rows, by a second programme."""
-    (case,) = cases(1, most_cells=8, most_experts=24, seed=seed)
+    (case,) = cases(1, most_ep_ranks=8, most_experts=24, seed=seed)
     free = Case(case.routed, RowPrices(np.ones(len(case.rows_CE)), 0.0, 0.0))
     moved_CC = priced_CC(free)
     remote = 1 - np.trace(moved_CC) / moved_CC.sum()
@@ -185,18 +187,18 @@ def test_where_sending_is_free_few_rows_leave(seed: int) -> None:
 
 
 def fewest_remote(case: Case, most_rows: int) -> float:
-    """Least part of the rows that leave their cells, where no cell computes more."""
+    """Least part of the rows that leave their EP ranks, where no EP rank computes more."""
     rows_CE = case.rows_CE
     expert_N, holder_N = np.nonzero(case.routed.target.holds_EC)
-    num_cells, num_experts = rows_CE.shape
-    sender = np.repeat(np.arange(num_cells), len(expert_N))
-    expert, holder = np.tile(expert_N, num_cells), np.tile(holder_N, num_cells)
+    num_ep_ranks, num_experts = rows_CE.shape
+    sender = np.repeat(np.arange(num_ep_ranks), len(expert_N))
+    expert, holder = np.tile(expert_N, num_ep_ranks), np.tile(holder_N, num_ep_ranks)
     one, unknown = np.ones(len(sender)), np.arange(len(sender))
     shape = rows_CE.size, len(sender)
     found = linprog(
         (sender != holder).astype(float),
-        A_ub=coo_array((one, (holder, unknown)), shape=(num_cells, len(sender))),
-        b_ub=np.full(num_cells, most_rows),
+        A_ub=coo_array((one, (holder, unknown)), shape=(num_ep_ranks, len(sender))),
+        b_ub=np.full(num_ep_ranks, most_rows),
         A_eq=coo_array((one, (sender * num_experts + expert, unknown)), shape=shape),
         b_eq=rows_CE.ravel(),
         method="highs",
@@ -205,8 +207,8 @@ def fewest_remote(case: Case, most_rows: int) -> float:
     return float(found.fun) / rows_CE.sum()
 
 
-def test_permuted_cells_take_as_long() -> None:
-    for case in cases(6, most_cells=8, most_experts=16, seed=2):
+def test_permuted_ep_ranks_take_as_long() -> None:
+    for case in cases(6, most_ep_ranks=8, most_experts=16, seed=2):
         order_C = np.random.default_rng(0).permutation(len(case.rows_CE))
         routed, prices = case.routed, case.prices
         other = Case(
@@ -230,14 +232,14 @@ def test_one_holder_an_expert_leaves_nothing_to_divide() -> None:
 
 
 def test_a_hot_expert_by_hand() -> None:
-    """Both cells hold it; the first one has 6 rows for it, the second 18."""
+    """Both EP ranks hold it; the first one has 6 rows for it, the second 18."""
     routed = Routed(np.array([[6], [18]]), Placement(np.array([[True, True]])), np.array([0, 0]))
     free = divide(routed, RowPrices(np.ones(2), 0.0, 0.0))
     assert free.kept_N.tolist() == pytest.approx([6, 12])
-    # A row that moves spares the busiest cell one and costs one on the link: nothing is won.
+    # A row that moves spares the busiest EP rank one and costs one on the link: nothing is won.
     dear = divide(routed, RowPrices(np.ones(2), 1.5, 0.0))
     assert dear.kept_N.tolist() == pytest.approx([6, 18])
-    # A cell twice as fast gets twice the rows.
+    # An EP rank twice as fast gets twice the rows.
     unlike = divide(routed, RowPrices(np.array([0.5, 1.0]), 0.0, 0.0))
     assert unlike.kept_N.tolist() == pytest.approx([6, 8])
 
@@ -251,8 +253,10 @@ def test_what_is_left_is_given_where_most_lacks() -> None:
     assert whole.sent_VN.tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize(("prices", "said"), [((-1.0, 0, 0), "row_s"), ((1.0, np.inf, 0), "local")])
-def test_prices_are_checked(prices: tuple[float, float, float], said: str) -> None:
+@pytest.mark.parametrize(
+    ("prices", "stated"), [((-1.0, 0, 0), "row_s"), ((1.0, np.inf, 0), "local")]
+)
+def test_prices_are_checked(prices: tuple[float, float, float], stated: str) -> None:
     row_s, local_s, cross_s = prices
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=stated):
         RowPrices(np.array([row_s]), local_s, cross_s)

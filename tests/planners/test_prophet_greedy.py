@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithm 1: the spec's golden tests, the paper's loop line by line, properties. Pure.
 
-Shape letters: E experts, C cells.
+Shape letters: E experts, C EP ranks.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def test_golden_p1(n: int, turns: list[tuple[object, ...]], count: int) -> None:
     """Equation (6): every turn, and what is returned."""
     assert prophesied(GATING_CE.tolist(), OWN, BLOCK_PRICES, n=n, alpha=0.5) == (turns, count)
     plan = place_experts(ONE_EACH, GATING_CE, prices=BLOCK_PRICES, num_excluded=n, balance=0.5)
-    expert, cells, computed, received, seconds = turns[0]
-    assert holders(plan) == {expert: cells}
+    expert, ep_ranks, computed, received, seconds = turns[0]
+    assert holders(plan) == {expert: ep_ranks}
     assert plan.rows.computed_C.tolist() == computed
     assert plan.rows.received_C.tolist() == received
     assert plan.seconds.step_s == seconds
@@ -85,20 +85,20 @@ def test_golden_p1(n: int, turns: list[tuple[object, ...]], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "seconds", "copies"),
+    ("n", "seconds", "replicas"),
     [
         (0, [63.5, 56.0], {0: [0, 1, 2, 3], 2: [0, 1, 2, 3]}),
         (1, [63.5, 58.0], {0: [0, 1, 2], 2: [0, 2, 3]}),
         (2, [97.5], {0: [0, 2]}),
     ],
 )
-def test_golden_p2(n: int, seconds: list[float], copies: dict[int, list[int]]) -> None:
+def test_golden_p2(n: int, seconds: list[float], replicas: dict[int, list[int]]) -> None:
     """Equation (8): what is hidden is free, so that more is copied."""
     turns, count = prophesied(GATING_CE.tolist(), OWN, SCHEDULED, n=n, alpha=0.5)
     assert [turn.seconds for turn in turns] == seconds
     assert count == len(turns)
     plan = place_experts(ONE_EACH, GATING_CE, prices=SCHEDULED, num_excluded=n, balance=0.5)
-    assert holders(plan) == copies
+    assert holders(plan) == replicas
     assert plan.seconds.step_s == seconds[-1]
 
 
@@ -129,38 +129,39 @@ def test_nothing_is_copied_that_gains_less_than_it_takes_to_start() -> None:
         assert place_experts(ONE_EACH, rows_CE, prices=prices, balance=0.25).selected == selected
 
 
-def test_more_experts_than_cells() -> None:
-    """Choice 8: cell 0 owns experts 0 and 1, and 1 has more rows; a cell may own none."""
-    home = Placement.owned_by(np.array([0, 0, 1]), 3)
+def test_more_experts_than_ep_ranks() -> None:
+    """Choice 8: EP rank 0 owns experts 0 and 1, and 1 has more rows; an EP rank may own none."""
+    owner = Placement.owned_by(np.array([0, 0, 1]), 3)
     rows_CE = np.array([[1, 9, 2], [5, 9, 2], [5, 9, 2]])
     prices = replace(BLOCK_PRICES, weight_bytes=0.0, gradient_bytes=0.0)
-    plan = place_experts(home, rows_CE, prices=prices, balance=0.0)
+    plan = place_experts(owner, rows_CE, prices=prices, balance=0.0)
     # H: 38, 6, 0; then 20, 15, 9; then 10, 20, 14; then 12, 16, 16; then 1 owns no other.
     assert plan.selected == (1, 0, 2)
     assert plan.rows.computed_C.tolist() == [12, 16, 16]
 
 
 def test_automatic_exclusion_is_per_expert() -> None:
-    """Choices 2 and 4: those without rows get no copy; an expert of its home alone is passed by."""
-    home = Placement.owned_by(np.array([0, 0, 1, 2]), 3)
+    """Choices 2 and 4: those without rows get no replica; an expert of its owner alone is passed
+    by."""
+    owner = Placement.owned_by(np.array([0, 0, 1, 2]), 3)
     rows_CE = np.array([[50, 4, 0, 0], [0, 6, 0, 0], [0, 0, 0, 1]])
     prices = replace(BLOCK_PRICES, weight_bytes=3.0, gradient_bytes=0.0)
-    plan = place_experts(home, rows_CE, prices=prices, num_excluded=None)
+    plan = place_experts(owner, rows_CE, prices=prices, num_excluded=None)
     assert holders(plan) == {1: [0, 1]}
     assert plan.seconds.gather_s == 2 / 3 * 3
     assert plan.rows.computed_C.tolist() == [54, 6, 1]
 
 
 @pytest.mark.parametrize("num_excluded", [0, None])
-def test_one_cell(num_excluded: int | None) -> None:
-    home = Placement.block(3, 1)
+def test_one_ep_rank(num_excluded: int | None) -> None:
+    owner = Placement.block(3, 1)
     plan = place_experts(
-        home, np.array([[5, 0, 7]]), prices=SCHEDULED, num_excluded=num_excluded, balance=0.0
+        owner, np.array([[5, 0, 7]]), prices=SCHEDULED, num_excluded=num_excluded, balance=0.0
     )
-    assert plan.target is home
+    assert plan.target is owner
 
 
-def test_no_rows_no_copies() -> None:
+def test_no_rows_no_replicas() -> None:
     nothing_CE = np.zeros((4, 4), dtype=np.int64)
     for prices in (BLOCK_PRICES, SCHEDULED, replace(SCHEDULED, weight_bytes=0.0)):
         plan = place_experts(ONE_EACH, nothing_CE, prices=prices, balance=0.0)
@@ -169,17 +170,21 @@ def test_no_rows_no_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "expected"),
     [
-        ("num_excluded", 4, "num_excluded is 4, but an expert has 3 cells .* from 0 to 3, or null"),
+        (
+            "num_excluded",
+            4,
+            "num_excluded is 4, but an expert has 3 EP ranks .* from 0 to 3, or null",
+        ),
         ("num_excluded", -1, "num_excluded is -1"),
         ("balance", -0.5, "balance is -0.5; it must be finite and at least 0"),
         ("balance", float("nan"), "balance is nan"),
         ("balance", float("inf"), "balance is inf"),
     ],
 )
-def test_what_is_refused(field: str, value: float, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_is_refused(field: str, value: float, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         place_experts(ONE_EACH, GATING_CE, prices=BLOCK_PRICES, **{field: value})  # type: ignore[arg-type]
 
 
@@ -187,7 +192,7 @@ def test_what_is_refused(field: str, value: float, says: str) -> None:
 def searches(draw: st.DrawFn) -> tuple[Block, int | None, float]:
     """A block, ``num_excluded`` and ``balance``."""
     block = draw(blocks())
-    num_excluded = draw(st.none() | st.integers(0, block.home.num_cells - 1))
+    num_excluded = draw(st.none() | st.integers(0, block.owner.num_ep_ranks - 1))
     return block, num_excluded, draw(st.sampled_from([0.0, 0.25, 1.0, 3.0]))
 
 
@@ -202,10 +207,10 @@ def test_the_plan_is_the_papers(looked_at: int, search: tuple[Block, int | None,
 
 
 def check_against_paper(search: tuple[Block, int | None, float]) -> None:
-    (home, rows_CE, prices), num_excluded, balance = search
-    own = home.owner_E.tolist()
+    (owner, rows_CE, prices), num_excluded, balance = search
+    own = owner.owner_E.tolist()
     turns, count = prophesied(rows_CE.tolist(), own, prices, n=num_excluded, alpha=balance)
-    plan = place_experts(home, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
+    plan = place_experts(owner, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
     copied = [turn for turn in turns[:count] if len(turn.holders) > 1]
     assert holders(plan) == {turn.expert: turn.holders for turn in copied}
     assert plan.selected == tuple(turn.expert for turn in copied)
@@ -215,49 +220,49 @@ def check_against_paper(search: tuple[Block, int | None, float]) -> None:
         assert plan.rows.computed_C.tolist() == last.computed
         assert plan.rows.received_C.tolist() == last.received
     else:
-        assert plan.target is home
-    assert len(turns) <= home.num_experts
+        assert plan.target is owner
+    assert len(turns) <= owner.num_experts
 
 
 @PROPERTY
 @given(searches())
 def test_properties(search: tuple[Block, int | None, float]) -> None:
     """Properties 1 to 4 of the spec."""
-    (home, rows_CE, prices), num_excluded, balance = search
-    plan = place_experts(home, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
+    (owner, rows_CE, prices), num_excluded, balance = search
+    plan = place_experts(owner, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
     target, selected = plan.target, list(plan.selected)
-    assert target.holds_EC[home.holds_EC].all()
-    others = np.setdiff1d(np.arange(home.num_experts), selected)
-    assert np.array_equal(target.holds_EC[others], home.holds_EC[others])
+    assert target.holds_EC[owner.holds_EC].all()
+    others = np.setdiff1d(np.arange(owner.num_experts), selected)
+    assert np.array_equal(target.holds_EC[others], owner.holds_EC[others])
     if num_excluded is not None:
-        assert (target.holds_EC[selected].sum(axis=1) == home.num_cells - num_excluded).all()
+        assert (target.holds_EC[selected].sum(axis=1) == owner.num_ep_ranks - num_excluded).all()
     assert plan.rows.computed_C.sum() == rows_CE.sum()
 
-    assert plan.seconds == placement_seconds(home, target, rows_CE, prices=prices)
-    assert plan.seconds_without == placement_seconds(home, home, rows_CE, prices=prices)
+    assert plan.seconds == placement_seconds(owner, target, rows_CE, prices=prices)
+    assert plan.seconds_without == placement_seconds(owner, owner, rows_CE, prices=prices)
     if selected:
         assert plan.seconds.step_s < plan.seconds_without.step_s
     else:
-        assert target is home
-    alone_C = np.bincount(home.owner_E, rows_CE.sum(axis=0), minlength=home.num_cells)
-    if is_balanced(alone_C, home.num_experts, balance):
-        assert target is home
+        assert target is owner
+    alone_C = np.bincount(owner.owner_E, rows_CE.sum(axis=0), minlength=owner.num_ep_ranks)
+    if is_balanced(alone_C, owner.num_experts, balance):
+        assert target is owner
 
 
 @PROPERTY
 @given(st.integers(2, 8), st.integers(1, 12), st.integers(0, 2**32 - 1), st.booleans())
-def test_a_permutation_of_cells_permutes_the_plan(
-    num_cells: int, num_experts: int, seed: int, is_scheduled: bool
+def test_a_permutation_of_ep_ranks_permutes_the_plan(
+    num_ep_ranks: int, num_experts: int, seed: int, is_scheduled: bool
 ) -> None:
     """Property 5, on rows so many that none are equal; how they lie in memory does not matter."""
     rng = np.random.default_rng(seed)
-    rows_CE = (1e9 * rng.random((num_cells, num_experts)) ** 4).astype(np.int64)
-    home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
-    order_C = rng.permutation(num_cells)
+    rows_CE = (1e9 * rng.random((num_ep_ranks, num_experts)) ** 4).astype(np.int64)
+    owner = Placement.owned_by(rng.integers(0, num_ep_ranks, num_experts), num_ep_ranks)
+    order_C = rng.permutation(num_ep_ranks)
     prices = replace(BLOCK_PRICES, weight_bytes=1e9, is_scheduled=is_scheduled)
-    plan = place_experts(home, rows_CE, prices=prices, num_excluded=1, balance=0.1)
+    plan = place_experts(owner, rows_CE, prices=prices, num_excluded=1, balance=0.1)
     permuted = place_experts(
-        Placement(home.holds_EC[:, order_C]),
+        Placement(owner.holds_EC[:, order_C]),
         np.asfortranarray(rows_CE[order_C].astype(np.uint32)),
         prices=prices,
         num_excluded=1,
@@ -287,7 +292,7 @@ def test_golden_p7() -> None:
     plan = shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES)
     assert plan.selected == (0, 2, 1)
     assert plan.target.holds_EC.tolist() == [[True] * 4] * 3 + [[False, False, False, True]]
-    # Cell 3 gets the 5 rows of expert 3 beside its own 16; three experts go there and back.
+    # EP rank 3 gets the 5 rows of expert 3 beside its own 16; three experts go there and back.
     assert plan.rows.computed_C.tolist() == [15, 14, 14, 21]
     assert plan.seconds.step_s == 4 * 5 + 3 * 21 / 2 + 3 * 2 + 3 * 2
     assert plan.seconds_without.step_s == 147
@@ -316,13 +321,13 @@ def test_nothing_to_gain() -> None:
 @PROPERTY
 @given(blocks())
 def test_the_plan_is_fastermoes(block: Block) -> None:
-    home, rows_CE, prices = block
-    plan = shadow_experts(home, rows_CE, prices=prices)
+    owner, rows_CE, prices = block
+    plan = shadow_experts(owner, rows_CE, prices=prices)
     shadows, _ = shadowed(rows_CE.tolist(), prices)
     assert plan.selected == tuple(shadows)
-    is_shadow_E = np.isin(np.arange(home.num_experts), shadows)
-    assert np.array_equal(plan.target.holds_EC, home.holds_EC | is_shadow_E[:, None])
-    assert plan.seconds == placement_seconds(home, plan.target, rows_CE, prices=prices)
+    is_shadow_E = np.isin(np.arange(owner.num_experts), shadows)
+    assert np.array_equal(plan.target.holds_EC, owner.holds_EC | is_shadow_E[:, None])
+    assert plan.seconds == placement_seconds(owner, plan.target, rows_CE, prices=prices)
 
 
 # Copies under two computations: the golden test, both rules both ways, properties. Pure.

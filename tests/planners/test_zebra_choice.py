@@ -205,7 +205,7 @@ def test_what_travels_counts_where_the_card_is_known() -> None:
     assert step_seconds(GROUP, TIMES, slow, none_L) > step_seconds(GROUP, TIMES, STRIPES, none_L)
 
 
-def test_the_median_is_told_with_its_spread() -> None:
+def test_the_median_is_reported_with_its_spread() -> None:
     assert Timed.of([3.0, 1.0, 5.0]) == Timed(3.0, approx((8 / 3) ** 0.5))
 
 
@@ -235,9 +235,9 @@ def test_experts_move_as_algorithm_1_says() -> None:
     priced = price_shape(RANKS, shape, 8)
     assert priced.moved_L == assigned.moved_L == (1, 1, 1, 1)
     assert priced.price == price_step(RANKS, shape, 24, assigned.moved_L)
-    at_home = price_shape(RANKS, shape, 8, moves=False)
-    assert at_home.moved_L == (0, 0, 0, 0)
-    assert at_home.price.step_s > priced.price.step_s
+    at_owner = price_shape(RANKS, shape, 8, moves=False)
+    assert at_owner.moved_L == (0, 0, 0, 0)
+    assert at_owner.price.step_s > priced.price.step_s
 
 
 def test_experts_stay_where_moving_them_does_not_pay() -> None:
@@ -313,19 +313,19 @@ def test_a_cluster_is_made_of_groups() -> None:
     st.none() | st.integers(0, 30),
     st.none() | st.integers(0, 30),
 )
-def test_what_is_priced_fits_and_is_no_slower_than_at_home(
+def test_what_is_priced_fits_and_is_no_slower_than_at_owner(
     attention: int, expert: int, stripes: int, new_room: int | None, old_room: int | None
 ) -> None:
     ranks, shape = with_rooms(new_room, old_room), shape_of(attention, expert, stripes)
     (priced,) = price_shapes(ranks, [shape], 4)
-    (at_home,) = price_shapes(ranks, [shape], 4, moves=False)
+    (at_owner,) = price_shapes(ranks, [shape], 4, moves=False)
     if isinstance(priced, RefusedShape):
-        assert isinstance(at_home, RefusedShape)
+        assert isinstance(at_owner, RefusedShape)
         return
     moved = sum(priced.moved_L)
     gained = moved * expert / attention
     assert gained == int(gained)
     assert new_room is None or gained <= new_room
     assert old_room is None or 4 * 12 / expert - moved <= old_room
-    if isinstance(at_home, PricedShape):
-        assert priced.price.step_s <= at_home.price.step_s
+    if isinstance(at_owner, PricedShape):
+        assert priced.price.step_s <= at_owner.price.step_s

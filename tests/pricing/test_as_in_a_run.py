@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``price`` reckons rows and copies with is what the planners of a run are told."""
+"""What ``price`` reckons rows and replicas with is what the planners of a run are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.steps.costs import STEPS
 from ds_moe_ext.moe.hooks import read_hooks
 from ds_moe_ext.planning.model_shape import Training, of_config
-from ds_moe_ext.planning.strategy import Job, Plan, Pool
+from ds_moe_ext.planning.strategy import CostGroup, Job, Plan
 from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts import toy
 from tests.ranks import pool_of
@@ -25,8 +25,8 @@ from tests.ranks import pool_of
 WIDTH = 12  # of an expert
 EXPERT = 3 * WIDTH * toy.D
 HOOKS = [
-    {"type": "int8", "copies": True},
-    {"type": "bf16", "dispatch": False, "combine": False, "copy_gradients": True},
+    {"type": "int8", "replicas": True},
+    {"type": "bf16", "dispatch": False, "combine": False, "replica_gradients": True},
 ]
 ONE_NODE = Hardware(
     name="one node",
@@ -38,13 +38,13 @@ ONE_NODE = Hardware(
 )
 
 
-def _told(rank: int, world_size: int, block: dict[str, Any]) -> tuple[Pool, Pool]:
-    """Train until costs are known: what the planner was told at first, and at last."""
-    told: list[Job] = []
+def _reported(rank: int, world_size: int, block: dict[str, Any]) -> tuple[CostGroup, CostGroup]:
+    """Train until costs are known: what the planner was reported at first, and at last."""
+    lines: list[Job] = []
     plan_by = FullySharded.plan
 
     def plan(strategy: FullySharded, job: Job) -> tuple[Plan, ...]:
-        told.append(job)
+        lines.append(job)
         return plan_by(strategy, job)
 
     torch.manual_seed(0)
@@ -58,23 +58,23 @@ def _told(rank: int, world_size: int, block: dict[str, Any]) -> tuple[Pool, Pool
             model(ids, ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return told[0].pools[0], told[-1].pools[0]
+    return lines[0].cost_groups[0], lines[-1].cost_groups[0]
 
 
-def test_copies_and_rows_weigh_what_they_do_in_a_run(tmp_path: Path) -> None:
+def test_replicas_and_rows_weigh_what_they_do_in_a_run(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(ONE_NODE.to_json())
     block = {"enabled": True, "strategy": "fssdp", "hooks": HOOKS, "hardware": str(path)}
-    found = pool_of(2).run(_told, {**block, "report": {"enabled": False}})
+    found = pool_of(2).run(_reported, {**block, "report": {"enabled": False}})
     for unknown, measured in found:
-        assert unknown.copy_bytes == 0
-        assert measured.copy_bytes == measured.travelling_bytes == sum_by_hand()
+        assert unknown.replica_bytes == 0
+        assert measured.replica_bytes == measured.travelling_bytes == sum_by_hand()
     config = {"hidden_size": toy.D, "intermediate_size": WIDTH, "num_hidden_layers": 4}
     config |= {"num_attention_heads": toy.HEADS, "vocab_size": toy.VOCABULARY}
     shape = of_config({**config, "num_local_experts": 2, "num_experts_per_tok": 2}, "toy")
     training = Training(num_ranks=2, length=toy.LENGTH, micro_batch=2, number_type="fp32")
     case = Case((ONE_NODE,), shape, training, hooks=read_hooks(HOOKS, "hooks"))
-    assert told_of(case.run(Grid(2, 2)).pool) == pytest.approx(told_of(found[0][1]))
+    assert reported_of(case.run(Grid(2, 2)).cost_group) == pytest.approx(reported_of(found[0][1]))
 
 
 def sum_by_hand() -> float:
@@ -84,11 +84,16 @@ def sum_by_hand() -> float:
     return (there + 2 * EXPERT) / 2
 
 
-def told_of(pool: Pool) -> list[float]:
+def reported_of(cost_group: CostGroup) -> list[float]:
     """All that does not depend on the speed of experts."""
-    prices = pool.prices
+    prices = cost_group.prices
     return [
-        *(pool.expert_bytes, pool.state_bytes, pool.copy_bytes, pool.copy_latency_s),
-        *(prices.row_bytes, pool.cell_row_bytes, prices.copy_s),
+        *(
+            cost_group.expert_bytes,
+            cost_group.state_bytes,
+            cost_group.replica_bytes,
+            cost_group.copy_latency_s,
+        ),
+        *(prices.row_bytes, cost_group.etp_row_bytes, prices.copy_s),
         *(prices.inter_bytes_per_s, prices.intra_bytes_per_s),
     ]

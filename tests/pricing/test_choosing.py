@@ -22,11 +22,11 @@ COLUMNS = {
 """Model, hardware and nodes of the table's columns; DeepSeek-V3's are flags of Megatron."""
 
 
-def told(column: int) -> dict[str, str]:
+def reported(column: int) -> dict[str, str]:
     """What the page says, by strategy."""
     rows = re.findall(r"^\| (`.*)\|$", PAGE.partition("## What it would bring")[2], re.M)
-    cells = [[cell.strip(" *") for cell in row.split("|")] for row in rows[:6]]
-    return {row[0].replace("`", ""): row[column] for row in cells}
+    ep_ranks = [[ep_rank.strip(" *") for ep_rank in row.split("|")] for row in rows[:6]]
+    return {row[0].replace("`", ""): row[column] for row in ep_ranks}
 
 
 @pytest.mark.slow
@@ -47,4 +47,4 @@ def test_prices_of_the_page(
         if way["fits"] and way["strategy"] not in best:
             gain = "" if way["strategy"] == "ep" else f", {way['gain']:.2f} x"
             best[way["strategy"]] = f"{way['step_s']:.2f}{gain}"
-    assert best == told(COLUMNS[of])
+    assert best == reported(COLUMNS[of])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline over copies is planned for the rows and the copies that there are, not for experts at
-home."""
+"""A pipeline over replicas is planned for the rows and the replicas that there are, not for experts
+at owner."""
 
 from __future__ import annotations
 
@@ -38,23 +38,27 @@ def v3_layers() -> Case:
 
 @cache
 def priced(strategy: Strategy) -> Priced:
-    """On cells that span the nodes."""
+    """On EP ranks that chunk range the nodes."""
     case, grid = v3_layers(), Grid(16, 16)
     return price_way(Way("it", strategy, grid), case.run(grid), case.rows("zipf:0.6").rows_ILCE)
 
 
-def test_over_copies_it_is_no_slower_than_these_alone() -> None:
-    """Each call reads the weights of all copies, so that tokens are cut less than without them; by
-    degrees for experts at home the two together took 1.11 times as long as copies alone."""
-    alone, copies = priced(PIPELINE.over(ExpertParallel())), priced(ProProphet())
+def test_over_replicas_it_is_no_slower_than_these_alone() -> None:
+    """Each call reads the weights of all replicas, so that tokens are cut less than without them;
+    by degrees for experts at their owners the two together took 1.11 times as long as replicas
+    alone."""
+    alone, replicas = priced(PIPELINE.over(ExpertParallel())), priced(ProProphet())
     both = priced(PIPELINE.over(ProProphet()))
-    assert copies.copies > 16  # more than are at home
-    assert both.step_s <= copies.step_s * (1 + 1e-12)
+    assert replicas.replicas > 16  # more than are at the owner
+    assert both.step_s <= replicas.step_s * (1 + 1e-12)
     degrees = [sum(plan.forward_degree for plan in each.plans) for each in (both, alone)]
     assert degrees[0] < degrees[1]
-    # Copies were chosen as if nothing hid rows, and so may not pay; the plan says what they cost.
+    # Replicas were chosen as if nothing hid rows, and so may not pay; the plan says what they cost.
     assert both.step_s > alone.step_s
-    assert "3 of 3 layers are cut into fewer chunks than experts at home would be" in both.told
+    assert (
+        "3 of 3 layers are cut into fewer chunks than experts at their owners would be"
+        in both.reported
+    )
 
 
 def test_a_call_takes_its_least_however_small() -> None:

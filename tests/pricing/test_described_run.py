@@ -47,11 +47,11 @@ def test_what_lies_between_experts() -> None:
 
 
 def test_rows() -> None:
-    prices = run_on(Grid(4, 4)).pool.prices
+    prices = run_on(Grid(4, 4)).cost_group.prices
     assert prices.row_s == pytest.approx(3 * EXPERT / 1000)
     assert prices.row_bytes == 4 * 2
     assert (prices.intra_bytes_per_s, prices.inter_bytes_per_s) == (500, 200)
-    split = run_on(Grid(4, 2, 2), recomputes=True).pool.prices
+    split = run_on(Grid(4, 2, 2), recomputes=True).cost_group.prices
     assert split.row_s == pytest.approx(4 * EXPERT / 2 / 1000)
     assert split.intra_bytes_per_s == 2 * 500
 
@@ -59,51 +59,53 @@ def test_rows() -> None:
 PLAIN_ROWS, PLAIN_COPY = RowBytes(between=8.0, within=8.0), 2.0 * EXPERT
 
 
-def planned(row_bytes: float, copy_bytes: float, speed: float) -> tuple[DescribedRun, list[Plan]]:
-    """Prophet's plans where rows and copies weigh so much as they travel."""
+def planned(
+    row_bytes: float, replica_bytes: float, speed: float
+) -> tuple[DescribedRun, list[Plan]]:
+    """Prophet's plans where rows and replicas weigh so much as they travel."""
     rows_CE = np.array([[12, 3, 3, 3], [240, 9, 12, 18], [6, 15, 6, 27], [9, 240, 27, 3]])
-    way, home = OnItsWay(RowBytes(row_bytes, 8.0), copy_bytes), Placement.block(4, 4)
+    way, owner = OnItsWay(RowBytes(row_bytes, 8.0), replica_bytes), Placement.block(4, 4)
     run = replace(run_on(Grid(4, 4), cluster(speed)), on_its_way=way)
-    job = run.job([home, home], run.memory(0))
+    job = run.job([owner, owner], run.memory(0))
     job = replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20)
     return run, list(ProProphet(rematerialize=True).plan(job))
 
 
-def copies_of(plan: Plan) -> int:
-    return int((plan.target.holds_EC & ~plan.home.holds_EC).sum())
+def replicas_of(plan: Plan) -> int:
+    return int((plan.target.holds_EC & ~plan.owner.holds_EC).sum())
 
 
-def test_rows_that_travel_lighter_need_fewer_copies() -> None:
+def test_rows_that_travel_lighter_need_fewer_replicas() -> None:
     """Prophet copies experts where rows are dear to send, and not where they weigh a quarter."""
     plans = [planned(row_bytes, PLAIN_COPY, 1e5)[1] for row_bytes in (8.0, 8 / 4)]
-    assert [copies_of(first) for first, _ in plans] == [6, 0]
+    assert [replicas_of(first) for first, _ in plans] == [6, 0]
 
 
-def test_copies_that_travel_lighter_are_made_sooner_and_lie_in_memory_as_they_are() -> None:
-    """Where rows weigh a quarter copies pay again once they do too."""
+def test_replicas_that_travel_lighter_are_made_sooner_and_lie_in_memory_as_they_are() -> None:
+    """Where rows weigh a quarter replicas pay again once they do too."""
     (_, plain), (run, coded) = (planned(2.0, size, 1e5) for size in (PLAIN_COPY, PLAIN_COPY / 4))
-    assert [copies_of(first) for first, _ in (plain, coded)] == [0, 6]
-    most = [int((plan.target.holds_EC & ~plan.home.holds_EC).sum(axis=0).max()) for plan in coded]
+    assert [replicas_of(first) for first, _ in (plain, coded)] == [0, 6]
+    most = [int((plan.target.holds_EC & ~plan.owner.holds_EC).sum(axis=0).max()) for plan in coded]
     assert copied_bytes(coded, run) == 2 * sum(most) * PLAIN_COPY  # gradients are as large
 
 
-def test_new_homes_cost_the_same_however_copies_travel() -> None:
+def test_new_owners_cost_the_same_however_replicas_travel() -> None:
     """What moves is not encoded: weights in 32 bits and two states of each, over a node's cards."""
-    for copy_bytes in (PLAIN_COPY, PLAIN_COPY / 4):
-        run = replace(run_on(Grid(4, 4)), on_its_way=OnItsWay(PLAIN_ROWS, copy_bytes))
-        for pool in (run.pool, replace(run.pool, copy_bytes_per_s=200.0)):
-            costs = FullySharded()._move_costs(pool)
+    for replica_bytes in (PLAIN_COPY, PLAIN_COPY / 4):
+        run = replace(run_on(Grid(4, 4)), on_its_way=OnItsWay(PLAIN_ROWS, replica_bytes))
+        for cost_group in (run.cost_group, replace(run.cost_group, copy_bytes_per_s=200.0)):
+            costs = FullySharded()._move_costs(cost_group)
             assert costs.expert_s == pytest.approx(12 * EXPERT / 200)
 
 
-def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
+def test_rows_within_an_ep_rank_have_a_weight_of_their_own() -> None:
     plain = run_on(Grid(4, 2, 2))
     coded = replace(plain, on_its_way=OnItsWay(RowBytes(between=4.0, within=8.0), EXPERT))
     rows = [np.full((2, 4), 30)] * 2
     (was, *_), (now, *_) = (run.pipelines(rows).layers for run in (plain, coded))
     assert now.costs.all_to_all != was.costs.all_to_all
     assert now.costs.all_gather == was.costs.all_gather
-    assert coded.pool.cell_row_bytes == plain.pool.cell_row_bytes == 8.0
+    assert coded.cost_group.etp_row_bytes == plain.cost_group.etp_row_bytes == 8.0
 
 
 @pytest.mark.parametrize(
@@ -115,12 +117,14 @@ def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
         (Grid(8, 2, 2), 2 * EXPERT / 2 / 500),  # within a node, each half over a link of its own
     ],
 )
-def test_copies(grid: Grid, copy_s: float) -> None:
+def test_replicas(grid: Grid, copy_s: float) -> None:
     hardware = cluster(ranks_per_node=4 if grid.world_size == 8 else 2)
-    pool = run_on(grid, hardware).pool
-    assert pool.prices.copy_s == pytest.approx(copy_s)
+    cost_group = run_on(grid, hardware).cost_group
+    assert cost_group.prices.copy_s == pytest.approx(copy_s)
     # A run on a cluster that is described reckons likewise.
-    assert pool.copy_bytes / Links.of(hardware, grid).copy.bytes_per_s == pytest.approx(copy_s)
+    assert cost_group.replica_bytes / Links.of(hardware, grid).copy.bytes_per_s == pytest.approx(
+        copy_s
+    )
 
 
 def test_the_end_of_a_step() -> None:
@@ -133,7 +137,7 @@ def test_the_end_of_a_step() -> None:
     assert hidden.end_s(0) == pytest.approx(30 * stepped / 1e4)
 
 
-def test_gradients_of_experts_that_have_several_homes() -> None:
+def test_gradients_of_experts_that_have_several_owners() -> None:
     run = run_on(Grid(4, 2), hides_gradients=True)
     held = 2 * 2 * EXPERT
     # Two ranks of a node send at once, each a ring of two: its bytes once there and once back.
@@ -142,11 +146,11 @@ def test_gradients_of_experts_that_have_several_homes() -> None:
     assert run.end_s(0) == pytest.approx(rings_s + 30 * stepped / 1e4)
 
 
-def test_of_homes_on_one_node_one_sends_to_others() -> None:
+def test_of_owners_on_one_node_one_sends_to_others() -> None:
     hardware = cluster(ranks_per_node=4)
     run = run_on(Grid(8, 2), hardware, hides_gradients=True)
     held = 2 * 2 * EXPERT
-    rings_s = 2 * held * 2 * 2 * 0.75 / 200  # four homes each, two rings
+    rings_s = 2 * held * 2 * 2 * 0.75 / 200  # four owners each, two rings
     stepped = ALL_DENSE / 8 + held / 4
     assert run.end_s(0) == pytest.approx(rings_s + 30 * stepped / 1e4)
 
@@ -159,7 +163,7 @@ def test_memory() -> None:
         gradients=2 * (ALL_DENSE + 2 * EXPERT),
         optimizer=12 * (ALL_DENSE / 4 + 2 * EXPERT),
         activations=2 * (dense + rows) + logits,
-        copies=0.0,
+        replicas=0.0,
         runtime=RUNTIME,
     )
     again = run_on(Grid(4, 4), recomputes=True).memory(5)
@@ -171,13 +175,13 @@ def test_memory() -> None:
     [(0, 1, 1, 1), (1, 1, 1, 4), (2, 1, 4, 4), (3, 4, 4, 4)],
 )
 def test_zero_divides(stage: int, weights: int, gradients: int, optimizer: int) -> None:
-    """Dense weights over all ranks, experts over their homes."""
+    """Dense weights over all ranks, experts over their owners."""
     held = 4 * EXPERT  # two of each layer
     use = run_on(Grid(4, 2), zero_stage=stage).memory(0)
-    homes = {1: 1, 4: 2}
+    owners = {1: 1, 4: 2}
     assert use.weights == 2 * (ALL_DENSE / weights + held)
-    assert use.gradients == 2 * (ALL_DENSE / gradients + held / homes[gradients])
-    assert use.optimizer == 12 * (ALL_DENSE / optimizer + held / homes[optimizer])
+    assert use.gradients == 2 * (ALL_DENSE / gradients + held / owners[gradients])
+    assert use.optimizer == 12 * (ALL_DENSE / optimizer + held / owners[optimizer])
 
 
 def test_states_in_host_memory_take_none_of_the_device() -> None:
@@ -189,7 +193,7 @@ def test_states_in_host_memory_take_none_of_the_device() -> None:
 
 def test_zero_3_has_one_layer_whole_where_layers_run_again() -> None:
     use = run_on(Grid(4, 2), zero_stage=3, recomputes=True).memory(0)
-    held = 2 * EXPERT + 2 * EXPERT / 2  # of two layers, each expert with two homes
+    held = 2 * EXPERT + 2 * EXPERT / 2  # of two layers, each expert with two owners
     assert use.weights == 2 * (ALL_DENSE / 4 + held)
 
 
@@ -203,12 +207,12 @@ def test_unlike_devices() -> None:
         for grid in grids
     ]
     one_row_s = 3 * EXPERT / 1000
-    # Of two grids the one on slow devices; of one grid half of the cells.
-    assert runs[0].pool.row_s_C == ()
-    assert runs[0].pool.prices.row_s == pytest.approx(4 * one_row_s)
-    assert runs[1].pool.row_s_C == pytest.approx([one_row_s] * 4 + [4 * one_row_s] * 4)
-    assert runs[2].pool.row_s_C == pytest.approx([one_row_s / 2] * 2 + [2 * one_row_s] * 2)
-    assert runs[1].pool.prices.inter_bytes_per_s == 100
+    # Of two grids the one on slow devices; of one grid half of the EP ranks.
+    assert runs[0].cost_group.row_s_C == ()
+    assert runs[0].cost_group.prices.row_s == pytest.approx(4 * one_row_s)
+    assert runs[1].cost_group.row_s_C == pytest.approx([one_row_s] * 4 + [4 * one_row_s] * 4)
+    assert runs[2].cost_group.row_s_C == pytest.approx([one_row_s / 2] * 2 + [2 * one_row_s] * 2)
+    assert runs[1].cost_group.prices.inter_bytes_per_s == 100
     assert np.array_equal(runs[1].node_C, [0, 0, 1, 1, 2, 2, 3, 3])
     assert runs[1].product.multiply_adds_per_s == 250
     with pytest.raises(ValueError, match="nodes of 2 and 4 ranks cannot be priced together"):

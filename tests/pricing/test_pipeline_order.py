@@ -21,12 +21,12 @@ def test_the_order_is_megatron_s(stages: int, chunks: int, micro_batches: int) -
     table = schedules.get_schedule_table(micro_batches, chunks, stages)
     for stage in range(stages):
         group = SimpleNamespace(size=lambda: stages, rank=lambda at=stage: at)
-        told = SimpleNamespace(
+        reported = SimpleNamespace(
             pp_group=group,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         )
         total, _, warmup, left = schedules.get_pp_rank_microbatches(
-            micro_batches, chunks, stages, p2p_communicator=told
+            micro_batches, chunks, stages, p2p_communicator=reported
         )
         order = order_of(stage, parallel, micro_batches)
         forward = [(each.chunk, each.micro_batch) for each in order if not each.is_back]
@@ -46,11 +46,11 @@ def test_even_stages(stages: int, chunks: int, micro_batches: int) -> None:
     def seconds(stage: int, each: Pass) -> float:
         return (20.0 if each.is_back else 10.0) / chunks
 
-    turns = run_passes(parallel, micro_batches, seconds, 0.0)
-    assert len(turns) == 2 * stages * chunks * micro_batches
+    stage_passes = run_passes(parallel, micro_batches, seconds, 0.0)
+    assert len(stage_passes) == 2 * stages * chunks * micro_batches
     whole_s = 30.0 * (micro_batches + (stages - 1) / chunks)
-    assert max(turn.end_s for turn in turns) == pytest.approx(whole_s)
-    for before, after in pairwise(turns):
+    assert max(stage_pass.end_s for stage_pass in stage_passes) == pytest.approx(whole_s)
+    for before, after in pairwise(stage_passes):
         assert after.stage != before.stage or after.start_s >= before.end_s
 
 
@@ -62,21 +62,21 @@ def test_unlike_stages_that_send() -> None:
     def seconds(stage: int, each: Pass) -> float:
         return (1.0, 3.0)[stage] * (2 if each.is_back else 1)
 
-    turns = {(stage, each): (start_s, end_s)
+    stage_passes = {(stage, each): (start_s, end_s)
              for stage, each, start_s, end_s in run_passes(parallel, 2, seconds, 0.5)}  # fmt: skip
-    assert turns[0, Pass(0, 0, False)] == (0.0, 1.5)
-    assert turns[0, Pass(0, 1, False)] == (1.5, 3.0)
-    assert turns[1, Pass(0, 0, False)] == (1.5, 4.5)
-    assert turns[1, Pass(0, 0, True)] == (4.5, 11.0)
-    assert turns[0, Pass(0, 0, True)] == (11.0, 13.0)
-    assert turns[1, Pass(0, 1, True)] == (14.0, 20.5)
-    assert turns[0, Pass(0, 1, True)] == (20.5, 22.5)
+    assert stage_passes[0, Pass(0, 0, False)] == (0.0, 1.5)
+    assert stage_passes[0, Pass(0, 1, False)] == (1.5, 3.0)
+    assert stage_passes[1, Pass(0, 0, False)] == (1.5, 4.5)
+    assert stage_passes[1, Pass(0, 0, True)] == (4.5, 11.0)
+    assert stage_passes[0, Pass(0, 0, True)] == (11.0, 13.0)
+    assert stage_passes[1, Pass(0, 1, True)] == (14.0, 20.5)
+    assert stage_passes[0, Pass(0, 1, True)] == (20.5, 22.5)
 
 
 def test_interleaved_stages_send_meanwhile() -> None:
     parallel = ModelParallel(pipeline=2, chunks=2)
-    turns = run_passes(parallel, 2, lambda stage, each: 1.0, 0.25)
-    at = {(turn.stage, turn.what): turn for turn in turns}
+    stage_passes = run_passes(parallel, 2, lambda stage, each: 1.0, 0.25)
+    at = {(stage_pass.stage, stage_pass.what): stage_pass for stage_pass in stage_passes}
     assert at[0, Pass(0, 0, False)].end_s == at[0, Pass(0, 1, False)].start_s == 1.0
     assert at[1, Pass(0, 0, False)].start_s == 1.25
 

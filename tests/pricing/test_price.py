@@ -85,13 +85,15 @@ def test_a_job_is_priced_and_written(
     assert (
         run(monkeypatch, files, "job.json", *ASKED, "--loads", "zipf:1.2", "--pays", *wanted) == 0
     )
-    said = capsys.readouterr().out
-    assert "tiny: 0.0 billion weights, 2 layers of 4 experts, 2 a token" in said
-    assert "1,024 tokens a step, 2 x 2 samples of 64 a rank, bf16, ZeRO 1" in said
-    assert "fastest: " in said and "memory of the fullest rank, GiB of 16" in said
-    assert all(heading in said for heading in ("tokens/s", *PARTS, "GiB a rank"))  # in a pipe
-    assert "…" not in said and "where the time goes" not in said
-    assert said.count(" pays, by loads: ") in (1, 2) and "by tokens of a rank in a pass: " in said
+    stated = capsys.readouterr().out
+    assert "tiny: 0.0 billion weights, 2 layers of 4 experts, 2 a token" in stated
+    assert "1,024 tokens a step, 2 x 2 samples of 64 a rank, bf16, ZeRO 1" in stated
+    assert "fastest: " in stated and "memory of the fullest rank, GiB of 16" in stated
+    assert all(heading in stated for heading in ("tokens/s", *PARTS, "GiB a rank"))  # in a pipe
+    assert "…" not in stated and "where the time goes" not in stated
+    assert (
+        stated.count(" pays, by loads: ") in (1, 2) and "by tokens of a rank in a pass: " in stated
+    )
 
     numbers = json.loads((files / "out/all.json").read_text())
     ways = numbers["ways"]
@@ -110,7 +112,7 @@ def test_a_job_is_priced_and_written(
     events = json.loads((files / "out/trace.json").read_text())["traceEvents"]
     (best,) = (each for each in ways if each["is_fastest"])
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {f"cell {cell}" for cell in range(best["expert_parallel_size"])}
+    assert names == {f"EP rank {ep_rank}" for ep_rank in range(best["expert_parallel_size"])}
     assert {e["cat"] for e in events if e["ph"] == "X"} >= {"attention", "expert", "issue"}
 
     page = (files / "out/page.html").read_text()
@@ -134,20 +136,20 @@ def test_rows_are_priced_as_they_travel(priced: Callable[..., str], files: Path)
     assert 0.5 < exposed_s[1] / exposed_s[0] < 0.8
 
 
-def test_copies_are_priced_as_they_travel(priced: Callable[..., str], files: Path) -> None:
+def test_replicas_are_priced_as_they_travel(priced: Callable[..., str], files: Path) -> None:
     """As int8, gate and up 16 times 36 bytes, down 32 times 12: 960 for the 1536 of an expert.
-    Where all cells have all experts nothing else travels."""
+    Where all EP ranks have all experts nothing else travels."""
     keys = {"expert_parallel_size": 4, "fssdp": {"overlap_degree": 4, "reshard_interval": 0}}
-    there = {"type": "int8", "dispatch": False, "combine": False, "copies": True}
+    there = {"type": "int8", "dispatch": False, "combine": False, "replicas": True}
     exposed_s = []
-    for name, hooks in (("plain", []), ("coded", [{**there, "copy_gradients": True}])):
+    for name, hooks in (("plain", []), ("coded", [{**there, "replica_gradients": True}])):
         document = {**JOB, "ds_moe_ext": {**README, **keys, "hooks": hooks}}
         (files / f"{name}.json").write_text(json.dumps(document))
         asked = (f"{name}.json", *ASKED, "--strategies", "fssdp", "--loads", "zipf:1.2")
         priced(*asked, "--json", f"{name}_out.json")
         ways = json.loads((files / f"{name}_out.json").read_text())["ways"]
         (own,) = (each for each in ways if each["strategy"] == "fssdp")
-        assert own["memory_bytes"]["copies"] == 2 * 2 * 3 * 1536  # as they are, and gradients
+        assert own["memory_bytes"]["replicas"] == 2 * 2 * 3 * 1536  # as they are, and gradients
         exposed_s.append(own["exposed_s"])
     assert exposed_s[1] / exposed_s[0] == pytest.approx(960 / 1536, rel=0.01)
 
@@ -159,17 +161,19 @@ def test_copies_are_priced_as_they_travel(priced: Callable[..., str], files: Pat
 def test_states_in_host_memory_are_not_on_the_device(
     priced: Callable[..., str], files: Path, stage: int, device: str, share: float
 ) -> None:
-    told, bytes_of, offload = [], [], {"device": device, "ratio": 0.25}
+    reported, bytes_of, offload = [], [], {"device": device, "ratio": 0.25}
     for name, zero in (("all", {}), ("part", {"offload_optimizer": offload})):
         document = {**JOB, "zero_optimization": {"stage": stage, **zero}}
         (files / f"{name}.json").write_text(json.dumps(document))
         asked = (f"{name}.json", *ASKED, "--strategies", "ep", "--json", f"{name}_out.json")
-        told.append(priced(*asked))
+        reported.append(priced(*asked))
         way, *_ = json.loads((files / f"{name}_out.json").read_text())["ways"]
         bytes_of.append(way["memory_bytes"]["optimizer"])
     assert bytes_of[1] == bytes_of[0] * (1 - share)
-    assert (f"{share:.0%} of the optimizer's states lie in host memory" in told[1]) == (share > 0)
-    assert "host memory" not in told[0]
+    assert (f"{share:.0%} of the optimizer's states lie in host memory" in reported[1]) == (
+        share > 0
+    )
+    assert "host memory" not in reported[0]
 
 
 def test_a_class_of_one_s_own_is_priced(
@@ -187,8 +191,10 @@ def test_a_class_of_one_s_own_is_priced(
     ways = json.loads((files / "out.json").read_text())["ways"]
     names = (*asked.split(","), "priced_own:Busiest")
     assert {each["strategy"] for each in ways} == set(names)
-    copies = {each["strategy"]: each["copies"] for each in ways if each["expert_parallel_size"] > 2}
-    assert copies["priced_own:Busiest"] > copies["priced_alone:Busiest"] > copies["ep"] == 0
+    replicas = {
+        each["strategy"]: each["replicas"] for each in ways if each["expert_parallel_size"] > 2
+    }
+    assert replicas["priced_own:Busiest"] > replicas["priced_alone:Busiest"] > replicas["ep"] == 0
     priced("job.json", *ASKED, "--strategies", "priced_alone:Busiest")
 
 
@@ -200,9 +206,9 @@ def test_a_routing_trace_as_megatron_writes_it_is_priced(
     write_loads(files / "trace.jsonl", loads)
     one_way = ("--strategies", "ep", "--loads", "trace.jsonl")
     assert run(monkeypatch, files, "job.json", *ASKED, *one_way) == 0
-    said = capsys.readouterr().out
-    assert "loads: trace.jsonl" in said
-    hot = float(re.findall(r"\b([1-9]\.\d\d) +│ +0\.0 │", said)[0])  # busiest cell over mean
+    stated = capsys.readouterr().out
+    assert "loads: trace.jsonl" in stated
+    hot = float(re.findall(r"\b([1-9]\.\d\d) +│ +0\.0 │", stated)[0])  # busiest EP rank over mean
     assert hot > 1.2
 
 
@@ -238,10 +244,10 @@ def test_clusters_side_by_side(
     asked = ("--model", "tiny.json", "--length", "64", "--strategies", "fssdp")
     both = ("--hardware", "two.json", "fast.json", "--nodes", "2", "1")
     assert run(monkeypatch, files, "job.json", *asked, *both) == 0
-    said = capsys.readouterr().out
-    assert "2 nodes of 2 of 1e+09 beside 1 nodes of 2 of 4e+09" in said
-    assert "6 ranks" in said and "each computes experts at its own speed" in said
-    assert "zebra, 1 group of 2 attention and 4 expert ranks: " in said
+    stated = capsys.readouterr().out
+    assert "2 nodes of 2 of 1e+09 beside 1 nodes of 2 of 4e+09" in stated
+    assert "6 ranks" in stated and "each computes experts at its own speed" in stated
+    assert "zebra, 1 group of 2 attention and 4 expert ranks: " in stated
     assert run(monkeypatch, files, "job.json", *asked, *both[:3], "--nodes", "2") == 2
     assert "--nodes has 1 numbers, but --hardware 2 clusters" in capsys.readouterr().err
 
@@ -262,13 +268,17 @@ def test_megatron_s_flags(
     write_flags(files / "flags.sh", given)
     (files / "ours.json").write_text(json.dumps({"ds_moe_ext": {**README, "strategy": "prophet"}}))
     assert run(monkeypatch, files, "flags.sh", "--hardware", "two.json", "--strategies", "ep") == 0
-    said = capsys.readouterr().out
-    assert "2 layers of 4 experts" in said and "2 x 1 samples of 64 a rank, bf16, ZeRO 1" in said
-    assert "layers run again in backward" in said
-    (own,) = (
-        line for line in said.splitlines() if "yours" in line and "prophet" in line and "│" in line
+    stated = capsys.readouterr().out
+    assert (
+        "2 layers of 4 experts" in stated and "2 x 1 samples of 64 a rank, bf16, ZeRO 1" in stated
     )
-    assert "2 cells, 2 homes" in own
+    assert "layers run again in backward" in stated
+    (own,) = (
+        line
+        for line in stated.splitlines()
+        if "yours" in line and "prophet" in line and "│" in line
+    )
+    assert "2 EP ranks, 2 owners" in own
 
 
 def test_pipeline_stages_of_divided_layers(
@@ -284,10 +294,10 @@ def test_pipeline_stages_of_divided_layers(
     wanted = ("--html", "out/page.html", "--trace", "out/trace.json", "--json", "out/all.json")
     asked = ("flags.sh", "--hardware", "two.json", "--nodes", "4", "--strategies", "esp", "--pays")
     assert run(monkeypatch, files, *asked, *wanted) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    stated = " ".join(capsys.readouterr().out.split())
     layout = "tensor parallelism 2, context 2, 2 pipeline stages of 2 layers in 2 chunks each"
-    assert layout in said and "256 tokens a step, 4 x 1 samples of 64" in said
-    assert "bubble" in said and " is the busiest, " in said
+    assert layout in stated and "256 tokens a step, 4 x 1 samples of 64" in stated
+    assert "bubble" in stated and " is the busiest, " in stated
     numbers = json.loads((files / "out/all.json").read_text())
     # Experts are split as dense weights are, where nobody says otherwise.
     own = [each for each in numbers["ways"] if each["is_own"]]
@@ -314,8 +324,8 @@ def test_a_cluster_that_nothing_can_be_priced_on(
     """Each way says why, and no page is written."""
     asked = ("--model", "tiny.json", "--hardware", "hetermoe_c1_l40s", "--html", "page.html")
     assert run(monkeypatch, files, "job.json", *asked, "--strategies", "ep") == 1
-    said = capsys.readouterr().out
-    assert "no way can be" in said and said.count("add 'device.flops_per_s.bf16'") == 2
+    stated = capsys.readouterr().out
+    assert "no way can be" in stated and stated.count("add 'device.flops_per_s.bf16'") == 2
     assert not (files / "page.html").exists()
 
 
@@ -333,7 +343,7 @@ def test_forms_of_a_job_s_json(held: bytes, tmp_path: Path) -> None:
     assert read_job(tmp_path / "job.json").samples == 8
 
 
-def test_without_hjson_comments_are_told_of(
+def test_without_hjson_comments_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(documents, "find_spec", lambda _: None)
@@ -379,7 +389,7 @@ def test_without_hjson_comments_are_told_of(
         (("ring.sh", *ASKED[2:]), r"says --cp-comm-type a2a, which is not priced; only p2p is"),
         (("parts.sh", *ASKED[2:]), r"stage 2, but 4 layers do not divide into 4 pipeline stages"),
         (("ranks.sh", *ASKED[2:]), r"which 4 ranks in groups of 8 of 1 each do not divide"),
-        (("cells.sh", *ASKED[2:]), r"8 cells of 1 rank\(s\) do not divide 2 ranks"),
+        (("ep_ranks.sh", *ASKED[2:]), r"8 EP ranks of 1 rank\(s\) do not divide 2 ranks"),
         (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
         (
             ("auto.json", *ASKED),
@@ -411,7 +421,7 @@ def test_what_is_wrong_is_named(
         ("ring", {"context-parallel-size": 2, "cp-comm-type": "a2a"}),
         ("parts", {**pipeline, "num-layers-per-virtual-pipeline-stage": 2}),
         ("ranks", {"context-parallel-size": 8, "global-batch-size": 1}),
-        ("cells", {**pipeline, "expert-model-parallel-size": 8, "seq-length": 8, **halves}),
+        ("ep_ranks", {**pipeline, "expert-model-parallel-size": 8, "seq-length": 8, **halves}),
         ("stages", {"pipeline-model-parallel-size": 2, "num-layers": 3}),
     ):
         write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, **flags})
@@ -419,8 +429,8 @@ def test_what_is_wrong_is_named(
     (files / "words.sh").write_text("words")
     (files / "odd.json").write_text(json.dumps({"train_batch_size": 10}))
     assert run(monkeypatch, files, *arguments) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert re.search(error, said), said
+    stated = " ".join(capsys.readouterr().err.split())
+    assert re.search(error, stated), stated
 
 
 def market_of(
@@ -524,7 +534,7 @@ def test_readme_s_block_is_never_behind_with_whole_models(
 def ways(block: dict[str, Any], asked: str = "all", *, every_grid: bool = False) -> set[Any]:
     chosen = chosen_strategies({"ds_moe_ext": {**README, **block}}, asked)
     found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 8, 16, every_grid=every_grid)
-    return {(way.name, way.grid.num_cells, way.grid.cell_size) for _, way in found}
+    return {(way.name, way.grid.num_ep_ranks, way.grid.etp_size) for _, way in found}
 
 
 def test_strategies_and_few_grids() -> None:
@@ -535,7 +545,7 @@ def test_strategies_and_few_grids() -> None:
     assert {each[1:] for each in found if each[0] == "ep"} == {(4, 1), (8, 1)}
     assert {each[1:] for each in found if each[0] == "esp"} == {(4, 1), (8, 1), (1, 4), (2, 4)}
     over = {each[1:] for each in found if each[0] == "esp over fssdp"}
-    assert over == {(4, 1), (8, 1), (2, 4)}  # in one cell there is nothing to copy
+    assert over == {(4, 1), (8, 1), (2, 4)}  # in an EP rank there is nothing to copy
 
 
 def test_all_grids_and_given_ones() -> None:
@@ -550,8 +560,8 @@ def test_all_grids_and_given_ones() -> None:
     assert {name for name, *_ in ways({"strategy": "zebra"}, "ep")} == {"ep"}
 
 
-def test_homes_that_move_need_one_home(files: Path) -> None:
-    """Where experts have several homes they stay, and a key that moves them is refused."""
+def test_owners_that_move_need_one_owner(files: Path) -> None:
+    """Where experts have several owners they stay, and a key that moves them is refused."""
     asked = read_job(files / "job.json")
     shape, clusters = of_config(TINY, "tiny"), [cluster(1e9)]
     training = training_of(asked, shape, 4, {"length": 8})

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.core.placement import Placement, even_homes
-from ds_moe_ext.core.share import LocalElseHome
+from ds_moe_ext.core.placement import Placement, even_owners
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.planning.exchange_costs import LinkPrices
 from ds_moe_ext.planning.layer_pipelines import Placed
 from ds_moe_ext.planning.layer_seconds import HostTimes, TaskCosts
 from ds_moe_ext.planning.prices import AllReduce, Line, Prices
 from ds_moe_ext.planning.step_price import Conditions, StepPrice, price_step
-from ds_moe_ext.planning.strategy import Job, Plan, Pool, Strategy
+from ds_moe_ext.planning.strategy import CostGroup, Job, Plan, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
@@ -27,13 +27,13 @@ ROW_S, ROW_BYTES, COPY_S = 3.0, 10.0, 5.0
 PRICES = Prices(
     row_s=ROW_S, row_bytes=ROW_BYTES, copy_s=COPY_S, inter_bytes_per_s=20.0, intra_bytes_per_s=5.0
 )
-SKEWED_CE = np.array([[4, 2], [6, 0]])  # cell 0 computes 10 rows, of which 6 come to it
+SKEWED_CE = np.array([[4, 2], [6, 0]])  # EP rank 0 computes 10 rows, of which 6 come to it
 
 
-def job_of(num_layers: int, num_cells: int = 2, *, node_size: int = 8, **given: Any) -> Job:
-    homes = even_homes([num_cells] * num_layers, num_cells)
-    pool = Pool(layers=tuple(range(num_layers)), prices=PRICES, expert_bytes=100)
-    job = Job.at_start(homes, np.arange(num_cells) // node_size, (pool,))
+def job_of(num_layers: int, num_ep_ranks: int = 2, *, node_size: int = 8, **given: Any) -> Job:
+    owners = even_owners([num_ep_ranks] * num_layers, num_ep_ranks)
+    cost_group = CostGroup(layers=tuple(range(num_layers)), prices=PRICES, expert_bytes=100)
+    job = Job.at_start(owners, np.arange(num_ep_ranks) // node_size, (cost_group,))
     job = replace(
         job, window_s=(7.0,) * num_layers, back_window_s=(14.0,) * num_layers, free_bytes=10**9
     )
@@ -54,7 +54,7 @@ def parts(price: StepPrice) -> float:
 
 def test_expert_parallelism_is_a_sum() -> None:
     job = job_of(2)
-    plans = [Plan.at_home(home) for home in job.homes]
+    plans = [Plan.at_owner(owner) for owner in job.owners]
     price = priced(ExpertParallel(), plans, job, SKEWED_CE, head_s=1.0, end_s=2.0)
     between = 2 * (7 + 14) + 1 * (1 + 2)
     exchange = 6 * ROW_BYTES / 5.0
@@ -70,35 +70,36 @@ def test_expert_parallelism_is_a_sum() -> None:
 def test_a_node_s_card_carries_what_leaves_the_node() -> None:
     job = job_of(1, node_size=1)
     prices = replace(PRICES, inter_bytes_per_s=1.0)
-    job = replace(job, pools=(replace(job.pools[0], prices=prices),))
-    price = priced(ExpertParallel(), [Plan.at_home(job.homes[0])], job, SKEWED_CE)
+    job = replace(job, cost_groups=(replace(job.cost_groups[0], prices=prices),))
+    price = priced(ExpertParallel(), [Plan.at_owner(job.owners[0])], job, SKEWED_CE)
     assert price.exposed_s == pytest.approx(4 * 6 * ROW_BYTES / 1.0)
 
 
 def copied(job: Job, layer: int) -> Plan:
-    """Expert 0 on both cells: each keeps its own rows."""
-    home = job.homes[layer]
-    target = home.with_copies(np.array([[False, True], [False, False]]))
-    return Plan(home, target, LocalElseHome(home, target))
+    """Expert 0 on both EP ranks: each keeps its own rows."""
+    owner = job.owners[layer]
+    target = owner.with_replicas(np.array([[False, True], [False, False]]))
+    return Plan(owner, target, LocalElseOwner(owner, target))
 
 
-def test_copies_are_hidden_by_what_the_host_computes_before() -> None:
+def test_replicas_are_hidden_by_what_the_host_computes_before() -> None:
     job = job_of(1)
     price = priced(FullySharded(), [copied(job, 0)], job, SKEWED_CE)
-    # Cell 0 keeps 4 rows and is sent none of expert 0; expert 1 has 2 rows of cell 0 for cell 1.
+    # EP rank 0 keeps 4 rows and is sent none of expert 0; expert 1 has 2 rows of EP rank 0 for EP
+    # rank 1.
     exchange = 2 * ROW_BYTES / 5.0
     assert price.step_s == pytest.approx(7 + 14 + 8 * ROW_S + 4 * exchange)
-    slow = replace(job, pools=(replace(job.pools[0], copy_latency_s=7.0),))
+    slow = replace(job, cost_groups=(replace(job.cost_groups[0], copy_latency_s=7.0),))
     # 12 seconds of copy behind 7 and an exchange of 4, of which the link they share is halved.
     late = priced(FullySharded(), [copied(slow, 0)], slow, SKEWED_CE)
     assert late.step_s > price.step_s
 
 
 def everywhere(job: Job, layer: int) -> Plan:
-    """Each cell has both experts: none has a row to send."""
-    home = job.homes[layer]
-    target = home.with_copies(np.ones_like(home.holds_EC))
-    return Plan(home, target, LocalElseHome(home, target))
+    """Each EP rank has both experts: none has a row to send."""
+    owner = job.owners[layer]
+    target = owner.with_replicas(np.ones_like(owner.holds_EC))
+    return Plan(owner, target, LocalElseOwner(owner, target))
 
 
 def test_nothing_is_exchanged_where_all_have_all() -> None:
@@ -110,18 +111,18 @@ def test_nothing_is_exchanged_where_all_have_all() -> None:
     links = LinkPrices(
         near_bytes_per_s=100.0, far_bytes_per_s=100.0, node_bytes_per_s=100.0, start_s=2.0
     )
-    known = replace(job, pools=(replace(job.pools[0], links=links),))
+    known = replace(job, cost_groups=(replace(job.cost_groups[0], links=links),))
     price = priced(FullySharded(), plans, known, SKEWED_CE, tasks=tasks)
     assert price.step_s == pytest.approx(7 + 14 + 6 * ROW_S + 2.0)
     forecast = FullySharded().forecast(known, 0, plans[0], SKEWED_CE)
     assert forecast is not None and forecast.exchange_s == 0
-    none_CE = np.array([[4, 0], [0, 6]])  # by chance none travels, but cells exchange
+    none_CE = np.array([[4, 0], [0, 6]])  # by chance none travels, but EP ranks exchange
     forecast = FullySharded().forecast(known, 0, copied(job, 0), none_CE)
     assert forecast is not None and forecast.exchange_s == pytest.approx(4 * 2.0)
 
 
-def test_later_micro_batches_move_no_copies() -> None:
-    job = job_of(1, pools=(replace(job_of(1).pools[0], copy_latency_s=100.0),))
+def test_later_micro_batches_move_no_replicas() -> None:
+    job = job_of(1, cost_groups=(replace(job_of(1).cost_groups[0], copy_latency_s=100.0),))
     one, three = (
         priced(FullySharded(), [copied(job, 0)], job, SKEWED_CE, micro_batches=number)
         for number in (1, 3)
@@ -133,7 +134,7 @@ def test_later_micro_batches_move_no_copies() -> None:
 
 def test_a_host_that_is_slower_than_devices_is_what_a_step_takes() -> None:
     job = job_of(3)
-    plans = [Plan.at_home(home) for home in job.homes]
+    plans = [Plan.at_owner(owner) for owner in job.owners]
     names = ("attention", "order", "dispatch", "expert", "combine", "restore")
     host = HostTimes(forward=dict.fromkeys(names, 100.0), backward=dict.fromkeys(names, 50.0))
     price = priced(ExpertParallel(), plans, job, SKEWED_CE, host=host)
@@ -148,7 +149,7 @@ def test_a_host_that_is_slower_than_devices_is_what_a_step_takes() -> None:
 def test_the_host_waits_for_counts() -> None:
     """What it issues behind them comes too late where the exchange of counts is slow."""
     job = job_of(1)
-    plans = [Plan.at_home(job.homes[0])]
+    plans = [Plan.at_owner(job.owners[0])]
     tasks = TaskCosts(exchange_start_s=1.0)
     host = HostTimes(forward={"dispatch": 4.0}, backward={})
     price = priced(ExpertParallel(), plans, job, SKEWED_CE, tasks=tasks, host=host)
@@ -158,7 +159,7 @@ def test_the_host_waits_for_counts() -> None:
 
 def test_chunks_hide_rows_behind_experts_and_cost_a_start_each() -> None:
     job = job_of(1)
-    whole = Plan.at_home(job.homes[0])
+    whole = Plan.at_owner(job.owners[0])
     cut = replace(whole, forward_degree=2, backward_degree=2)
     esp = ExpertSharding().over(ExpertParallel())
     one, two = (priced(esp, [plan], job, SKEWED_CE) for plan in (whole, cut))
@@ -169,10 +170,10 @@ def test_chunks_hide_rows_behind_experts_and_cost_a_start_each() -> None:
     assert two.step_s > one.step_s
 
 
-def test_split_cells_gather_rows_and_scatter_sums() -> None:
+def test_split_ep_ranks_gather_rows_and_scatter_sums() -> None:
     job = job_of(1)
-    tasks = TaskCosts(cell_gather=Line(alpha_s=1.0), cell_scatter=Line(alpha_s=2.0))
-    plan = Plan.at_home(job.homes[0])
+    tasks = TaskCosts(etp_gather=Line(alpha_s=1.0), etp_scatter=Line(alpha_s=2.0))
+    plan = Plan.at_owner(job.owners[0])
     esp = ExpertSharding().over(ExpertParallel())
     whole, split = (
         priced(esp, [plan], job, SKEWED_CE, tasks=tasks, grid=Grid(2 * size, 2, size))
@@ -184,7 +185,7 @@ def test_split_cells_gather_rows_and_scatter_sums() -> None:
 def test_reductions_beside_a_layer_take_time_where_nothing_hides_them() -> None:
     job = job_of(1)
     tasks = TaskCosts(all_reduce=AllReduce(0.0, 1.0))
-    plan = Plan.at_home(job.homes[0])
+    plan = Plan.at_owner(job.owners[0])
     sliced = replace(plan, reductions=Placed(within_moe=(3,)))
     esp = ExpertSharding().over(ExpertParallel())
     short, long = (priced(esp, [each], job, SKEWED_CE, tasks=tasks) for each in (plan, sliced))
@@ -193,29 +194,31 @@ def test_reductions_beside_a_layer_take_time_where_nothing_hides_them() -> None:
 
 def test_experts_take_no_less_than_their_weights_take_to_read() -> None:
     job = job_of(1)
-    plans = [Plan.at_home(job.homes[0])]
+    plans = [Plan.at_owner(job.owners[0])]
     price = priced(ExpertParallel(), plans, job, SKEWED_CE, tasks=TaskCosts(weight_s=1000.0))
     assert price.step_s == pytest.approx(7 + 14 + 3 * 1000 + 4 * 6 * ROW_BYTES / 5.0)
     assert price.imbalance_s == 0
 
 
-def test_unlike_cells_take_their_own_seconds_for_a_row() -> None:
+def test_unlike_ep_ranks_take_their_own_seconds_for_a_row() -> None:
     job = job_of(1)
-    pool = replace(job.pools[0], row_s_C=(1.0, 30.0))
-    job = replace(job, pools=(pool,))
-    price = priced(ExpertParallel(), [Plan.at_home(job.homes[0])], job, SKEWED_CE)
+    cost_group = replace(job.cost_groups[0], row_s_C=(1.0, 30.0))
+    job = replace(job, cost_groups=(cost_group,))
+    price = priced(ExpertParallel(), [Plan.at_owner(job.owners[0])], job, SKEWED_CE)
     assert price.step_s == pytest.approx(7 + 14 + 2 * 30 + 4 * 6 * ROW_BYTES / 5.0)
 
 
 @pytest.mark.parametrize("strategy", [ExpertParallel(), FullySharded(), ProProphet()])
-def test_classes_stand_for_many_cells(strategy: Strategy) -> None:
+def test_classes_stand_for_many_ep_ranks(strategy: Strategy) -> None:
     """Where a few stand for all, the price is hardly another: the busiest is among them."""
     random = np.random.default_rng(0)
     job = job_of(3, 32, window_s=(0.01,) * 3, back_window_s=(0.02,) * 3)
     prices = replace(PRICES, row_s=1e-4, copy_s=1e-3, inter_bytes_per_s=1e6, intra_bytes_per_s=1e6)
     share_E = random.dirichlet(np.full(32, 0.3))
     rows_CE = random.multinomial(400, share_E, size=32)
-    job = replace(job, pools=(replace(job.pools[0], prices=prices),), rows=(rows_CE,) * 3)
+    job = replace(
+        job, cost_groups=(replace(job.cost_groups[0], prices=prices),), rows=(rows_CE,) * 3
+    )
     plans = list(strategy.plan(job))
     four, eight, all_of_them = (
         priced(strategy, plans, job, rows_CE, classes=classes) for classes in (4, 8, 32)
@@ -224,25 +227,27 @@ def test_classes_stand_for_many_cells(strategy: Strategy) -> None:
     assert eight.step_s == pytest.approx(all_of_them.step_s, rel=0.02)
 
 
-def test_a_plan_of_its_own_homes() -> None:
-    """Homes need not be even: the cell without experts only sends."""
+def test_a_plan_of_its_own_owners() -> None:
+    """Owners need not be even: the EP rank without experts only sends."""
     job = job_of(1)
-    home = Placement.owned_by(np.array([0, 0]), 2)
-    price = priced(ExpertParallel(), [Plan.at_home(home)], job, SKEWED_CE)
+    owner = Placement.owned_by(np.array([0, 0]), 2)
+    price = priced(ExpertParallel(), [Plan.at_owner(owner)], job, SKEWED_CE)
     assert price.balance == pytest.approx(2)
     assert price.exposed_s == pytest.approx(4 * 6 * ROW_BYTES / 5.0)
 
 
 def test_where_layers_run_again_rows_travel_again() -> None:
     job = job_of(1, back_window_s=(21.0,))
-    job = replace(job, pools=(replace(job.pools[0], prices=replace(PRICES, row_s=4.0)),))
-    plans = [Plan.at_home(job.homes[0])]
+    job = replace(
+        job, cost_groups=(replace(job.cost_groups[0], prices=replace(PRICES, row_s=4.0)),)
+    )
+    plans = [Plan.at_owner(job.owners[0])]
     price = priced(ExpertParallel(), plans, job, SKEWED_CE, tasks=TaskCosts(backward_rounds=3))
     assert price.step_s == pytest.approx(7 + 21 + 10 * 4 + 6 * 6 * ROW_BYTES / 5.0)
     host = HostTimes(
         forward={"attention": 1.0, "order": 2.0, "dispatch": 4.0, "join": 8.0},
-        backward={"dispatch": 16.0, "send_home": 32.0},
+        backward={"dispatch": 16.0, "send_to_owner": 32.0},
     )
-    again = {"attention": 3.0, "dispatch": 20.0, "send_home": 32.0}
+    again = {"attention": 3.0, "dispatch": 20.0, "send_to_owner": 32.0}
     assert host.with_forward_again().backward == again
     assert host.with_forward_again().forward == host.forward

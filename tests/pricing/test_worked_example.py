@@ -19,10 +19,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "price.md"
 
 PRODUCTS = 0.6 * 989.4e12 / 2  # multiply-adds a second
 MEMORY, NEAR, FAR = 0.8 * 3.35e12, 0.8 * 450e9, 0.8 * 400e9  # bytes a second
-TOKENS, WIDTH, LAYERS, PASSES, HOMES = 4096, 4096, 32, 8, 8
+TOKENS, WIDTH, LAYERS, PASSES, OWNERS = 4096, 4096, 32, 8, 8
 DENSE = 4096 * 128 * 2 * (32 + 8) + 4096 * 8 + 2 * 4096  # attention, router, norms
 EXPERT = 3 * 4096 * 14336
-ROWS = 2 * TOKENS  # of a rank, and of a cell where loads are even
+ROWS = 2 * TOKENS  # of a rank, and of an EP rank where loads are even
 STATE = 2 * WIDTH  # bytes of a row
 
 
@@ -49,9 +49,9 @@ def test_the_worked_example() -> None:
 
     all_dense, held = LAYERS * DENSE + 2 * 32000 * WIDTH, LAYERS * EXPERT
     dense_s = 15e-6 + 2 * all_dense * 2 * 7 / 8 / FAR
-    homes_s = 15e-6 + 2 * held * 2 * 7 / 8 * 8 / FAR
-    stepped = all_dense / 64 + held / HOMES
-    end_s = dense_s + homes_s + 30 * stepped / MEMORY
+    owners_s = 15e-6 + 2 * held * 2 * 7 / 8 * 8 / FAR
+    stepped = all_dense / 64 + held / OWNERS
+    end_s = dense_s + owners_s + 30 * stepped / MEMORY
     assert priced.mean("end_s") == pytest.approx(end_s)
 
     assert priced.memory.weights == priced.memory.gradients == 2 * (all_dense + held)
@@ -68,7 +68,7 @@ def test_the_worked_example() -> None:
 
 
 def test_the_worked_example_of_a_pipeline() -> None:
-    """Tensor parallelism 2, two stages of 16 layers, experts in 4 homes."""
+    """Tensor parallelism 2, two stages of 16 layers, experts in 4 owners."""
     training = Training(
         num_ranks=64,
         length=TOKENS,

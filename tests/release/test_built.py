@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "layer_context")
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -111,9 +111,9 @@ def test_commands_find_configs_by_name(installed: Path, tmp_path: Path) -> None:
     command = installed / "ds-moe-ext"
     assert run(command, "--version", folder=tmp_path) == f"ds-moe-ext {version}\n"
 
-    told = run(command, "doctor", "--model", "mixtral_tiny", folder=tmp_path)
-    assert "autoload: on" in told and "│ out" not in told
-    assert told.count("MixtralExperts") == 3
+    reported = run(command, "doctor", "--model", "mixtral_tiny", folder=tmp_path)
+    assert "autoload: on" in reported and "│ out" not in reported
+    assert reported.count("MixtralExperts") == 3
 
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"ds_moe_ext": {"enabled": True, "strategy": "fssdp"}}))

@@ -118,7 +118,7 @@ def test_no_name_means_two_files() -> None:
 def test_a_block_is_read_by_its_name(name: str) -> None:
     from ds_moe_ext.strategies.settings import read_file, read_settings
 
-    document = read_file(name, "told")
+    document = read_file(name, "reported")
     settings, strategy = read_settings(document)
     assert settings.strategy == document["ds_moe_ext"]["strategy"] and strategy is not None
 

@@ -30,8 +30,8 @@ VERSIONS = (
 PYTHONS = ("python3.10", "python3.12", "python3.13")
 ROWS = (
     "ep curve mixtral zero2 2 ranks",
-    "ep native ep_size 2, 2 cells",
-    "sharded gradients mixtral 2 ranks all cells",
+    "ep native ep_size 2, 2 EP ranks",
+    "sharded gradients mixtral 2 ranks all EP ranks",
     "fssdp all at once 4 ranks",
     "prophet shadows 2 ranks",
     "esp gpt_moe 4 ranks by 2",
@@ -67,8 +67,8 @@ def with_version(asked: str, folder: Path) -> None:
     behind = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (own / "behind.pth").write_text(behind)
     name, _, version = asked.partition("==")
-    told = _said_by(folder, f"import importlib.metadata as m; print(m.version({name!r}))")
-    assert told == version
+    reported = _set_by(folder, f"import importlib.metadata as m; print(m.version({name!r}))")
+    assert reported == version
 
 
 def with_python(name: str, folder: Path) -> None:
@@ -84,11 +84,11 @@ def with_python(name: str, folder: Path) -> None:
     torch = next(line for line in pinned.splitlines() if line.startswith("torch<="))
     for wanted in ((torch,), ("-r", at_most), ("--no-deps", "-e", ROOT)):
         subprocess.run([folder / "bin/python", *INSTALL, *wanted], check=True)
-    told = _said_by(folder, "import sys; print('python%d.%d' % sys.version_info[:2])")
-    assert told == name
+    reported = _set_by(folder, "import sys; print('python%d.%d' % sys.version_info[:2])")
+    assert reported == name
 
 
-def _said_by(folder: Path, program: str) -> str:
+def _set_by(folder: Path, program: str) -> str:
     command = [folder / "bin/python", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

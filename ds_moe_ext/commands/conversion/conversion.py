@@ -76,7 +76,7 @@ def convert(asked: Asked, console: Console) -> AnyModel:
                 "another folder, new or empty"
             )
         _WAYS[asked.goal].write(asked.target, maker, document)
-    _tell(console, asked, opened)
+    _report(console, asked, opened)
     return model
 
 
@@ -152,40 +152,40 @@ _WAYS = {
 }
 
 
-def form_of(folder: Path, told: Form | None) -> Form:
-    """That of a folder of a checkpoint, which may be said (``told``); a ValueError where it is not
-    that one, or of none, or of several."""
+def form_of(folder: Path, reported: Form | None) -> Form:
+    """That of a folder of a checkpoint, which may be stated (``reported``); a ValueError where it
+    is not that one, or of none, or of several."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name the folder of a checkpoint")
     found = [form for form, way in _WAYS.items() if way.is_here(folder)]
-    if told in found:
-        return told
+    if reported in found:
+        return reported
     signs = (
         f"megatron has {megatron.TRACKER} or {megatron.BACKENDS}, deepspeed {deepspeed.LATEST} or "
         f"{deepspeed.LAYOUT_FILE}, huggingface config.json and *.safetensors"
     )
-    if told is not None:
-        raise ValueError(f"{folder} is no checkpoint of form {told.value}: {signs}")
+    if reported is not None:
+        raise ValueError(f"{folder} is no checkpoint of form {reported.value}: {signs}")
     if len(found) != 1:
         names = " and ".join(form.value for form in found) or "none of the forms"
         raise ValueError(f"{folder} looks like {names}: {signs}; say which with --from")
     return found[0]
 
 
-def _tell(console: Console, asked: Asked, opened: _Opened) -> None:
-    def say(line: str) -> None:
+def _report(console: Console, asked: Asked, opened: _Opened) -> None:
+    def log_line(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     model = opened.model
-    say(
+    log_line(
         f"wrote {asked.target}: {model.family.value}, {model.num_layers} layers, "
         f"{model.num_moe_layers} of them with {model.num_experts} experts"
     )
     if opened.has_states:
-        say("weights only: states of the optimizer, schedules and counters are not converted")
+        log_line("weights only: states of the optimizer, schedules and counters are not converted")
     if asked.goal is Form.MEGATRON:
-        say("pretrain_gpt.py loads it with --ckpt-format torch_dist --load and")
+        log_line("pretrain_gpt.py loads it with --ckpt-format torch_dist --load and")
         for line in flags_of(decoder_of(model)):
-            say(f"  {line}")
+            log_line(f"  {line}")
     if asked.goal is Form.DEEPSPEED:
-        say("an engine loads it with load_checkpoint(folder, load_module_only=True)")
+        log_line("an engine loads it with load_checkpoint(folder, load_module_only=True)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of torch.distributed.checkpoint (DCP), box by box and without a process group.
 
-DCP's own functions read and write all that they are told at once; a checkpoint may be larger than
-this machine's memory, so its planners are left out here: a file of boxes and a table of them.
+DCP's own functions read and write all that they are notified at once; a checkpoint may be larger
+than this machine's memory, so its planners are left out here: a file of boxes and a table of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Folder:
 
 
 class _Into(DefaultLoadPlanner):
-    """Tells DCP's reader where one tensor lies."""
+    """Shows DCP's reader where one tensor lies."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ def write(folder: Path, maker: Maker) -> None:
         world_size=1,
         zero_stage=0,
         num_experts=dict.fromkeys(layers, number),
-        homes={layer: [0] * number for layer in layers},
+        owners={layer: [0] * number for layer in layers},
         slots={
             layer: [known.slot.format(layer=layer, slot=slot) for slot in range(number)]
             for layer in layers

@@ -425,7 +425,7 @@ def _latent_attention(document: Document, hidden: int) -> dict[str, Shape]:
 # Switch Transformers: an encoder and a decoder, with experts in some blocks of each.
 
 _SWITCH_EMBEDDING = "shared.weight"
-_SWITCH_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+_SWITCH_REPLICAS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 
 
 class _SwitchBlock(NamedTuple):
@@ -450,7 +450,7 @@ def _switch(document: Document) -> ListedModel:
     dense = _switch_dense(document, blocks)
     is_tied = document.get("tie_word_embeddings", True)
     if not is_tied:
-        dense |= dict.fromkeys(_SWITCH_COPIES, dense[_SWITCH_EMBEDDING])
+        dense |= dict.fromkeys(_SWITCH_REPLICAS, dense[_SWITCH_EMBEDDING])
     shapes: dict[AnyPart, Shape] = {Weight(name): shape for name, shape in dense.items()}
     files, apart = list[Row](), list[Row]()
     layers = tuple(f"{each.feed_forward}mlp.experts" for each in blocks if each.has_experts)
@@ -460,8 +460,10 @@ def _switch(document: Document) -> ListedModel:
             shapes |= dict.fromkeys(own, shape)
             files += (Row(f"{layer}.expert_{n}.{name}.weight", (p,)) for n, p in enumerate(own))
             apart += numbered(f"{layer}.{name}", own)
-    copies = (
-        tuple(Row(name, (Weight(_SWITCH_EMBEDDING),)) for name in _SWITCH_COPIES) if is_tied else ()
+    replicas = (
+        tuple(Row(name, (Weight(_SWITCH_EMBEDDING),)) for name in _SWITCH_REPLICAS)
+        if is_tied
+        else ()
     )
     return ListedModel(
         family=Family.SWITCH_TRANSFORMERS,
@@ -470,10 +472,10 @@ def _switch(document: Document) -> ListedModel:
         num_experts=number,
         shapes=shapes,
         huggingface=HuggingFaceNames(
-            (*same_names(dense), *files), (), lambda name: is_tied and name in _SWITCH_COPIES
+            (*same_names(dense), *files), (), lambda name: is_tied and name in _SWITCH_REPLICAS
         ),
         deepspeed=DeepSpeedNames(
-            (*same_names(dense), *copies), tuple(apart), layers, "{layer}.wi.{slot}"
+            (*same_names(dense), *replicas), tuple(apart), layers, "{layer}.wi.{slot}"
         ),
         unlike_megatron="encoder and decoder with experts (its T5 has none)",
     )
@@ -485,8 +487,8 @@ def _switch_blocks(document: Document) -> Iterator[_SwitchBlock]:
         ("encoder", num_layers, ("SelfAttention",)),
         ("decoder", document.get("num_decoder_layers"), ("SelfAttention", "EncDecAttention")),
     )
-    for side, told, attentions in sides:
-        number = num_layers if told is None else told
+    for side, reported, attentions in sides:
+        number = num_layers if reported is None else reported
         num_sparse = document.get(f"num_sparse_{side}_layers", 3)
         step = document.get(f"{side}_sparse_step")
         if step is None:

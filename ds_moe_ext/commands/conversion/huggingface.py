@@ -58,10 +58,10 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    told = object_of(index, "weight_map")["weight_map"]
-    if not isinstance(told, Mapping) or not all(isinstance(n, str) for n in told.values()):
+    reported = object_of(index, "weight_map")["weight_map"]
+    if not isinstance(reported, Mapping) or not all(isinstance(n, str) for n in reported.values()):
         raise damaged(index, ValueError("its weight_map does not name files"))
-    return [folder / name for name in dict.fromkeys(told.values())]
+    return [folder / name for name in dict.fromkeys(reported.values())]
 
 
 def _stored(file: Any, name: str) -> Stored:
@@ -92,11 +92,11 @@ def write(folder: Path, maker: Maker, document: Document) -> None:
         index |= dict.fromkeys(made, name)
     if shards[1:]:
         total = sum(_num_bytes(maker, cell) for shard in shards for cell in shard)
-        told = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(told, indent=2), encoding="utf-8")
+        reported = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(reported, indent=2), encoding="utf-8")
     dtype = str(maker.dtype_of(shards[0][0])).removeprefix("torch.")
-    told = {**document, "dtype": dtype, "torch_dtype": dtype}
-    (folder / CONFIG).write_text(json.dumps(told, indent=2), encoding="utf-8")
+    reported = {**document, "dtype": dtype, "torch_dtype": dtype}
+    (folder / CONFIG).write_text(json.dumps(reported, indent=2), encoding="utf-8")
 
 
 def _shards(maker: Maker) -> Iterator[list[Cell]]:

@@ -55,13 +55,13 @@ def iteration_of(folder: Path) -> Path:
     """The folder of the iteration that a run would go on from."""
     chosen = folder
     if not (folder / BACKENDS).exists():
-        told = text_of(folder / TRACKER)
-        if told != RELEASE and not told.isdecimal():
+        reported = text_of(folder / TRACKER)
+        if reported != RELEASE and not reported.isdecimal():
             raise ValueError(
-                f"{folder / TRACKER} has {told[:50]!r}, neither a number nor {RELEASE}: it is "
+                f"{folder / TRACKER} has {reported[:50]!r}, neither a number nor {RELEASE}: it is "
                 "damaged; write the iteration there that is to be read"
             )
-        chosen = folder / (told if told == RELEASE else f"iter_{int(told):07d}")
+        chosen = folder / (reported if reported == RELEASE else f"iter_{int(reported):07d}")
     path = chosen / BACKENDS
     if not path.exists():
         raise ValueError(
@@ -339,9 +339,9 @@ def _family(given: Mapping[str, Any]) -> Family:
     expected = tuple(of_huggingface for _, of_huggingface, _ in _FAMILY_BY)
     if values != expected or given.get("add_qkv_bias"):
         names = (name for name, _, _ in _FAMILY_BY)
-        told = ", ".join(f"{name} {value!r}" for name, value in zip(names, values))
+        text = ", ".join(f"{name} {value!r}" for name, value in zip(names, values))
         raise ValueError(
-            f"the checkpoint is of a model with {told}, add_qkv_bias "
+            f"the checkpoint is of a model with {text}, add_qkv_bias "
             f"{given.get('add_qkv_bias')!r}, which is of no family that is converted"
         )
     is_qwen3 = given.get("qk_layernorm") or given.get("moe_router_pre_softmax")

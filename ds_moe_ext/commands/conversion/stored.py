@@ -122,7 +122,7 @@ class Maker:
     model: AnyModel  # whose pieces they are
     pieces: Pieces  # of the source
     dtype: torch.dtype | None  # of all that is made; None leaves each as it is
-    told: Callable[[], None]  # called when one is made
+    reported: Callable[[], None]  # called when one is made
 
     def cells(self, table: Table) -> Iterator[Cell]:
         """All that is to be made."""
@@ -141,7 +141,7 @@ class Maker:
         """What is stored of one layer or expert, without leading dims."""
         dtype = self.dtype_of(cell)
         parts = [self.pieces.read(piece).to(dtype) for piece in cell.pieces]
-        self.told()
+        self.reported()
         made = join(self.model, cell.row, parts).contiguous()
         is_view = made.untyped_storage().nbytes() > made.nbytes
         return made.clone() if is_view else made  # a view would be written with all around it

@@ -86,7 +86,7 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
         "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == _IN_32,
     }
     samples = _number(document, "train_batch_size")
-    return AskedJob(document, None, _said(sizes), samples)
+    return AskedJob(document, None, _stated(sizes), samples)
 
 
 def _offloaded(block: Mapping[str, Any], stage: Any) -> float:
@@ -97,8 +97,8 @@ def _offloaded(block: Mapping[str, Any], stage: Any) -> float:
     return float(ratio) if isinstance(ratio, int | float) and 0 <= ratio <= 1 else 1.0
 
 
-def _said(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without those that nobody said."""
+def _stated(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without those that nobody stated."""
     return {name: value for name, value in sizes.items() if value is not None}
 
 
@@ -125,7 +125,7 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         "number_type": next((kind for kind in _KINDS if flags.get(kind)), "fp32"),
         "zero_stage": 1 if flags.get("use-distributed-optimizer") else 0,
         "hides_gradients": bool(flags.get("overlap-grad-reduce")),
-        # As Megatron does in bf16, whatever else is said.
+        # As Megatron does in bf16, whatever else is stated.
         "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
         "micro_batch": _whole(flags, "micro-batch-size", path),
@@ -133,9 +133,9 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         "parallel": parallel,
     }
     samples = _whole(flags, "global-batch-size", path)
-    said = _expert_sizes(flags, parallel, path)
-    block = {**document, BLOCK: {**said, **_section(document, BLOCK)}}
-    return AskedJob(block, shape, _said(sizes), samples)
+    stated = _expert_sizes(flags, parallel, path)
+    block = {**document, BLOCK: {**stated, **_section(document, BLOCK)}}
+    return AskedJob(block, shape, _stated(sizes), samples)
 
 
 def _flags(text: str, path: Path) -> dict[str, str | bool]:
@@ -245,11 +245,11 @@ def _expert_sizes(
 ) -> Mapping[str, int]:
     """As keys of our block; as in Megatron, experts are split as dense weights are, if nobody says
     otherwise."""
-    cells = _whole(flags, "expert-model-parallel-size", path)
+    ep_ranks = _whole(flags, "expert-model-parallel-size", path)
     split = _whole(flags, "expert-tensor-parallel-size", path)
-    if cells is not None and split is None and parallel.tensor > 1:
+    if ep_ranks is not None and split is None and parallel.tensor > 1:
         split = parallel.tensor
-    return _said({"expert_parallel_size": cells, "expert_sharding_size": split})
+    return _stated({"expert_parallel_size": ep_ranks, "expert_sharding_size": split})
 
 
 def _whole(flags: Mapping[str, Any], name: str, path: Path) -> int | None:

@@ -59,7 +59,7 @@ class Case:
     shape: ModelShape  # of the model
     training: Training  # how it is trained
     reached: Reached = field(default_factory=Reached)  # of datasheets
-    hooks: Hooked = NO_HOOKS  # of its block, by which rows and copies travel
+    hooks: Hooked = NO_HOOKS  # of its block, by which rows and replicas travel
 
     def __post_init__(self) -> None:
         if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
@@ -67,10 +67,10 @@ class Case:
                 f"pipeline stages on {' and '.join(sorted(self._device_names))} are not priced; "
                 "give clusters of one device, or no pipeline parallelism"
             )
-        self._on_its_way(cell_size=1)  # so that hooks which do not fit are refused at once
+        self._on_its_way(etp_size=1)  # so that hooks which do not fit are refused at once
 
-    def _on_its_way(self, cell_size: int) -> OnItsWay | None:
-        return on_its_way(self.hooks, self.shape, self.training.number_type, cell_size)
+    def _on_its_way(self, etp_size: int) -> OnItsWay | None:
+        return on_its_way(self.hooks, self.shape, self.training.number_type, etp_size)
 
     @property
     def _device_names(self) -> set[str]:
@@ -103,7 +103,7 @@ class Case:
                 self.training,
                 rows.rows_ILCE[-1].sum(axis=1),
                 passes=self.reached.passes,
-                on_its_way=self._on_its_way(cell_size=1),
+                on_its_way=self._on_its_way(etp_size=1),
             )
         except ValueError as error:
             return str(error)
@@ -116,7 +116,7 @@ class Case:
             training=self.training,
             grid=grid,
             passes=self.reached.passes,
-            on_its_way=self._on_its_way(grid.cell_size),
+            on_its_way=self._on_its_way(grid.etp_size),
             mixed=self._mixed,
         )
 
@@ -155,7 +155,7 @@ class Chosen(NamedTuple):
 
     name: str  # for a person
     strategy: Strategy  # with the keys of its block
-    sizes: tuple[int | None, int | None]  # of cells and of their ranks, where they are given
+    sizes: tuple[int | None, int | None]  # of EP ranks and of their ranks, where they are given
     is_own: bool  # it is what the job's file says
 
 
@@ -207,21 +207,23 @@ def ways_of(
         grids = list(grids_for(each.strategy, hardware, num_ranks, num_experts))
         if not every_grid:
             grids = _few(grids, min(hardware.ranks_per_node, num_ranks))
-        num_cells, cell_size = each.sizes
-        if num_cells is not None:
-            grids = [Grid(num_ranks, num_cells, cell_size or 1)]
-        elif cell_size is not None:
-            grids = [grid for grid in grids if grid.cell_size == cell_size]
+        num_ep_ranks, etp_size = each.sizes
+        if num_ep_ranks is not None:
+            grids = [Grid(num_ranks, num_ep_ranks, etp_size or 1)]
+        elif etp_size is not None:
+            grids = [grid for grid in grids if grid.etp_size == etp_size]
         for grid in grids:
-            if grid.num_cells > 1 or OVER not in each.name:  # in one cell there is nothing to copy
+            if (
+                grid.num_ep_ranks > 1 or OVER not in each.name
+            ):  # in an EP rank there is nothing to copy
                 yield each, Way(each.name, each.strategy, grid)
 
 
 def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
     """The largest within a node, and the largest there are; experts whole, and split by a node."""
     kept = []
-    for cell_size in sorted({grid.cell_size for grid in grids} & {1, on_node}):
-        alike = [grid for grid in grids if grid.cell_size == cell_size]
+    for etp_size in sorted({grid.etp_size for grid in grids} & {1, on_node}):
+        alike = [grid for grid in grids if grid.etp_size == etp_size]
         within = [grid for grid in alike if grid.size <= on_node]
         kept += within[-1:]
         if alike[-1] not in kept:
@@ -230,13 +232,13 @@ def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
 
 
 def _by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
-    """The fastest way of each strategy that copies, by other ways for copies to divide rows: the
+    """The fastest way of each strategy that copies, by other ways for replicas to divide rows: the
     paper's, or by price."""
     fastest: dict[str, Way] = {}
     for each in priced:
         fastest.setdefault(each.way.name, each.way)
     for way in fastest.values():
-        for name, strategy in way.strategy.by_share.items() if way.grid.num_cells > 1 else ():
+        for name, strategy in way.strategy.by_share.items() if way.grid.num_ep_ranks > 1 else ():
             if strategy != way.strategy:
                 yield replace(way, name=way.name + name, strategy=strategy)
 

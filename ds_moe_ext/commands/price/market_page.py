@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds_moe_ext.commands.price.market import Market
-from ds_moe_ext.commands.price.timelines import class_names, spans, turn_spans
+from ds_moe_ext.commands.price.timelines import class_names, stage_tasks, traced_tasks
 from ds_moe_ext.commands.price.words import (
     MEMORY,
     ON_PAGE,
@@ -25,14 +25,14 @@ from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, colours_of, stacked_bars
 from ds_moe_ext.report.markup import Html, facts_line, joined, legend, note, section, table
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.record import TracedTask
 from ds_moe_ext.report.units import bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
 _ABOUT_PARTS = (
-    "computed: what ranks compute if rows are even; imbalance: what the busiest cell of each layer "
-    "computes beyond that; sending: communication that nothing hides; host: devices wait for the "
-    "host to issue; end: gradients that nothing hid, and the optimizer."
+    "computed: what ranks compute if rows are even; imbalance: what the busiest EP rank of each "
+    "layer computes beyond that; sending: communication that nothing hides; host: devices wait for "
+    "the host to issue; end: gradients that nothing hid, and the optimizer."
 )
 _ABOUT_BUBBLE = (
     " In a pipeline they are those of the stage whose passes take longest; bubble: it waits for "
@@ -53,13 +53,13 @@ def page_of(market: Market, pays: Sequence[str]) -> Html:
 
 
 def _header(market: Market) -> Html:
-    told = verdict(market)
+    reported = verdict(market)
     return Html(
         '<header><h1>Price of <code>{}</code></h1>{}<p class="verdict">{}.</p>{}</header>'
     ).format(
         market.case.shape.name,
         facts_line(about(market).split("; ")),
-        told[0].upper() + told[1:],
+        reported[0].upper() + reported[1:],
         legend(),
     )
 
@@ -87,7 +87,9 @@ def _ways(market: Market) -> Html:
     return section("Ways to run it, the fastest first", ways)
 
 
-def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str]) -> list[Stack]:
+def _stacks(
+    market: Market, parts: Sequence[Sequence[float]], reported: Sequence[str]
+) -> list[Stack]:
     return [
         Stack(
             ", ".join([f"{each.way.name} {grid_text(each.way.grid)}", *_marks(market, each)]),
@@ -95,47 +97,47 @@ def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str
             text,
             is_faint=not market.fits(each),
         )
-        for each, of_it, text in zip(market.priced, parts, told)
+        for each, of_it, text in zip(market.priced, parts, reported)
     ]
 
 
 def _seconds(market: Market) -> Html:
     names = parts_of(market)
     parts = [[each.mean(part) for part in names.values()] for each in market.priced]
-    told = [seconds_text(each.step_s) for each in market.priced]
-    bars = stacked_bars(_stacks(market, parts, told), list(names), seconds_text)
+    lines = [seconds_text(each.step_s) for each in market.priced]
+    bars = stacked_bars(_stacks(market, parts, lines), list(names), seconds_text)
     return section("Where the time of a step goes", bars)
 
 
 def _memory(market: Market) -> Html:
     parts = [[vars(each.memory)[name] for name in MEMORY] for each in market.priced]
-    told = [bytes_text(int(each.memory.total)) for each in market.priced]
+    lines = [bytes_text(int(each.memory.total)) for each in market.priced]
     has = market.case.hardware.device.memory_bytes
     limit = None if has is None else (has, f"all that a device has, {bytes_text(has)}")
     bars = stacked_bars(
-        _stacks(market, parts, told), MEMORY, lambda part: bytes_text(int(part)), limit=limit
+        _stacks(market, parts, lines), MEMORY, lambda part: bytes_text(int(part)), limit=limit
     )
     return section("Memory of the fullest rank", bars)
 
 
 def _balance(market: Market) -> Html:
     parts = [[1.0, each.mean("balance") - 1] for each in market.priced]
-    told = [ratio_text(each.mean("balance")) for each in market.priced]
-    names = ("the mean cell", "what the busiest has more")
-    bars = stacked_bars(_stacks(market, parts, told), names, ratio_text)
-    rows = note("Rows of the busiest cell over the mean, mean of the layers.")
+    lines = [ratio_text(each.mean("balance")) for each in market.priced]
+    names = ("the mean EP rank", "what the busiest has more")
+    bars = stacked_bars(_stacks(market, parts, lines), names, ratio_text)
+    rows = note("Rows of the busiest EP rank over the mean, mean of the layers.")
     return section("Balance", rows + bars)
 
 
 def _plans(market: Market, pays: Sequence[str]) -> Html:
-    told = joined(
+    reported = joined(
         Html("<h3>{}</h3><p>{}</p>").format(name[0].upper() + name[1:], plan_words(each))
         for name, each in market.named
     )
-    told += joined(Html("<h3>Zebra</h3><p>{}</p>").format(line) for line in zebra_words(market))
+    reported += joined(Html("<h3>Zebra</h3><p>{}</p>").format(line) for line in zebra_words(market))
     if pays:
-        told += Html("<h3>From where it pays</h3>") + _paragraphs(pays)
-    return section("The plans in words", told)
+        reported += Html("<h3>From where it pays</h3>") + _paragraphs(pays)
+    return section("The plans in words", reported)
 
 
 def _paragraphs(lines: Iterable[str]) -> Html:
@@ -143,15 +145,15 @@ def _paragraphs(lines: Iterable[str]) -> Html:
 
 
 def _timelines(market: Market) -> list[Html]:
-    """Of the named ways: the pipeline's stages, the busiest cells and the idlest, and one layer of
-    the busiest."""
+    """Of the named ways: the pipeline's stages, the busiest EP ranks and the idlest, and one layer
+    of the busiest."""
     drawn = []
     for name, each in market.named:
         body = Html("")
-        if turns := turn_spans(each):
-            colours = colours_of(span.name for span in turns)
+        if stage_passes := stage_tasks(each):
+            colours = colours_of(traced_task.name for traced_task in stage_passes)
             body += note("The passes of a step, a row a pipeline stage.")
-            body += timeline.overview(timeline.Step(turns), colours)
+            body += timeline.overview(timeline.Step(stage_passes), colours)
         title = Html("Timeline of {}: {}").format(name, _name(market, each))
         drawn.append(section(title, body + _timeline(each)))
     return drawn
@@ -159,14 +161,14 @@ def _timelines(market: Market) -> list[Html]:
 
 def _timeline(priced: Priced) -> Html:
     names = class_names(priced)
-    drawn = [spans(priced, number) for number in range(len(names))]
+    drawn = [traced_tasks(priced, number) for number in range(len(names))]
     shown = sorted(range(len(names)), key=lambda number: _busy_s(drawn[number]))
     shown = [shown[-1]] + ([shown[0]] if len(shown) > 1 else [])
-    colours = colours_of(span.name for number in shown for span in drawn[number])
+    colours = colours_of(traced_task.name for number in shown for traced_task in drawn[number])
     busiest = drawn[shown[0]]
     simulated = (
-        "One pass of a step as simulated, a row a lane, with the percent of the time that the lane "
-        "was busy."
+        "One pass of a step as simulated, a row a stream, with the percent of the time that the "
+        "stream was busy."
     )
     body = note(simulated + timeline.hidden(busiest) + timeline.critical(busiest))
     for number in shown:
@@ -180,8 +182,12 @@ def _timeline(priced: Priced) -> Html:
     return body + timeline.layer_chart(its, colours)
 
 
-def _busy_s(drawn: Sequence[Span]) -> float:
-    return sum(span.end_s - span.start_s for span in drawn if span.name == EXPERT.name)
+def _busy_s(drawn: Sequence[TracedTask]) -> float:
+    return sum(
+        traced_task.end_s - traced_task.start_s
+        for traced_task in drawn
+        if traced_task.name == EXPERT.name
+    )
 
 
 def _rests_on(market: Market) -> Html:

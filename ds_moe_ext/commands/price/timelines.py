@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated timeline of a way: of classes of cells, the busiest first; and of the stages of a
-pipeline."""
+"""The simulated timeline of a way: of classes of EP ranks, the busiest first; and of the stages of
+a pipeline."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import replace
 
 from ds_moe_ext.planning.candidates import Priced
 from ds_moe_ext.planning.layer_seconds import ISSUING
-from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.record import TracedTask
 from ds_moe_ext.report.timeline import Moment, bound_by
 from ds_moe_ext.schedule.simulator import Box
 from ds_moe_ext.schedule.task import HOST, Task
 
 
 def class_names(priced: Priced) -> list[str]:
-    """Of its classes of cells, or of all cells where there are few."""
-    num_cells, last = priced.way.grid.num_cells, len(priced.steps[-1].timeline.start_s) - 1
-    if num_cells == last + 1:
-        return [f"cell {cell}" for cell in range(num_cells)]
+    """Of its classes of EP ranks, or of all EP ranks where there are few."""
+    num_ep_ranks, last = priced.way.grid.num_ep_ranks, len(priced.steps[-1].timeline.start_s) - 1
+    if num_ep_ranks == last + 1:
+        return [f"EP rank {ep_rank}" for ep_rank in range(num_ep_ranks)]
     return [
-        f"{_place(number, last)} of {num_cells} cells in each layer" for number in range(last + 1)
+        f"{_place(number, last)} of {num_ep_ranks} EP ranks in each layer"
+        for number in range(last + 1)
     ]
 
 
@@ -32,8 +33,8 @@ def _place(number: int, last: int) -> str:
 
 
 def row_names(priced: Priced) -> list[str]:
-    """Of all rows of ``boxes``: classes of cells, and pipeline stages behind them."""
-    stages = len({turn.stage for turn in priced.steps[-1].turns})
+    """Of all rows of ``boxes``: classes of EP ranks, and pipeline stages behind them."""
+    stages = len({stage_pass.stage for stage_pass in priced.steps[-1].stage_passes})
     return [*class_names(priced), *(f"pipeline stage {stage}" for stage in range(stages))]
 
 
@@ -41,36 +42,38 @@ def boxes(priced: Priced) -> Iterator[Box]:
     """One micro-batch of the last step that was priced, and what pipeline stages do in it."""
     step = priced.steps[-1]
     first_row = len(step.timeline.start_s)
-    for turn, span in zip(step.turns, turn_spans(priced)):
-        name = f"{span.name} {turn.what.micro_batch}"
-        row = first_row + turn.stage
-        yield Box(name, row, span.layer, turn.start_s, turn.end_s, span.name)
+    for stage_pass, traced_task in zip(step.stage_passes, stage_tasks(priced)):
+        name = f"{traced_task.name} {stage_pass.what.micro_batch}"
+        row = first_row + stage_pass.stage
+        yield Box(
+            name, row, traced_task.layer, stage_pass.start_s, stage_pass.end_s, traced_task.name
+        )
     for number in range(first_row):
         moments, bound = _seen(priced, number)
         for task, (start_s, end_s), by in zip(step.schedule.tasks, moments, bound):
             numbered = replace(task, layer=step.layers_before + task.layer)
-            told = {"layer": f"layer {numbered.layer}", "chunk": f"{task.span}"}
-            lane = _lane(task)
-            yield Box(numbered.label, number, lane, start_s, end_s, task.op.name, by, told)
+            reported = {"layer": f"layer {numbered.layer}", "chunk": f"{task.chunk_range}"}
+            stream = _stream(task)
+            yield Box(numbered.label, number, stream, start_s, end_s, task.op.name, by, reported)
 
 
-def spans(priced: Priced, number: int) -> list[Span]:
+def traced_tasks(priced: Priced, number: int) -> list[TracedTask]:
     """The same of one class, but for tasks that take no time, in the order in which they begin."""
     step = priced.steps[-1]
     tasks, (moments, bound) = step.schedule.tasks, _seen(priced, number)
-    turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
+    stage_pass = next(place for place, task in enumerate(tasks) if task.adjoint_of)
     takes = [end_s > start_s for start_s, end_s in moments]
     for place, by in enumerate(bound):  # ascending: what one waited for is settled
         bound[place] = bound[by] if by is not None and not takes[by] else by
     kept = sorted((place for place, one in enumerate(takes) if one), key=lambda p: moments[p][0])
     new = {old: place for place, old in enumerate(kept)}
     return [
-        Span(
+        TracedTask(
             name=tasks[place].op.name,
-            lane=_lane(tasks[place]),
-            phase="forward" if place < turn else "backward",
+            stream=_stream(tasks[place]),
+            phase="forward" if place < stage_pass else "backward",
             layer=f"layer {step.layers_before + tasks[place].layer}",
-            chunk=f"{tasks[place].span}",
+            chunk=f"{tasks[place].chunk_range}",
             start_s=moments[place][0],
             end_s=moments[place][1],
             bound_by=new.get(by) if (by := bound[place]) is not None else None,
@@ -79,24 +82,24 @@ def spans(priced: Priced, number: int) -> list[Span]:
     ]
 
 
-def turn_spans(priced: Priced) -> list[Span]:
-    """What pipeline stages do in the last step that was priced, a lane a stage."""
+def stage_tasks(priced: Priced) -> list[TracedTask]:
+    """What pipeline stages do in the last step that was priced, a stream a stage."""
     return [
-        Span(
+        TracedTask(
             name="backward" if what.is_back else "forward",
-            lane=f"stage {stage}",
+            stream=f"stage {stage}",
             phase="backward" if what.is_back else "forward",
             layer=f"chunk {what.chunk}",
             chunk=f"micro-batch {what.micro_batch}",
             start_s=start_s,
             end_s=end_s,
         )
-        for stage, what, start_s, end_s in priced.steps[-1].turns
+        for stage, what, start_s, end_s in priced.steps[-1].stage_passes
     ]
 
 
-def _lane(task: Task) -> str:
-    return HOST.name if task.lane == ISSUING else task.lane.name
+def _stream(task: Task) -> str:
+    return HOST.name if task.stream == ISSUING else task.stream.name
 
 
 def _seen(priced: Priced, number: int) -> tuple[list[Moment], list[int | None]]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from ds_moe_ext.commands.price.market import OVER, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.planning.candidates import Priced, most_copies
+from ds_moe_ext.planning.candidates import Priced, most_replicas
 from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, seconds_text
 from ds_moe_ext.schedule.simulator import chrome_trace
 from ds_moe_ext.strategies.settings import BLOCK
@@ -37,7 +37,7 @@ FULL = 150
 """Columns of a terminal that all of these want."""
 BRIEF = ("step", "gain", "balance", "GiB a rank")
 """What is shown on fewer."""
-MEMORY = ("weights", "gradients", "optimizer", "activations", "copies", "runtime")
+MEMORY = ("weights", "gradients", "optimizer", "activations", "replicas", "runtime")
 """What a rank needs memory for: numbers of ``MemoryUse``."""
 NUMBERS = (*PARTS.values(), *BUBBLE.values(), "balance")
 
@@ -60,14 +60,14 @@ def _parallel(market: Market) -> str:
     parallel = market.case.training.parallel
     if not parallel.is_any:
         return ""
-    told = f"tensor parallelism {parallel.tensor}, context {parallel.context}, "
-    told += counted(parallel.pipeline, "pipeline stage")
+    text = f"tensor parallelism {parallel.tensor}, context {parallel.context}, "
+    text += counted(parallel.pipeline, "pipeline stage")
     if parallel.pipeline > 1:
         stages = parallel.layers(market.case.shape.num_layers)
         layers = [sum(map(len, chunks)) for chunks in stages]
-        told += f" of {layers[0] if len(set(layers)) == 1 else _runs(layers)} layers"
-        told += f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
-    return told + "; "
+        text += f" of {layers[0] if len(set(layers)) == 1 else _runs(layers)} layers"
+        text += f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
+    return text + "; "
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -85,9 +85,11 @@ def _clusters(market: Market) -> str:
 
 def grid_text(grid: Grid) -> str:
     """A grid for a person."""
-    homes = grid.world_size // grid.size
-    ranks = f" of {grid.cell_size} ranks" if grid.cell_size > 1 else ""
-    return f"{counted(grid.num_cells, 'cell')}{ranks}" + (f", {homes} homes" if homes > 1 else "")
+    owners = grid.world_size // grid.size
+    ranks = f" of {grid.etp_size} ranks" if grid.etp_size > 1 else ""
+    return f"{counted(grid.num_ep_ranks, 'EP rank')}{ranks}" + (
+        f", {owners} owners" if owners > 1 else ""
+    )
 
 
 def verdict(market: Market) -> str:
@@ -102,20 +104,20 @@ def verdict(market: Market) -> str:
             "nodes, --recomputes, shorter samples or a higher ZeRO stage"
         )
     which = "fastest" if market.too_large is None else "fastest that fits into memory"
-    told = f"{which}: {best.way.name} on {grid_text(best.way.grid)}"
+    text = f"{which}: {best.way.name} on {grid_text(best.way.grid)}"
     if best is base:
-        told += ", the best plain expert parallelism"
+        text += ", the best plain expert parallelism"
     elif base is None:
-        told += f", {best.tokens_per_s:,.0f} tokens/s"
+        text += f", {best.tokens_per_s:,.0f} tokens/s"
     else:
-        told += f", {_times(market, best)}"
-        told += f" (which is on {grid_text(base.way.grid)}{_unless_it_fits(market, base)})"
+        text += f", {_times(market, best)}"
+        text += f" (which is on {grid_text(base.way.grid)}{_unless_it_fits(market, base)})"
     if own is not None and own is not best and own is not base and base is not None:
-        told += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
-        told += _unless_it_fits(market, own)
+        text += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
+        text += _unless_it_fits(market, own)
     if market.too_large is not None:
-        told += f"; {_with_memory(market, market.too_large)} would be faster, and does not fit"
-    return told
+        text += f"; {_with_memory(market, market.too_large)} would be faster, and does not fit"
+    return text
 
 
 def _unless_it_fits(market: Market, priced: Priced) -> str:
@@ -138,36 +140,45 @@ def _times(market: Market, priced: Priced) -> str:
 def plan_words(priced: Priced) -> str:
     """What the layers do: where experts live, which are copied, and what the strategy says."""
     way = priced.way
-    told = [f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told]
+    lines = [
+        f"{way.name} on {grid_text(way.grid)}",
+        _owners(priced),
+        _replicas(priced),
+        priced.reported,
+    ]
     step = priced.steps[-1]
-    if step.turns:
-        told.append(f"pipeline stage {step.stage} is the busiest, {priced.fullest} the fullest")
-    return "; ".join(filter(None, told))
+    if step.stage_passes:
+        lines.append(f"pipeline stage {step.stage} is the busiest, {priced.fullest} the fullest")
+    return "; ".join(filter(None, lines))
 
 
-def _homes(priced: Priced) -> str:
+def _owners(priced: Priced) -> str:
     grid, plans = priced.way.grid, priced.plans
-    held = np.stack([plan.home.holds_EC.sum(axis=0) for plan in plans])
-    ranks = f"{grid.cell_size} ranks split each expert, " if grid.cell_size > 1 else ""
-    homes = grid.world_size // grid.size
-    times = f", which have {homes} homes each" if homes > 1 else ""
-    return f"{ranks}a cell is home to {_span(held.ravel().tolist())} of a layer's experts{times}"
+    held = np.stack([plan.owner.holds_EC.sum(axis=0) for plan in plans])
+    ranks = f"{grid.etp_size} ranks split each expert, " if grid.etp_size > 1 else ""
+    owners = grid.world_size // grid.size
+    times = f", which have {owners} owners each" if owners > 1 else ""
+    return (
+        f"{ranks}an EP rank owns {_range_text(held.ravel().tolist())} of a layer's experts{times}"
+    )
 
 
-def _copies(priced: Priced) -> str:
-    copies_L = [most_copies(plan) for plan in priced.plans]
-    if not any(copies_L):
-        return "no copies"
-    told = f"{sum(map(bool, copies_L))} of {len(copies_L)} layers have copies, "
-    told += f"{_span([copies for copies in copies_L if copies])} in the fullest cell"
+def _replicas(priced: Priced) -> str:
+    replicas_L = [most_replicas(plan) for plan in priced.plans]
+    if not any(replicas_L):
+        return "no replicas"
+    text = f"{sum(map(bool, replicas_L))} of {len(replicas_L)} layers have replicas, "
+    text += (
+        f"{_range_text([replicas for replicas in replicas_L if replicas])} in the fullest EP rank"
+    )
     if any(plan.carried is not None for plan in priced.plans):
-        told += ", which travel during the block before"
+        text += ", which travel during the block before"
     if any(plan.rematerialize for plan in priced.plans):
-        told += ", freed between forward and backward"
-    return told
+        text += ", freed between forward and backward"
+    return text
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _range_text(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{least}" if least == most else f"{least} to {most}"
 
@@ -185,7 +196,7 @@ def zebra_words(market: Market) -> list[str]:
         f"zebra, {counted(found.num_groups, 'group')} of {shape.attention_ranks} attention and "
         f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by a "
         "simulator of its own: exchanges are even, the host takes no time; of each expert rank "
-        f"{_span(found.moved_L)} experts of a layer move to attention ranks"
+        f"{_range_text(found.moved_L)} experts of a layer move to attention ranks"
     ]
 
 
@@ -200,21 +211,21 @@ def block_words(market: Market) -> list[str]:
         "enabled": True,
         "strategy": strategy,
         "balance": balance or None,
-        "expert_parallel_size": grid.num_cells,
-        "expert_sharding_size": grid.cell_size if grid.cell_size > 1 else None,
+        "expert_parallel_size": grid.num_ep_ranks,
+        "expert_sharding_size": grid.etp_size if grid.etp_size > 1 else None,
     }
-    said = {key: value for key, value in block.items() if value is not None}
+    stated = {key: value for key, value in block.items() if value is not None}
     return [
-        f"to run the fastest: {json.dumps({BLOCK: said})}; under Megatron the sizes are flags: "
-        f"--expert-model-parallel-size {grid.num_cells} "
-        f"--expert-tensor-parallel-size {grid.cell_size}"
+        f"to run the fastest: {json.dumps({BLOCK: stated})}; under Megatron the sizes are flags: "
+        f"--expert-model-parallel-size {grid.num_ep_ranks} "
+        f"--expert-tensor-parallel-size {grid.etp_size}"
     ]
 
 
 def assumed(market: Market) -> list[str]:
     """What the prices rest on."""
     reached = market.case.reached
-    told = [
+    lines = [
         "assumed where the hardware file has no measurement: products reach "
         f"{reached.products:.0%} of the peak, memory {reached.memory:.0%}, links "
         f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; the host issues as "
@@ -222,20 +233,20 @@ def assumed(market: Market) -> list[str]:
     ]
     training = market.case.training
     if training.zero_stage >= 2 and training.micro_batches > 1:
-        told.append(
+        lines.append(
             f"ZeRO {training.zero_stage} sums gradients in each of {training.micro_batches} "
             "micro-batches: all but the last sums are taken as hidden"
         )
     if training.offloaded_states:
-        told.append(
+        lines.append(
             f"{training.offloaded_states:.0%} of the optimizer's states lie in host memory, and "
             "take none of the device; their step is taken as if they lay there"
         )
     if len({each.device.name for each in market.case.clusters}) > 1:
-        told.append(
+        lines.append(
             "unlike devices: each computes experts at its own speed, all else at the slowest's"
         )
-    return told
+    return lines
 
 
 # Tables.
@@ -252,15 +263,15 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     if market.priced:
         to.print(_seconds(market, to.width))
         to.print(_memory(market))
-    told = [verdict(market), *block_words(market)]
-    told += [f"{name}: {plan_words(each)}" for name, each in market.named]
-    told += [*zebra_words(market), *pays]
-    told += [
+    lines = [verdict(market), *block_words(market)]
+    lines += [f"{name}: {plan_words(each)}" for name, each in market.named]
+    lines += [*zebra_words(market), *pays]
+    lines += [
         f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
         for each in market.refused
     ]
-    told += assumed(market)
-    for line in told:
+    lines += assumed(market)
+    for line in lines:
         to.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -287,7 +298,7 @@ def figures_of(market: Market, priced: Priced, style: Style) -> dict[str, str]:
         "gain": style.unknown if gain is None else style.gain(gain),
         **{heading: style.seconds(priced.mean(part)) for heading, part in parts},
         "balance": style.balance(priced.mean("balance")),
-        "copies": f"{priced.copies:.1f}",
+        "replicas": f"{priced.replicas:.1f}",
         "GiB a rank": memory if market.fits(priced) else f"{memory} too much",
     }
 
@@ -328,7 +339,7 @@ def _memory(market: Market) -> Table:
 
 
 def write_trace(path: Path, market: Market, pays: Sequence[str]) -> None:
-    """The timeline of a way, a process a class of cells, and one a pipeline stage."""
+    """The timeline of a way, a process a class of EP ranks, and one a pipeline stage."""
     way = market.traced
     assert way is not None
     path.write_text(chrome_trace(boxes(way), dict(enumerate(row_names(way)))), "utf-8")
@@ -369,7 +380,7 @@ def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
         "tokens_per_s": priced.tokens_per_s,
         "gain": market.gain(priced),
         **{name: priced.mean(name) for name in NUMBERS},
-        "copies": priced.copies,
+        "replicas": priced.replicas,
         "busiest_stage": priced.steps[-1].stage,
         "fullest_stage": priced.fullest,
         "memory_bytes": {**vars(priced.memory), "total": priced.memory.total},
@@ -379,7 +390,7 @@ def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
 
 def _sizes(grid: Grid) -> Mapping[str, int]:
     return {
-        "expert_parallel_size": grid.num_cells,
-        "expert_sharding_size": grid.cell_size,
-        "homes": grid.world_size // grid.size,
+        "expert_parallel_size": grid.num_ep_ranks,
+        "expert_sharding_size": grid.etp_size,
+        "owners": grid.world_size // grid.size,
     }

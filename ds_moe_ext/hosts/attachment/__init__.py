@@ -5,7 +5,7 @@
 ``build``); ``host_layer.py`` has its records (``Found``, ``Adopted``, ``Hosted``, ``Stored``), and
 ``experts.py`` what stands in a layer's place (``HostedExperts``). ``grid.py`` chooses sizes,
 ``startup_check.py`` lets ranks compare what they start with (``Start``), ``notices.py`` refuses and
-leaves defaults out (``Refusal``, ``settle``), ``block_hooks.py`` launches copies.
+leaves defaults out (``Refusal``, ``settle``), ``block_hooks.py`` launches replicas.
 
 May import what ``hosts`` may, and no host; it knows nothing of ``hosts/steps``.
 """

@@ -14,7 +14,7 @@ from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.core.layout import GRID
 from ds_moe_ext.hosts.attachment.host_layer import Hosted
 from ds_moe_ext.hosts.attachment.modules import eager
-from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal, Tell, settle
+from ds_moe_ext.hosts.attachment.notices import OWNERS, Log, Refusal, settle
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.planning.strategy import followers
 from ds_moe_ext.schedule.task import INTER, START
@@ -23,11 +23,12 @@ from ds_moe_ext.schedule.task import INTER, START
 def launch_with_blocks(
     model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
 ) -> tuple[RemovableHandle, ...]:
-    """Let each layer's block launch copies as it begins, by the hooks that are returned; where
-    ``measures``, also where none has copies, to time what blocks compute beside their MoE layer."""
+    """Let each layer's block launch replicas as it begins, by the hooks that are returned; where
+    ``measures``, also where none has replicas, to time what blocks compute beside their MoE
+    layer."""
     hooks: list[RemovableHandle] = []
     for layer, launch in zip(layers, launches(layers)):
-        if measures or layer.routed.copies is not None:
+        if measures or layer.routed.replicas is not None:
             hook = eager(launch.__call__)
             block = model.get_submodule(block_of(model, layer.name))
             hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
@@ -61,7 +62,7 @@ class Launch:
 
     @property
     def begun(self) -> tuple[Hosted, ...]:
-        """Layers whose copies may be launched."""
+        """Layers whose replicas may be launched."""
         return (self._hosted,) if self._after is None else (self._hosted, self._after)
 
     def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ class Launch:
         """Launch, by what the block computes from; None where this rank has no rows."""
         own = self._hosted.routed
         for task in own.block_begins(block_input):
-            hosted = self._hosted if task.layer == own.site.layer else self._after
+            hosted = self._hosted if task.layer == own.layer_context.layer else self._after
             assert hosted is not None
             if task.op == START:
                 hosted.routed.begin(hosted.weights(), is_training=hosted.training)
@@ -85,28 +86,28 @@ class Launch:
 MIXED = Refusal(
     "a layer with frozen experts beside trained ones",
     lambda names: f"of {names[0]} some experts are frozen and some are trained" if names else "",
-    "a home that is frozen cannot train the expert that comes",
+    "an owner that is frozen cannot train the expert that comes",
     "freeze all experts of a layer alike",
 )
 
 
-def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], tell: Tell) -> Blueprint:
-    """Let gradients of copies travel wherever a layer has an expert that is trained; of layers that
-    have frozen ones too, experts keep their homes. Collective, over the ranks that run the layers.
-    Raises ValueError, on all ranks, where a key asks for experts that move."""
-    copied = [layer.routed for layer in layers if layer.routed.copies is not None]
+def settled(blueprint: Blueprint, layers: Sequence[AttachedLayer], log: Log) -> Blueprint:
+    """Let gradients of replicas travel wherever a layer has an expert that is trained; of layers
+    that have frozen ones too, experts keep their owners. Collective, over the ranks that run the
+    layers. Raises ValueError, on all ranks, where a key asks for experts that move."""
+    copied = [layer.routed for layer in layers if layer.routed.replicas is not None]
     if not copied:
         return blueprint
-    # Of each layer whether there are trained experts at home here, and whether frozen ones.
+    # Of each layer whether there are trained experts at their owners here, and whether frozen ones.
     own = [
         sorted({any(p.requires_grad for p in slot.parameters) for slot in layer.hosted.slots()})
         for layer in layers
-        if layer.routed.copies is not None
+        if layer.routed.replicas is not None
     ]
-    told = gather_objects(own, copied[0].site.layout.group(GRID, INTER))
-    mixed = [each for each, *ways in zip(copied, *told) if len(set().union(*ways)) > 1]
+    gathered = gather_objects(own, copied[0].layer_context.layout.group(GRID, INTER))
+    mixed = [each for each, *ways in zip(copied, *gathered) if len(set().union(*ways)) > 1]
     for routed in mixed:
-        assert routed.copies is not None
-        routed.copies.some_are_trained = True
+        assert routed.replicas is not None
+        routed.replicas.some_are_trained = True
     names = [routed.name for routed in mixed]
-    return replace(blueprint, strategy=settle(HOMES, blueprint.strategy, (MIXED,), names, tell))
+    return replace(blueprint, strategy=settle(OWNERS, blueprint.strategy, (MIXED,), names, log))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of a host as ours: what an experts module holds and computes (``ExpertsDescription``),
-what takes its place (``HostedExperts``), and how ranks of a cell split an expert."""
+what takes its place (``HostedExperts``), and how ranks of an ETP group split an expert."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _DESCRIBE: dict[type, Describe] = {}
 
 
 def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
-    """Tell how to replace an experts module of the user's own; see ``ExpertsDescription``.
+    """Log how to replace an experts module of the user's own; see ``ExpertsDescription``.
 
     ``cls`` must be called as ``experts(hidden, expert_ids, scores)``::
 
@@ -94,7 +94,7 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
                 experts.num_experts, ("up", "down"), FeedForwardExperts(silu_gated))
 
     Raises:
-        ValueError: it is given no class of modules, or no function to tell of them.
+        ValueError: it is given no class of modules, or no function to log of them.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(
@@ -141,8 +141,8 @@ def found_experts(
     *,
     kind: str = "",
 ) -> Found:
-    """A layer to replace, from a module and its description; ``kind`` is what a person is told it
-    is, if not the module's class."""
+    """A layer to replace, from a module and its description; ``kind`` is what a person is notified
+    it is, if not the module's class."""
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         warn_of_hooks(name, module, description.inside)
@@ -170,7 +170,7 @@ def found_experts(
         kind=kind or type(module).__name__,
         num_experts=description.num_experts,
         expert=shape_of(zip(description.weight_names, first, trained)),
-        num_cells=1,
+        num_ep_ranks=1,
         may_drop=False,
         split=cache(lambda num_shards: _ways_to_split(name, description, first, num_shards)),
         adopt=adopt,
@@ -192,7 +192,7 @@ class HostedExperts(nn.Module):
         self,
         source: nn.Module,  # the host's; its weights are copied, it is not kept
         description: ExpertsDescription,
-        held: Tensor,  # experts that this rank is home to, int64 ``[S]``, in slot order
+        held: Tensor,  # experts that this rank owns, int64 ``[S]``, in slot order
         shard: Shard,  # the part of them that it has
         routed: RoutedExperts,
     ) -> None:
@@ -285,7 +285,7 @@ class HostedExperts(nn.Module):
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on; or one
         of all slots for each name. As experts use them: with what adapters add. Collective over the
-        cell where its ranks split experts that have adapters."""
+        EP rank where its ranks split experts that have adapters."""
         if not self._views and not self.low_ranks:
             return tuple(chain.from_iterable(self._by_slot()))
         stacks: Sequence[Tensor] = self._likened()
@@ -293,10 +293,14 @@ class HostedExperts(nn.Module):
             self._check_adapters()
             if not self._views:
                 stacks = [torch.stack(column) for column in zip(*self._by_slot())]
-                if not stacks:  # no expert of this layer is at home here
+                if not stacks:  # no expert of this layer is at the owner here
                     return ()
-            cell = None if self.shard.is_whole else self.routed.site.layout.group("esp", INTRA)
-            stacks = with_low_ranks(stacks, self.low_ranks, self.shard, cell)
+            ep_rank = (
+                None
+                if self.shard.is_whole
+                else self.routed.layer_context.layout.group("esp", INTRA)
+            )
+            stacks = with_low_ranks(stacks, self.low_ranks, self.shard, ep_rank)
         if self.routed.takes_stacks and self._views:
             return tuple(stacks)
         return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
@@ -306,15 +310,19 @@ class HostedExperts(nn.Module):
         or ranks would wait for each other."""
         routed, before = self.routed, self._strengths
         self._strengths = tuple(each.strength() for each in self.low_ranks)
-        is_copied = routed.copies is not None and self.training
+        is_copied = routed.replicas is not None and self.training
         if is_copied and before not in ((), self._strengths):
             raise ValueError(
                 f"adapters of {routed.name} were switched, or scaled anew, while the model trains: "
-                f"they were {before} strong and are {self._strengths}; copies of experts on other "
-                "ranks are kept over the passes of a step, so do it in model.eval(), or choose a "
-                "strategy that copies none (ep)"
+                f"they were {before} strong and are {self._strengths}; replicas of experts on "
+                "other ranks are kept over the passes of a step, so do it in model.eval(), or "
+                "choose a strategy that copies none (ep)"
             )
-        if not self.shard.is_whole and routed.turns is not None and routed.turns.is_open:
+        if (
+            not self.shard.is_whole
+            and routed.joined_passes is not None
+            and routed.joined_passes.is_open
+        ):
             raise ValueError(
                 f"{routed.name} has adapters, of which ranks that split experts gather parts in "
                 "every pass, so that they must run it together: not in ds_moe_ext.joined, nor in "
@@ -322,7 +330,7 @@ class HostedExperts(nn.Module):
             )
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
-        """``[..., D]`` to ``[..., D]``. Collective over the cells."""
+        """``[..., D]`` to ``[..., D]``. Collective over the EP ranks."""
         self.routed.rows.begin(is_training=self.training)
         is_flat = hidden.dim() == 2  # as it is: autograd would record two views of itself
         x_TD = hidden if is_flat else hidden.reshape(-1, hidden.shape[-1])
@@ -407,8 +415,8 @@ def _ways_to_split(
         if width % num_shards:
             raise ValueError(
                 f"ds_moe_ext.expert_sharding_size is {num_shards}, but factors of the adapters of "
-                f"{name} are {width} wide (peft's r), of which each rank of a cell has a part; let "
-                f"r be a multiple of {num_shards}, or set expert_sharding_size to 1"
+                f"{name} are {width} wide (peft's r), of which each rank of an EP rank has a part; "
+                f"let r be a multiple of {num_shards}, or set expert_sharding_size to 1"
             )
         alongs += each.ways_to_split(alongs[each.weight])
     return tuple(alongs)

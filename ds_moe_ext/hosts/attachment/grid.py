@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of ranks (``grid_of``): how many split an expert, and over how many cells the experts of
-a layer are spread, as given, or chosen by the predicted step time."""
+"""The grid of ranks (``grid_of``): how many split an expert, and over how many EP ranks the experts
+of a layer are spread, as given, or chosen by the predicted step time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sized(NamedTuple):
 class Needs(NamedTuple):
     """What a host needs of sizes that the settings leave open."""
 
-    # why all cells must have equally many experts of a layer, for a person; else empty
+    # why all EP ranks must have equally many experts of a layer, for a person; else empty
     even: str = ""
     whole: str = ""  # why no rank may have a part of an expert, likewise
 
@@ -48,7 +48,7 @@ class _Market(NamedTuple):
     """A cluster, and prices on it."""
 
     hardware: Hardware
-    prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]  # of numbers of cells; made once
+    prices: Callable[[tuple[int, ...], Grid], list[GridPrice]]  # of numbers of EP ranks; made once
 
 
 def grid_of(
@@ -65,67 +65,70 @@ def grid_of(
     divide."""
     if strategy.roles is not None:
         return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
-    cell_size = _cell_size(settings, strategy, found, world_size)
-    is_open, is_split = settings.expert_sharding_size is None and cell_size > 1, ""
+    etp_size = _etp_size(settings, strategy, found, world_size)
+    is_open, is_split = settings.expert_sharding_size is None and etp_size > 1, ""
     if is_open and needs.whole:
-        cell_size, is_open, is_split = 1, False, f"experts stay whole, for {needs.whole}"
+        etp_size, is_open, is_split = 1, False, f"experts stay whole, for {needs.whole}"
     hardware, market = cluster.hardware, None
     if hardware is not None:
-        prices = partial(prices_of_cells, strategy, found, hardware, hooks=settings.hooks)
+        prices = partial(prices_of_ep_ranks, strategy, found, hardware, hooks=settings.hooks)
         market = _Market(hardware, cache(prices))
     if is_open:
-        is_split = f"{cell_size} ranks split each expert, those of a node"
+        is_split = f"{etp_size} ranks split each expert, those of a node"
         if market is not None:
-            cell_size, told = _split(
-                settings, strategy, found, Grid(world_size, 1, cell_size), market, needs=needs
+            etp_size, reported = _split(
+                settings, strategy, found, Grid(world_size, 1, etp_size), market, needs=needs
             )
-            is_split = told or is_split
-    max_cells = world_size // cell_size
-    num_cells, why = settings.expert_parallel_size, ""
-    if num_cells is None:
-        grid = Grid(world_size, 1, cell_size)
-        num_cells, why, is_number_open = _num_cells(strategy, found, grid, market, needs)
+            is_split = reported or is_split
+    max_ep_ranks = world_size // etp_size
+    num_ep_ranks, why = settings.expert_parallel_size, ""
+    if num_ep_ranks is None:
+        grid = Grid(world_size, 1, etp_size)
+        num_ep_ranks, why, is_number_open = _num_ep_ranks(strategy, found, grid, market, needs)
         is_open = is_open or is_number_open
-    if max_cells % num_cells:
-        cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
+    if max_ep_ranks % num_ep_ranks:
+        ep_ranks = "" if etp_size == 1 else f" in EP ranks of {etp_size} ranks"
         raise ValueError(
-            f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
-            f"{world_size}{cells}; choose one of {divisors(max_cells)}"
+            f"{BLOCK}.expert_parallel_size is {num_ep_ranks}, which does not divide the world size "
+            f"{world_size}{ep_ranks}; choose one of {divisors(max_ep_ranks)}"
         )
     for layer in found:
-        if layer.num_experts % num_cells and not strategy.has_uneven_homes:
+        if layer.num_experts % num_ep_ranks and not strategy.has_uneven_owners:
             raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
+                f"{BLOCK}.expert_parallel_size is {num_ep_ranks}, which does not divide the "
                 f"{layer.num_experts} experts of {layer.name}; choose one of "
-                f"{divisors(np.gcd(layer.num_experts, max_cells))}"
+                f"{divisors(np.gcd(layer.num_experts, max_ep_ranks))}"
             )
-        if layer.num_cells not in (1, num_cells):
+        if layer.num_ep_ranks not in (1, num_ep_ranks):
             raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
-                f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
+                f"{BLOCK}.expert_parallel_size is {num_ep_ranks}, but the model built {layer.name} "
+                f"with ep_size {layer.num_ep_ranks}; make them equal, or build it with ep_size 1"
             )
-    grid = Grid(world_size, num_cells, cell_size)
+    grid = Grid(world_size, num_ep_ranks, etp_size)
     if world_size == 1:
         return Sized(grid)
-    told = _told(settings, grid, is_split, why)
-    return Sized(grid, f"{told}; {cluster.told}; {REMEDY}" if is_open and cluster.told else told)
+    reported = _reported(settings, grid, is_split, why)
+    return Sized(
+        grid,
+        f"{reported}; {cluster.reported}; {REMEDY}" if is_open and cluster.reported else reported,
+    )
 
 
-def _told(settings: Settings, grid: Grid, is_split: str, why: str) -> str:
+def _reported(settings: Settings, grid: Grid, is_split: str, why: str) -> str:
     """What was chosen, in one line."""
     chosen = [f"expert_sharding_size is null: {is_split}"] if is_split else []
     if settings.expert_parallel_size is None:
         chosen.append(f"expert_parallel_size is null: {why}")
-    num_homes = grid.world_size // grid.size
-    if chosen and num_homes > 1:
-        chosen.append(f"each expert has {num_homes} homes")
+    num_owners = grid.world_size // grid.size
+    if chosen and num_owners > 1:
+        chosen.append(f"each expert has {num_owners} owners")
     return "; ".join(chosen)
 
 
 def _grid_of_roles(
     settings: Settings, roles: Roles, found: Sequence[Found], world_size: int
 ) -> Grid:
-    """A cell for each rank of a group."""
+    """An EP rank for each rank of a group."""
     for key, only in (("expert_parallel_size", roles.size), ("expert_sharding_size", 1)):
         asked = getattr(settings, key)
         if asked not in (None, only):
@@ -139,67 +142,71 @@ def _grid_of_roles(
             f"{world_size} ranks of the run; choose sizes whose sum divides {world_size}"
         )
     for layer in found:
-        if layer.num_cells != 1:
+        if layer.num_ep_ranks != 1:
             raise ValueError(
                 f"{BLOCK}.strategy is {settings.strategy!r}, but the model built {layer.name} with "
-                f"ep_size {layer.num_cells}, so that no rank has all experts; build it with "
+                f"ep_size {layer.num_ep_ranks}, so that no rank has all experts; build it with "
                 "ep_size 1"
             )
     return Grid(world_size, roles.size)
 
 
-def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
-    """Numbers of cells at which each can be home to one of so many experts, ascending."""
-    return [size for size in divisors(max_cells) if size <= max(fewest, 1)]
+def sizes_with_owners(fewest: int, max_ep_ranks: int) -> list[int]:
+    """Numbers of EP ranks at which each can own one of so many experts, ascending."""
+    return [size for size in divisors(max_ep_ranks) if size <= max(fewest, 1)]
 
 
-def _num_cells(
+def _num_ep_ranks(
     strategy: Strategy, found: Sequence[Found], grid: Grid, market: _Market | None, needs: Needs
 ) -> tuple[int, str, bool]:
     """The best for the model, why, and whether prices may choose: what it was built with, if it
     was; else what costs least on the cluster that is described; else as many as leave no rank
     without experts, in a node if there are several."""
-    max_cells = grid.world_size // grid.cell_size
-    built = {layer.num_cells for layer in found} - {1}
+    max_ep_ranks = grid.world_size // grid.etp_size
+    built = {layer.num_ep_ranks for layer in found} - {1}
     if built:
-        num_cells = built.pop()
-        return num_cells, f"{_cells(num_cells)}, as the model was built", False
-    if strategy.with_homes_that_stay().rhythm().shard_every:
-        return max_cells, f"all {_cells(max_cells)}, for experts that move have one home", False
-    sizes, why = _homes(strategy, found, max_cells, needs)
+        num_ep_ranks = built.pop()
+        return num_ep_ranks, f"{_ep_ranks(num_ep_ranks)}, as the model was built", False
+    if strategy.with_owners_that_stay().intervals().shard_every:
+        return (
+            max_ep_ranks,
+            f"all {_ep_ranks(max_ep_ranks)}, for experts that move have one owner",
+            False,
+        )
+    sizes, why = _owners(strategy, found, max_ep_ranks, needs)
     on_node = ranks_on_this_node() or grid.world_size
     tried = _filling(sizes, on_node if market is None else market.hardware.ranks_per_node, grid)
-    is_open, untold = len(tried) > 1, ""
+    is_open, unreported = len(tried) > 1, ""
     if market is not None:
         try:
             return *_cheapest(market, tried, grid), is_open
         except ValueError as error:
-            untold = f"; {market.hardware.name} does not tell what others would cost: {error}"
-    is_spread = strategy.has_uneven_homes and grid.cell_size == 1
+            unreported = f"; {market.hardware.name} does not report what others would cost: {error}"
+    is_spread = strategy.has_uneven_owners and grid.etp_size == 1
     in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
     if 1 < max(in_nodes, default=1) < sizes[-1]:
         larger = in_json(f"{BLOCK}.expert_parallel_size", sizes[-1])
         why = (
-            f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
-            f"(to spread experts over more, set {larger}){untold}"
+            f"{_ep_ranks(in_nodes[-1])}, so that rows and replicas stay in a node of {on_node} "
+            f"ranks (to spread experts over more, set {larger}){unreported}"
         )
         return in_nodes[-1], why, is_open
-    return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}", is_open
+    return sizes[-1], f"{_ep_ranks(sizes[-1])}, {why}{unreported}", is_open
 
 
-def _homes(
-    strategy: Strategy, found: Sequence[Found], max_cells: int, needs: Needs
+def _owners(
+    strategy: Strategy, found: Sequence[Found], max_ep_ranks: int, needs: Needs
 ) -> tuple[Sequence[int], str]:
-    """Numbers of cells that may be home to all layers' experts, ascending, and why no more."""
-    if needs.even or not strategy.has_uneven_homes:
-        numbers = [max_cells, *(layer.num_experts for layer in found)]
+    """Numbers of EP ranks that may own all layers' experts, ascending, and why no more."""
+    if needs.even or not strategy.has_uneven_owners:
+        numbers = [max_ep_ranks, *(layer.num_experts for layer in found)]
         why = "the most that divide ranks and experts"
-        if strategy.has_uneven_homes:
+        if strategy.has_uneven_owners:
             why += f", for {needs.even}"
         return divisors(np.gcd.reduce(numbers)), why
     smallest = min(found, key=lambda layer: layer.num_experts)
-    return sizes_with_homes(smallest.num_experts, max_cells), (
-        f"the most at which each is home to experts of all layers ({smallest.name} has "
+    return sizes_with_owners(smallest.num_experts, max_ep_ranks), (
+        f"the most at which each owns experts of all layers ({smallest.name} has "
         f"{smallest.num_experts})"
     )
 
@@ -207,21 +214,21 @@ def _homes(
 def _cheapest(market: _Market, tried: tuple[int, ...], grid: Grid) -> tuple[int, str]:
     """What a layer takes least time with, and what the others would lose."""
     if len(tried) == 1:
-        return tried[0], f"{_cells(tried[0])}, the most there can be"
+        return tried[0], f"{_ep_ranks(tried[0])}, the most there can be"
     best, *others = market.prices(tried, grid)
     lost = ", ".join(
-        f"{_cells(each.num_cells)} {each.layer_s / best.layer_s:.3g} times" for each in others
+        f"{_ep_ranks(each.num_ep_ranks)} {each.layer_s / best.layer_s:.3g} times" for each in others
     )
-    return best.num_cells, (
-        f"{_cells(best.num_cells)}, by what a layer costs on {market.hardware.name}: it takes "
-        f"{1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, loads "
-        f"{LOADS})"
+    return best.num_ep_ranks, (
+        f"{_ep_ranks(best.num_ep_ranks)}, by what a layer costs on {market.hardware.name}: it "
+        f"takes {1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, "
+        f"loads {LOADS})"
     )
 
 
 def _filling(sizes: Sequence[int], per_node: int, grid: Grid) -> tuple[int, ...]:
-    """Numbers of cells that fill a node at least, as far as there are so many."""
-    in_node = [size for size in sizes if per_node % (size * grid.cell_size) == 0]
+    """Numbers of EP ranks that fill a node at least, as far as there are so many."""
+    in_node = [size for size in sizes if per_node % (size * grid.etp_size) == 0]
     return tuple(size for size in sizes if size >= max(in_node, default=sizes[0]))
 
 
@@ -237,41 +244,41 @@ def _split(
     """Whether the ranks of a node split experts, by what a layer costs on the cluster that is
     described; and why, for a person."""
     given, best_s = settings.expert_parallel_size, []
-    for size in (1, grid.cell_size):
-        each = replace(grid, cell_size=size)
-        sizes, _ = _homes(strategy, found, grid.world_size // size, needs)
+    for size in (1, grid.etp_size):
+        each = replace(grid, etp_size=size)
+        sizes, _ = _owners(strategy, found, grid.world_size // size, needs)
         per_node = market.hardware.ranks_per_node
         tried = _filling(sizes, per_node, each) if given is None else (given,)
         try:
             best_s.append(market.prices(tried, each)[0].layer_s)
         except ValueError:
-            return grid.cell_size, ""
+            return grid.etp_size, ""
     whole_s, split_s = best_s
     if split_s < whole_s:
-        return grid.cell_size, (
-            f"{grid.cell_size} ranks split each expert, those of a node; whole a layer takes "
+        return grid.etp_size, (
+            f"{grid.etp_size} ranks split each expert, those of a node; whole a layer takes "
             f"{whole_s / split_s:.3g} times as long"
         )
     return 1, (
         f"experts stay whole, by what a layer costs on {market.hardware.name}: it takes "
-        f"{split_s / whole_s:.3g} times as long where the {grid.cell_size} ranks of a node split "
+        f"{split_s / whole_s:.3g} times as long where the {grid.etp_size} ranks of a node split "
         "each"
     )
 
 
-def _cells(number: int) -> str:
-    return f"{number} cell{'s' if number > 1 else ''}"
+def _ep_ranks(number: int) -> str:
+    return f"{number} EP rank{'s' if number > 1 else ''}"
 
 
-def _cell_size(
+def _etp_size(
     settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
 ) -> int:
     """As asked for; else, where there are several nodes, the ranks of a node if all experts can be
-    split by them and as many cells as were asked for are left (FSMoE's own layout)."""
+    split by them and as many EP ranks as were asked for are left (FSMoE's own layout)."""
     asked = settings.expert_sharding_size
     if asked is None:
-        size, num_cells = ranks_on_this_node() or 1, settings.expert_parallel_size or 1
-        spans_nodes = size < world_size and world_size % (size * num_cells) == 0
+        size, num_ep_ranks = ranks_on_this_node() or 1, settings.expert_parallel_size or 1
+        spans_nodes = size < world_size and world_size % (size * num_ep_ranks) == 0
         fits = strategy.splits_experts and spans_nodes and _can_split(found, size)
         return size if fits else 1
     if asked == 1:
@@ -291,11 +298,11 @@ def _cell_size(
             f"{world_size}; choose one of {divisors(world_size)}"
         )
     for layer in found:
-        if layer.num_cells > 1:
+        if layer.num_ep_ranks > 1:
             raise ValueError(
                 f"{BLOCK}.expert_sharding_size is {asked}, but the model built {layer.name} with "
-                f"ep_size {layer.num_cells}, so that a rank lacks experts of its cell; build it "
-                "with ep_size 1"
+                f"ep_size {layer.num_ep_ranks}, so that a rank lacks experts of its EP rank; build "
+                "it with ep_size 1"
             )
         layer.split(asked)
     return asked
@@ -307,7 +314,7 @@ def _can_split(found: Sequence[Found], num_shards: int) -> bool:
             layer.split(num_shards)
     except ValueError:
         return False
-    return all(layer.num_cells == 1 for layer in found)
+    return all(layer.num_ep_ranks == 1 for layer in found)
 
 
 TOKENS = 4096  # of a rank in a pass
@@ -319,16 +326,16 @@ TYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 @dataclass(frozen=True)
-class CellsPrice:
-    """What a number of cells comes to."""
+class GridPrice:
+    """What a number of EP ranks comes to."""
 
-    num_cells: int  # which
-    # seconds of a layer in a step of one pass, gradients summed over homes with it, but not the
+    num_ep_ranks: int  # which
+    # seconds of a layer in a step of one pass, gradients summed over owners with it, but not the
     # host; to three digits, so that ranks of unlike processors agree
     layer_s: float
 
 
-def prices_of_cells(
+def prices_of_ep_ranks(
     strategy: Strategy,
     found: Sequence[Found],
     hardware: Hardware,
@@ -336,38 +343,38 @@ def prices_of_cells(
     grid: Grid,
     *,
     hooks: Hooked = NO_HOOKS,
-) -> list[CellsPrice]:
-    """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure."""
+) -> list[GridPrice]:
+    """Prices of some numbers of EP ranks, the lowest first; of equals the fewest EP ranks. Pure."""
     reached = Reached()
     nodes = -(-grid.world_size // hardware.ranks_per_node)  # of the run, whatever the file has
     hardware = reached.of(replace(hardware, num_nodes=nodes))
     shape, number_type = _shape(found)
     training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
-    weights = _on_its_way(hooks, shape, number_type, grid.cell_size)
+    weights = _on_its_way(hooks, shape, number_type, grid.etp_size)
     rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
     prices = []
-    for num_cells in sizes:
+    for num_ep_ranks in sizes:
         run = DescribedRun(
             hardware=hardware,
             shape=shape,
             training=training,
-            grid=replace(grid, num_cells=num_cells),
+            grid=replace(grid, num_ep_ranks=num_ep_ranks),
             passes=reached.passes,
             on_its_way=weights,
         )
         priced = price_way(Way("", strategy, run.grid), run, rows_ILRE)
         layers_s = priced.step_s - priced.mean("host_s")
-        prices.append(CellsPrice(num_cells, float(f"{layers_s / LAYERS:.2e}")))
-    return sorted(prices, key=lambda price: (price.layer_s, price.num_cells))
+        prices.append(GridPrice(num_ep_ranks, float(f"{layers_s / LAYERS:.2e}")))
+    return sorted(prices, key=lambda price: (price.layer_s, price.num_ep_ranks))
 
 
 def _on_its_way(
-    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
+    hooks: Hooked, shape: ModelShape, number_type: str, etp_size: int
 ) -> OnItsWay | None:
     """None, which is as in memory, where hooks cannot be asked: a run that starts does so on a CPU,
     and its rows may yet be of another width."""
     try:
-        return on_its_way(hooks, shape, number_type, cell_size)
+        return on_its_way(hooks, shape, number_type, etp_size)
     except Exception:  # whatever a user's own raise
         return None
 

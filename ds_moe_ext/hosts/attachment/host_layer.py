@@ -36,7 +36,7 @@ RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one expert's weights lie on their home rank; which expert's they are may change."""
+    """Where one expert's weights lie on their owner rank; which expert's they are may change."""
 
     parameters: tuple[nn.Parameter, ...]  # in the order of the weights' names
     module: nn.Module | None = None  # that has them, where an expert is a module
@@ -99,12 +99,14 @@ class Found:
     # names, shapes and types of one expert's weights; where they are equal, experts of two layers
     # could change places
     expert: ExpertShape
-    num_cells: int  # cells over which the model was built already; 1 if every rank has all experts
+    num_ep_ranks: (
+        int  # EP ranks over which the model was built already; 1 if every rank has all experts
+    )
     may_drop: bool  # its gate marks dropped choices with -1
     # how each weight of an expert is split into a number of parts; raises ValueError where that
     # cannot be
     split: Callable[[int], tuple[Along, ...]]
-    # replace it: called with the experts that this rank is home to, int64 ``[S]``, the part of them
+    # replace it: called with the experts that this rank owns, int64 ``[S]``, the part of them
     # that it has, and a function that makes the layer's program from its expert function
     adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
     # layers of one number run one after the other in a pass, those of two at different times
@@ -183,7 +185,7 @@ class InOne(Stored):
         is_flat: experts lie one below the other without a dim of their own: ``[E * F, ...]``.
 
     Raises:
-        ValueError: the number of experts is not told where the parameter does not say it.
+        ValueError: the number of experts is not given where the parameter does not say it.
     """
 
     name: str
@@ -195,7 +197,7 @@ class InOne(Stored):
         if self.num_experts is None and (self.num_unused or self.is_flat):
             raise ValueError(
                 f"InOne({self.name!r}) does not say how many experts its parameter has a weight "
-                "of, which its shape does not tell with num_unused or is_flat; give num_experts"
+                "of, which its shape does not report with num_unused or is_flat; give num_experts"
             )
 
     def whole(self, module: nn.Module) -> Tensor:
@@ -220,7 +222,7 @@ class InOne(Stored):
 
 
 @dataclass(frozen=True)
-class InTurns(Stored):
+class Interleaved(Stored):
     """In the columns of one matrix, in turns: column ``q * E + e`` of ``[F, Q * E]`` is column
     ``q`` of expert ``e``."""
 
@@ -333,10 +335,10 @@ def differences(saved: Mapping[str, Facts], own: Mapping[str, Facts]) -> str:
         theirs = saved.get(layer, {})
         for name in facts.keys() & theirs.keys():
             if facts[name] != theirs[name]:
-                told = f"{name} was {theirs[name]!r} and is {facts[name]!r}"
-                layers.setdefault(told, []).append(layer)
+                text = f"{name} was {theirs[name]!r} and is {facts[name]!r}"
+                layers.setdefault(text, []).append(layer)
     lines = []
-    for told, names in sorted(layers.items()):
+    for text, names in sorted(layers.items()):
         more = f" and {counted(len(names) - 1, 'more layer')}" if names[1:] else ""
-        lines.append(f"{told} in {names[0]}{more}")
+        lines.append(f"{text} in {names[0]}{more}")
     return "; ".join(lines)

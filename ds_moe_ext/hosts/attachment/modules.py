@@ -45,7 +45,7 @@ class Compilable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Backward goes through some graphs twice, which may then free nothing the first time. It is
-        # said for good: calls begin in many threads before others have ended, and torch keeps its
+        # stated for good: calls begin in many threads before others have ended, and torch keeps its
         # settings for each thread, or before 2.12 for all at once.
         if functorch_config.donated_buffer:
             functorch_config.donated_buffer = False
@@ -78,7 +78,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def no_duplicate(name: str) -> TypeError:
-    """What a user is told who copies a model, as for averaged weights, or pickles it."""
+    """What a user is notified who copies a model, as for averaged weights, or pickles it."""
     return TypeError(
         f"{name} is run by ds_moe_ext, on experts that lie on all ranks, and can be neither copied "
         "(copy.deepcopy, AveragedModel) nor pickled (torch.save of a model); for averaged weights "
@@ -88,7 +88,7 @@ def no_duplicate(name: str) -> TypeError:
 
 
 def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
-    """Tell, on rank 0, of hooks that go with a module and its weights."""
+    """Report, on rank 0, of hooks that go with a module and its weights."""
     hooked = []  # modules with weights and weights that have hooks of passes
     root, prefix = module.get_submodule(inside), f"{name}.{inside}" if inside else name
     for inner, each in root.named_modules(prefix=prefix):
@@ -140,10 +140,10 @@ def check_not_tied(model: nn.Module, found: Sequence[Found]) -> None:
         for weight in _weights(layer, experts):
             outside = next((each for each in owners[weight] if id(each) not in inside), None)
             if outside is not None:
-                told = next(other for other, each in named_modules(model) if each is outside)
+                reported = next(other for other, each in named_modules(model) if each is outside)
                 raise ValueError(
-                    f"a weight of experts of {layer.name} is tied to one of {told or 'the model'}; "
-                    f"{_WHY}"
+                    f"a weight of experts of {layer.name} is tied to one of "
+                    f"{reported or 'the model'}; {_WHY}"
                 )
 
 
@@ -171,8 +171,8 @@ def unknown_experts(model: nn.Module, known: Collection[str], wanted: Wanted) ->
     counts: Counter[tuple[str, str]] = Counter()
     for name, module in named_modules(model):
         kind = type(module).__name__
-        told = f"{name.rpartition('.')[2]} {kind}".lower()
-        if "expert" not in told or "shared" in told or next(module.parameters(), None) is None:
+        text = f"{name.rpartition('.')[2]} {kind}".lower()
+        if "expert" not in text or "shared" in text or next(module.parameters(), None) is None:
             continue
         inside = (f"{name}.".startswith(f"{o}.") or f"{o}.".startswith(f"{name}.") for o in seen)
         if not wanted(name) or any(inside):
@@ -183,7 +183,7 @@ def unknown_experts(model: nn.Module, known: Collection[str], wanted: Wanted) ->
 
 
 def warn_of_unknown(unknown: Sequence[str]) -> None:
-    """Tell that some stay as they are."""
+    """Report that some stay as they are."""
     if unknown:
         warnings.warn(
             f"{BLOCK}: these look like experts, but are of classes that ds_moe_ext does not know, "

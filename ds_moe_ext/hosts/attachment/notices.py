@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person is told at the start and at the end: refusals, defaults that are left out, and the
-files that a run leaves behind."""
+"""What a person is notified at the start and at the end: refusals, defaults that are left out, and
+the files that a run leaves behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refuse(
             raise ValueError(f"{context}, but {asked}: {refusal.reason}; {refusal.remedy}{other}")
 
 
-Tell = Callable[[str], object]  # takes a line for a person
+Log = Callable[[str], object]  # takes a line for a person
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Default:
     off: str  # what a person sets the key to, to have it left out
 
 
-HOMES = Default(
-    key=lambda keys: keys.homes,
-    is_on=lambda strategy: strategy.rhythm().shard_every > 0,
-    without=lambda strategy: strategy.with_homes_that_stay(),
-    value=lambda strategy: str(strategy.rhythm().shard_every),
-    left_out="experts keep their homes",
+OWNERS = Default(
+    key=lambda keys: keys.owners,
+    is_on=lambda strategy: strategy.intervals().shard_every > 0,
+    without=lambda strategy: strategy.with_owners_that_stay(),
+    value=lambda strategy: str(strategy.intervals().shard_every),
+    left_out="experts keep their owners",
     off="0 or null",
 )
 SLICES = Default(
@@ -83,10 +83,10 @@ SLICES = Default(
 
 
 def settle(
-    default: Default, strategy: Strategy, refusals: Iterable[Refusal], given: Any, tell: Tell
+    default: Default, strategy: Strategy, refusals: Iterable[Refusal], given: Any, log: Log
 ) -> Strategy:
     """The strategy as it can be had: without the default, by the first reason why it could not do
-    that, and a line tells so. Pure but for telling. Raises ValueError where a key asks for what
+    that, and a line reports so. Pure but for reporting. Raises ValueError where a key asks for what
     cannot be done."""
     found = ((row, asked) for row in refusals if (asked := row.asked(given)))
     if not default.is_on(strategy) or (first := next(found, None)) is None:
@@ -95,7 +95,7 @@ def settle(
     if default.is_on(settled):
         context = f"{key} is {default.value(strategy)}"
         refuse((row,), given, context=context, or_else=f"set {key} to {default.off}")
-    tell(f"{key} is null: {default.left_out}, because {asked}: {row.reason}; {row.remedy}")
+    log(f"{key} is null: {default.left_out}, because {asked}: {row.reason}; {row.remedy}")
     return settled
 
 
@@ -106,8 +106,8 @@ LIMIT_S = 20.0  # that writing may take behind a signal; launchers kill after th
 
 def check_outputs(settings: Settings, *, writes: bool) -> None:
     """Try the paths of the settings. Collective, over the world."""
-    told = gather_objects(_why_not(settings) if writes else "", None)
-    if wrong := next(filter(None, told), ""):
+    gathered = gather_objects(_why_not(settings) if writes else "", None)
+    if wrong := next(filter(None, gathered), ""):
         raise ValueError(wrong)
 
 
@@ -189,10 +189,10 @@ class Endings:
                 try:
                     write()
                 except Exception as error:  # the process shall end, whatever happens
-                    say(f"nothing was written behind SIGTERM: {error!r}")
+                    log_line(f"nothing was written behind SIGTERM: {error!r}")
 
     def _wake(self) -> None:
-        """Have a thread told of signals, unless somebody else is."""
+        """Have a thread reported signals, unless somebody else is."""
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
@@ -202,9 +202,9 @@ class Endings:
         if before not in (-1, self._pipe[1]):
             signal.set_wakeup_fd(before)
 
-    def _watch(self, told: int) -> None:
+    def _watch(self, reported: int) -> None:
         while True:
-            if signal.SIGTERM not in os.read(told, 64):
+            if signal.SIGTERM not in os.read(reported, 64):
                 continue
             if signal.getsignal(signal.SIGTERM) is not self and not self._has_begun.is_set():
                 continue  # the user's own, since then
@@ -230,7 +230,7 @@ class Endings:
 ENDINGS = Endings()  # of this process
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """To a person, from within a handler, where Python's own streams may be in use."""
     os.write(2, f"ds_moe_ext: {line}\n".encode(errors="replace"))
 

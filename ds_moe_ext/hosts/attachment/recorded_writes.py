@@ -175,7 +175,7 @@ class Writes(TorchDispatchMode):
         names = [name for name in IDLE_WITHOUT_ELEMENTS if hasattr(torch.nn.init, name)]
         before = [(name, getattr(torch.nn.init, name)) for name in names]
         for name, function in before:
-            setattr(torch.nn.init, name, self._told(function))
+            setattr(torch.nn.init, name, self._reported(function))
         try:
             with self:
                 yield
@@ -183,16 +183,16 @@ class Writes(TorchDispatchMode):
             for name, function in before:
                 setattr(torch.nn.init, name, function)
 
-    def _told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _reported(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """One of these functions, that records what it would have done."""
         name = function.__name__.removeprefix("_no_grad_")
 
-        def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def reported(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if key_of(tensor) not in self.empty | self.kept:
                 return function(tensor, *args, **kwargs)
             return self.written(tensor, Operation(name, function, args, kwargs))
 
-        return told
+        return reported
 
     def count(self, tensor: Tensor) -> int:
         """How often its memory was written to."""
@@ -251,7 +251,7 @@ def blank(tensor: Tensor) -> None:
 
 
 def has_blanks(tensor: Tensor) -> bool:
-    """Whether some of that is left; of truth values nobody can tell."""
+    """Whether some of that is left; of truth values nobody can report."""
     for part in tensor.detach().reshape(-1).split(PART):
         if tensor.is_floating_point() or tensor.is_complex():
             is_blank = part.isnan().any()

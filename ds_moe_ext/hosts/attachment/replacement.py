@@ -7,7 +7,7 @@ over how many ranks they are spread, ``on_grid`` checks that they fit and draws 
 until then nothing has changed, and no process group was made. ``build`` makes the groups, connects
 them, and replaces layer by layer: each becomes an ``AttachedLayer`` with the program of its
 strategy (``moe.layer.RoutedExperts``), and takes the gate of the settings (``router_gates.py``).
-What a person should know of the outcome is told by ``told_way``, ``told_homes`` and
+What a person should know of the outcome is reported by ``way_line``, ``owners_line`` and
 ``warn_of_what_stays``.
 """
 
@@ -30,7 +30,7 @@ from ds_moe_ext.core.comm import connect, gather_objects, take_first
 from ds_moe_ext.core.hardware import Hardware, read_hardware
 from ds_moe_ext.core.layout import GRID, NODE_AXES, Grid, ParallelLayout, divisors
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.hosts.attachment.grid import NOTHING, Needs, grid_of, sizes_with_homes
+from ds_moe_ext.hosts.attachment.grid import NOTHING, Needs, grid_of, sizes_with_owners
 from ds_moe_ext.hosts.attachment.host_layer import (
     Adopted,
     ExpertShape,
@@ -42,18 +42,18 @@ from ds_moe_ext.hosts.attachment.host_layer import (
     facts_of,
 )
 from ds_moe_ext.hosts.attachment.modules import check_not_tied, unknown_experts, warn_of_unknown
-from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal, Tell, check_outputs, settle
+from ds_moe_ext.hosts.attachment.notices import OWNERS, Log, Refusal, check_outputs, settle
 from ds_moe_ext.hosts.attachment.router_gates import Router, host, routers_of, warn_if_causal
 from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.moe import dispatch
-from ds_moe_ext.moe.copies import in_order
-from ds_moe_ext.moe.copy_memory import Weights, check_repeats
 from ds_moe_ext.moe.gate import RunRows
+from ds_moe_ext.moe.joined_passes import DTYPES
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.replica_memory import Weights, check_repeats
+from ds_moe_ext.moe.replicas import in_order
 from ds_moe_ext.moe.sharding import WHOLE, Shard
-from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
-from ds_moe_ext.planning.strategy import Job, Pool, Site, Strategy, followers
+from ds_moe_ext.planning.strategy import CostGroup, Job, LayerContext, Strategy, followers
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.strategies.settings import BLOCK, Settings
@@ -96,13 +96,13 @@ class AttachedLayer:
 
     def record(self) -> LayerRecord:
         """What the report says of it."""
-        home = self.routed.site.plan.home
+        owner = self.routed.layer_context.plan.owner
         return LayerRecord(
             name=self.name,
             kind=self.kind,
-            num_experts=home.num_experts,
+            num_experts=owner.num_experts,
             top_k=self.routed.rows.top_k,
-            home_E=tuple(int(cell) for cell in home.owner_E),
+            owner_E=tuple(int(ep_rank) for ep_rank in owner.owner_E),
             expert_bytes=self.expert_bytes,
         )
 
@@ -134,13 +134,13 @@ class Blueprint:
     made: str = ""
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def cost_groups(self) -> tuple[CostGroup, ...]:
         """Layers of a stack whose experts are alike. Between stacks none move: the host expects
         gradients of each at other times."""
         layers: dict[tuple[ExpertShape, int], list[int]] = {}
         for layer, found in enumerate(self.found):
             layers.setdefault((found.expert, found.stack), []).append(layer)
-        return tuple(Pool(layers=tuple(numbers)) for numbers in layers.values())
+        return tuple(CostGroup(layers=tuple(numbers)) for numbers in layers.values())
 
     @property
     def stacks(self) -> tuple[int, ...]:
@@ -149,18 +149,18 @@ class Blueprint:
 
     @property
     def moves_experts(self) -> bool:
-        """Whether experts may change their homes."""
-        return self.strategy.rhythm().shard_every > 0
+        """Whether experts may change their owners."""
+        return self.strategy.intervals().shard_every > 0
 
     @property
-    def copies_by_grid(self) -> bool:
+    def replicas_by_grid(self) -> bool:
         """Whether several grids copy experts, each by plans of its own."""
         return self.grid.size < self.grid.world_size and ("ep", PARAM) in self.strategy.uses()
 
-    def homes(self) -> tuple[Placement, ...]:
+    def owners(self) -> tuple[Placement, ...]:
         """Where the experts of each layer live at first."""
         num_experts = [found.num_experts for found in self.found]
-        return self.strategy.first_homes(num_experts, self.pools, self.grid.num_cells)
+        return self.strategy.first_owners(num_experts, self.cost_groups, self.grid.num_ep_ranks)
 
 
 def wanted(settings: Settings) -> Wanted:
@@ -196,7 +196,7 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
             f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
             + (f" and that matches {pattern!r}" if pattern else "")
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
-            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
+            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' shows more"
             + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
         )
     check_not_tied(model, found)
@@ -207,16 +207,16 @@ def ignored(_: str) -> None:
     """Takes a line that nobody reads."""
 
 
-def _several_homes(grid: Grid) -> str:
-    num_homes = grid.world_size // grid.size
-    return f"each expert has {num_homes} homes here" if num_homes > 1 else ""
+def _several_owners(grid: Grid) -> str:
+    num_owners = grid.world_size // grid.size
+    return f"each expert has {num_owners} owners here" if num_owners > 1 else ""
 
 
 # Of a grid, where experts move.
-SEVERAL_HOMES = Refusal(
+SEVERAL_OWNERS = Refusal(
     "expert_parallel_size (under Megatron: --expert-model-parallel-size) by which each expert has "
-    "several homes",
-    _several_homes,
+    "several owners",
+    _several_owners,
     "an expert that moves has one",
     "leave expert_parallel_size out (under Megatron: raise --expert-model-parallel-size)",
 )
@@ -229,31 +229,31 @@ def on_grid(
     grid: Grid,
     routers: tuple[Router, ...] = (),
     *,
-    tell: Tell = ignored,
+    log: Log = ignored,
 ) -> Blueprint:
-    """Check that layers fit ranks; ``tell`` is given what was left out of defaults, a line each.
-    Pure but for reading a hardware file, and telling. Raises ValueError where they do not fit."""
-    if grid.num_cells == 1:
-        tell = ignored  # of what there is to leave out: every cell has all experts
-    strategy = settle(HOMES, strategy, (SEVERAL_HOMES,), grid, tell)
-    hardware = _hardware(settings, grid.size if strategy.rhythm().weighs_copies else 1)
+    """Check that layers fit ranks; ``log`` is given what was left out of defaults, a line each.
+    Pure but for reading a hardware file, and reporting. Raises ValueError where they do not fit."""
+    if grid.num_ep_ranks == 1:
+        log = ignored  # of what there is to leave out: every EP rank has all experts
+    strategy = settle(OWNERS, strategy, (SEVERAL_OWNERS,), grid, log)
+    hardware = _hardware(settings, grid.size if strategy.intervals().weighs_replicas else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
     num_ranks = grid.world_size
-    for pool in blueprint.pools:
-        names = [found[layer].name for layer in pool.layers]
-        count = sum(found[layer].num_experts for layer in pool.layers)
-        if count < grid.num_cells and strategy.roles is None:
+    for cost_group in blueprint.cost_groups:
+        names = [found[layer].name for layer in cost_group.layers]
+        count = sum(found[layer].num_experts for layer in cost_group.layers)
+        if count < grid.num_ep_ranks and strategy.roles is None:
             raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
+                f"{BLOCK}.expert_parallel_size is {grid.num_ep_ranks}, but {', '.join(names)} have "
                 f"only {count} experts of their shape: some ranks would have none; choose one of "
-                f"{[size for size in divisors(num_ranks // grid.cell_size) if size <= count]}"
+                f"{[size for size in divisors(num_ranks // grid.etp_size) if size <= count]}"
             )
-    blueprint.homes()  # so that what the strategy refuses is refused now
+    blueprint.owners()  # so that what the strategy refuses is refused now
     return blueprint
 
 
 def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
-    """The cluster of the settings, if they name one; it must say how copies reach all ranks."""
+    """The cluster of the settings, if they name one; it must say how replicas reach all ranks."""
     if settings.hardware is None:
         return None
     try:
@@ -288,7 +288,7 @@ def build(
     # Connect ranks where not all take part in each transfer.
     if ("ep", PARAM) in uses:
         connect(layout.group("ep", PARAM), device)
-    if has_layers and layout.grid.cell_size > 1:
+    if has_layers and layout.grid.etp_size > 1:
         connect(layout.group("esp", INTRA), device)
     for axis in NODE_AXES:
         if (axis, INTER) in uses and not layout.why_flat:
@@ -299,8 +299,8 @@ def build(
 
 def stays_in_slots(blueprint: Blueprint) -> bool:
     """Whether the experts of each layer lie in the same slots of every rank for good."""
-    strategy, homes = blueprint.strategy, blueprint.homes()
-    has_all = all(home.is_everywhere for home in homes)
+    strategy, owners = blueprint.strategy, blueprint.owners()
+    has_all = all(owner.is_everywhere for owner in owners)
     return has_all and not blueprint.moves_experts and strategy.roles is None
 
 
@@ -319,16 +319,16 @@ def _adopted(
     blueprint: Blueprint, layout: ParallelLayout, around: Around | None, device: torch.device
 ) -> list[tuple[AttachedLayer, Adopted]]:
     strategy, settings = blueprint.strategy, blueprint.settings
-    homes, stacks = blueprint.homes(), blueprint.stacks
-    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
+    owners, stacks = blueprint.owners(), blueprint.stacks
+    plans = strategy.plan(Job.at_start(owners, layout.node_C, blueprint.cost_groups, stacks))
     attached = []
-    planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
-    for index, (found, home, plan, following) in enumerate(planned):
-        held = torch.from_numpy(home.experts_of(layout.index("ep")))
-        site = Site(plan, layout, index, following)
+    planned = zip(blueprint.found, owners, plans, followers(plans, stacks))
+    for index, (found, owner, plan, following) in enumerate(planned):
+        held = torch.from_numpy(owner.experts_of(layout.index("ep")))
+        layer_context = LayerContext(plan, layout, index, following)
         router = blueprint.routers[index] if blueprint.routers else None
         may_drop = found.may_drop if router is None else router.gate.may_drop
-        size = layout.grid.cell_size
+        size = layout.grid.etp_size
         options = LayerOptions(
             capacity_factor=settings.capacity_factor,
             gate_may_drop=may_drop,
@@ -338,7 +338,7 @@ def _adopted(
         adopted = found.adopt(
             held,
             WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size),
-            partial(RoutedExperts, strategy, site, options=options),
+            partial(RoutedExperts, strategy, layer_context, options=options),
         )
         if around is not None:
             adopted.hosted.run = around(index, adopted.hosted)
@@ -356,7 +356,7 @@ def _adopted(
         )
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
-        _allow_copies(blueprint, [layer for layer, _ in attached], device)
+        _allow_replicas(blueprint, [layer for layer, _ in attached], device)
     return attached
 
 
@@ -369,7 +369,7 @@ def take_first_ranks_experts(
     """Give all ranks of the group the first one's experts, before layers are replaced: ranks may
     have drawn or loaded their own. Collective."""
     for found in blueprint.found if blueprint.grid.world_size > 1 else ():
-        if found.num_cells > 1:
+        if found.num_ep_ranks > 1:
             continue  # the model was built with other experts on each rank
         for parameter in model.get_submodule(found.name).parameters():
             if parameter.is_meta:
@@ -378,14 +378,14 @@ def take_first_ranks_experts(
 
 
 def warn_of_what_stays(model: nn.Module, blueprint: Blueprint) -> None:
-    """Tell, on rank 0, of what was not found, and of a gate that looks at later tokens."""
+    """Report, on rank 0, of what was not found, and of a gate that looks at later tokens."""
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
         names = [found.name for found in blueprint.found]
         warn_of_unknown(unknown_experts(model, names, wanted(blueprint.settings)))
 
 
-def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
+def way_line(strategy: Strategy, layout: ParallelLayout) -> str:
     """That the way which was asked for is the direct one here, for a person; else empty."""
     ways = strategy.ways
     if Way.DIRECT in ways or BY_NODES.isdisjoint(ways) or not layout.why_flat:
@@ -393,89 +393,91 @@ def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
     return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
 
 
-CELLS = f"{BLOCK}.expert_parallel_size"
+EP_RANKS = f"{BLOCK}.expert_parallel_size"
 
 
-def told_homes(
+def owners_line(
     blueprint: Blueprint,
-    key: str = CELLS,
-    resize: Callable[[int], str] = lambda size: f"set {in_json(CELLS, size)}",
+    key: str = EP_RANKS,
+    resize: Callable[[int], str] = lambda size: f"set {in_json(EP_RANKS, size)}",
 ) -> str:
-    """That homes leave a strategy nothing to do, or ranks without experts; else empty. ``key`` is
-    by which the user says how many cells there are, ``resize`` tells what gives so many."""
+    """That owners leave a strategy nothing to do, or ranks without experts; else empty. ``key`` is
+    by which the user says how many EP ranks there are, ``resize`` shows what gives so many."""
     strategy, grid = blueprint.strategy, blueprint.grid
-    max_cells = grid.world_size // grid.cell_size
-    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().weighs_copies:
-        divide = np.gcd.reduce([max_cells, *(found.num_experts for found in blueprint.found)]) > 1
-        remedy = f"raise {key}" if divide or strategy.has_uneven_homes else "choose other ranks"
+    max_ep_ranks = grid.world_size // grid.etp_size
+    if grid.num_ep_ranks == 1 and max_ep_ranks > 1 and strategy.intervals().weighs_replicas:
+        divide = (
+            np.gcd.reduce([max_ep_ranks, *(found.num_experts for found in blueprint.found)]) > 1
+        )
+        remedy = f"raise {key}" if divide or strategy.has_uneven_owners else "choose other ranks"
         return (
             f"every rank has all experts, so that none is copied; {remedy} for "
             f"{blueprint.settings.placing} to have an effect"
         )
-    pairs = zip(blueprint.found, blueprint.homes())
-    bare = [found for found, home in pairs if not home.is_everywhere]
+    pairs = zip(blueprint.found, blueprint.owners())
+    bare = [found for found, owner in pairs if not owner.is_everywhere]
     if not bare or strategy.roles is not None:
         return ""
     least = min(bare, key=lambda found: found.num_experts)
     others = "" if len(bare) == 1 else f" (of {len(bare)} layers likewise)"
-    size = sizes_with_homes(least.num_experts, max_cells)[-1]
+    size = sizes_with_owners(least.num_experts, max_ep_ranks)[-1]
     return (
-        f"some of the {grid.num_cells} cells are home to no expert of {least.name}, which has "
+        f"some of the {grid.num_ep_ranks} EP ranks own no expert of {least.name}, which has "
         f"{least.num_experts}{others}: there they compute only what is copied to them; "
         f"to have experts everywhere {resize(size)}"
     )
 
 
 def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
-    is_split = blueprint.grid.cell_size > 1
-    codecs, told = blueprint.settings.hooks.codecs, list[str]()
-    idle = [c for c in codecs if not (c.cell and is_split)]
-    if idle and blueprint.grid.num_cells == 1:
-        told.append(
-            f"{', '.join(map(str, idle))}, which has no effect: there is one cell, so that no rows "
-            "travel between cells; leave it out, or raise expert_parallel_size"
+    is_split = blueprint.grid.etp_size > 1
+    codecs, lines = blueprint.settings.hooks.codecs, list[str]()
+    idle = [c for c in codecs if not (c.etp and is_split)]
+    if idle and blueprint.grid.num_ep_ranks == 1:
+        lines.append(
+            f"{', '.join(map(str, idle))}, which has no effect: there is an EP rank, so that no "
+            "rows travel between EP ranks; leave it out, or raise expert_parallel_size"
         )
-    in_cells = [c for c in codecs if c.cell]
-    if in_cells and not is_split:
-        told.append(
-            f"'cell' of {', '.join(map(str, in_cells))}, which has no effect: no ranks split "
+    in_etp_groups = [c for c in codecs if c.etp]
+    if in_etp_groups and not is_split:
+        lines.append(
+            f"'etp' of {', '.join(map(str, in_etp_groups))}, which has no effect: no ranks split "
             "experts; leave it out, or raise expert_sharding_size"
         )
-    of_copies = [c for c in codecs if c.copies or c.copy_gradients]
-    if of_copies and not blueprint.strategy.rhythm().weighs_copies:
-        told.append(
-            f"'copies' or 'copy_gradients' of {', '.join(map(str, of_copies))}, which have no "
-            f"effect: strategy {blueprint.settings.placing!r} copies no experts; leave them out, "
-            "or choose one that does"
+    of_replicas = [c for c in codecs if c.replicas or c.replica_gradients]
+    if of_replicas and not blueprint.strategy.intervals().weighs_replicas:
+        lines.append(
+            f"'replicas' or 'replica_gradients' of {', '.join(map(str, of_replicas))}, which have "
+            f"no effect: strategy {blueprint.settings.placing!r} copies no experts; leave them "
+            "out, or choose one that does"
         )
-    for what in told:
+    for what in lines:
         warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)
 
 
-def _allow_copies(
+def _allow_replicas(
     blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device
 ) -> None:
-    for pool in blueprint.pools:
-        hosted, first = [layers[layer].hosted for layer in pool.layers], pool.layers[0]
+    for cost_group in blueprint.cost_groups:
+        hosted, first = [layers[layer].hosted for layer in cost_group.layers], cost_group.layers[0]
         slot = next((slot for each in hosted for slot in each.slots()), None)
         if slot is None:
             some = _like_none(blueprint.found[first].expert, device)
         else:
             some = slot.parameters
         like = some[: len(blueprint.found[first].computed)]
-        try:  # copies of experts must be the same each time they travel
-            check_repeats(blueprint.settings.hooks.of_copies, like, device)
+        try:  # replicas of experts must be the same each time they travel
+            check_repeats(blueprint.settings.hooks.of_replicas, like, device)
         except ValueError as error:
             raise ValueError(f"{BLOCK}.hooks: {error}") from error
         for each in hosted:
-            each.routed.allow_copies(like, parameters_of(each) or some, device)
+            each.routed.allow_replicas(like, parameters_of(each) or some, device)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
-        in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
+        in_order(layer.routed.replicas for layer in stack if layer.routed.replicas is not None)
 
 
 def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
     """What an expert's weights are like, on a rank of another role that has none; without memory.
-    Of what type they will be when they are copied, the others tell."""
+    Of what type they will be when they are copied, the others report."""
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     return tuple(
         torch.empty((), dtype=dtypes[dtype], device=device).expand(shape).requires_grad_(trained)
@@ -488,7 +490,7 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     RuntimeError on every rank, naming its own digest and those of the others. Collective."""
     for layer in layers:
         text = layer.routed.describe()
-        group = layer.routed.site.layout.group(GRID, INTER)
+        group = layer.routed.layer_context.layout.group(GRID, INTER)
         digests = gather_objects(hashlib.sha256(text.encode()).hexdigest()[:8], group)
         if len(set(digests)) > 1:
             raise RuntimeError(

@@ -2,7 +2,8 @@
 """The start of a run on all ranks together: what the launcher says, what ranks must have in common,
 and the cluster that sizes are priced for.
 
-Ranks meet at a key-value store (``Board``), so that no collective hangs where one of them cannot
+Ranks meet at a key-value store (``KeyValueStore``), so that no collective hangs where one of them
+cannot
 start: it leaves its error there, and all raise it.
 """
 
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_moe_ext.core.comm import Board
+from ds_moe_ext.core.comm import KeyValueStore
 from ds_moe_ext.core.hardware import Hardware, read_hardware, shipped_for
 from ds_moe_ext.hosts.attachment.host_layer import Found
 from ds_moe_ext.planning.strategy import Choosing, registered
@@ -88,16 +89,16 @@ def is_first() -> bool:
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
-PATIENCE_S = 10.0  # that a rank waits for others before a person is told for which
+PATIENCE_S = 10.0  # that a rank waits for others before a person is notified for which
 FAREWELL_S = 5.0  # that rank 0, which may keep the store, stays for others to read why they end
-NUM_TOLD = 3  # differences between two ranks that an error names
+NUM_REPORTED = 3  # differences between two ranks that an error names
 
 # What must be the same on all ranks: what it is -> a text of it.
 Description = Mapping[str, str]
 
 
 class Disagreement(ValueError):
-    """Ranks start with different things: told by every rank in the same words."""
+    """Ranks start with different things: reported by every rank in the same words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +129,30 @@ class Start:
     _has_left: bool = field(default=False, init=False)
 
     @cached_property
-    def board(self) -> Board | None:
-        """Where ranks tell each other; None for a rank alone."""
-        return Board.of_world()
+    def store(self) -> KeyValueStore | None:
+        """Where ranks report to each other; None for a rank alone."""
+        return KeyValueStore.of_world()
 
     @cached_property
     def _name(self) -> str:
         """Of this start: every rank counts its own, all in one order."""
-        assert self.board is not None
-        return f"{BLOCK}/start {self.board.add(f'{BLOCK}/starts of {self.board.rank}', 1)}"
+        assert self.store is not None
+        return f"{BLOCK}/start {self.store.add(f'{BLOCK}/starts of {self.store.rank}', 1)}"
 
     def _key(self, step: int, what: str) -> str:
         return f"{self._name}/{step}/{what}"
 
     def stand_aside(self, off: str) -> None:
-        """Say that this rank does not run by us, as ``off`` tells a person. Waits for nobody;
+        """Say that this rank does not run by us, as ``off`` notifies a person. Waits for nobody;
         raises ValueError where another rank, which came before, does."""
-        board = self.board
-        if board is None:
+        store = self.store
+        if store is None:
             return
-        own = _Outcome(rank=board.rank, off=off)
-        board.put_first(self._key(0, "outcome"), json.dumps(asdict(own)))
-        if board.add(self._key(0, "arrived"), 0):
+        own = _Outcome(rank=store.rank, off=off)
+        store.put_first(self._key(0, "outcome"), json.dumps(asdict(own)))
+        if store.add(self._key(0, "arrived"), 0):
             raise Disagreement(
-                _only_some(f"enabled on other ranks, but {off} on rank {board.rank}")
+                _only_some(f"enabled on other ranks, but {off} on rank {store.rank}")
             )
 
     @contextmanager
@@ -163,81 +164,81 @@ class Start:
         try:
             yield
         except Exception as error:
-            self.tell(error)
+            self.report(error)
             raise
-        self._meet()
+        self._synchronize()
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Let ranks that wait for this one know why it does not come."""
-        board = self.board
-        if board is None or self._has_left:
+        store = self.store
+        if store is None or self._has_left:
             return
         is_refusal = isinstance(error, ValueError)
         text = str(error).strip().partition("\n")[0]
         own = _Outcome(
-            rank=board.rank,
+            rank=store.rank,
             is_refusal=is_refusal,
             is_common=isinstance(error, Disagreement),
             text=text if is_refusal else f"{type(error).__name__}: {text}",
         )
         try:
-            board.put_first(self._key(self._step, "outcome"), json.dumps(asdict(own)))
-            self._leave(board)
+            store.put_first(self._key(self._step, "outcome"), json.dumps(asdict(own)))
+            self._leave(store)
         except RuntimeError as gone:
-            warnings.warn(f"{BLOCK}: other ranks could not be told ({gone})", stacklevel=2)
+            warnings.warn(f"{BLOCK}: other ranks could not be notified ({gone})", stacklevel=2)
 
     def agree(self, description: Description, first: int = 0) -> None:
         """Compare what ranks start with to that of the ``first``, each thing once. Collective.
         Raises ValueError, on all ranks, that names what differs and both values."""
         new = {key: text for key, text in description.items() if key not in self._agreed}
-        if self.board is None or (description and not new):
+        if self.store is None or (description and not new):
             return
-        board, number = self.board, self._step
-        mark, told = self._key(number, f"mark {first}"), self._key(number, f"told {first}")
+        store, number = self.store, self._step
+        mark, reported = self._key(number, f"mark {first}"), self._key(number, f"reported {first}")
         own = json.dumps(new, sort_keys=True)
         own_mark = hashlib.sha256(own.encode()).hexdigest()
         with self.together():
-            if board.rank == first:
-                board.put(told, own)
-                board.put(mark, own_mark)
+            if store.rank == first:
+                store.put(reported, own)
+                store.put(mark, own_mark)
         with self.together():
-            if board.read(mark) != own_mark:
-                theirs = json.loads(board.read(told) or "{}")
-                raise Disagreement(_differences(theirs, first, new, board.rank))
+            if store.read(mark) != own_mark:
+                theirs = json.loads(store.read(reported) or "{}")
+                raise Disagreement(_differences(theirs, first, new, store.rank))
         self._agreed.update(new)
 
     def each_different(self, what: str, text: str) -> tuple[str, ...]:
         """What ranks say, which may differ. Collective."""
-        board = self.board
-        if board is None:
+        store = self.store
+        if store is None:
             return (text,)
         first, other = self._key(self._step, what), self._key(self._step, f"another {what}")
         with self.together():
-            if board.put_first(first, text) != text:
-                board.put_first(other, text)
-        return tuple(said for key in (first, other) if (said := board.read(key)) is not None)
+            if store.put_first(first, text) != text:
+                store.put_first(other, text)
+        return tuple(stated for key in (first, other) if (stated := store.read(key)) is not None)
 
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         """Wait until all ranks are here."""
-        board = self.board
-        if board is None:
+        store = self.store
+        if store is None:
             return
         try:
             key = self._key(self._step, "outcome")
-            board.put(f"{self._name}/at {board.rank}", str(self._step))
-            if board.add(self._key(self._step, "arrived"), 1) == board.size:
-                board.put_first(key, json.dumps(asdict(_GOOD)))
-            outcome = _Outcome(**json.loads(self._awaited(board, key)))
+            store.put(f"{self._name}/at {store.rank}", str(self._step))
+            if store.add(self._key(self._step, "arrived"), 1) == store.size:
+                store.put_first(key, json.dumps(asdict(_GOOD)))
+            outcome = _Outcome(**json.loads(self._awaited(store, key)))
             if outcome != _GOOD:
-                self._leave(board)
+                self._leave(store)
         except RuntimeError as gone:
             raise RuntimeError(
-                f"{BLOCK}: the store by which ranks meet is gone while rank {board.rank} is in "
+                f"{BLOCK}: the store by which ranks meet is gone while rank {store.rank} is in "
                 f"{self.of} ({gone}); see why the process that keeps it, as rank 0, has ended"
             ) from gone
         if outcome.off:
-            told = f"enabled on rank {board.rank}, but {outcome.off} on rank {outcome.rank}"
-            raise Disagreement(_only_some(told))
+            text = f"enabled on rank {store.rank}, but {outcome.off} on rank {outcome.rank}"
+            raise Disagreement(_only_some(text))
         if outcome.is_common:
             raise Disagreement(outcome.text)
         if outcome.is_refusal:
@@ -251,37 +252,37 @@ class Start:
             )
         self._step += 1
 
-    def _leave(self, board: Board) -> None:
+    def _leave(self, store: KeyValueStore) -> None:
         """This rank knows why none can start."""
         self._has_left = True
         key = self._key(self._step, "heard")
-        num_heard, end_s = board.add(key, 1), time.monotonic() + FAREWELL_S
-        while board.rank == 0 and num_heard < board.size and time.monotonic() < end_s:
+        num_heard, end_s = store.add(key, 1), time.monotonic() + FAREWELL_S
+        while store.rank == 0 and num_heard < store.size and time.monotonic() < end_s:
             time.sleep(0.05)
-            num_heard = board.add(key, 0)
+            num_heard = store.add(key, 0)
 
-    def _awaited(self, board: Board, key: str) -> str:
-        end_s = time.monotonic() + board.timeout_s
+    def _awaited(self, store: KeyValueStore, key: str) -> str:
+        end_s = time.monotonic() + store.timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
-            text = board.awaited(key, min(PATIENCE_S, left_s))
+            text = store.awaited(key, min(PATIENCE_S, left_s))
             if text is not None:
                 return text
-            teller = board.put_first(self._key(self._step, "teller"), str(board.rank))
-            if teller == str(board.rank) and left_s > board.timeout_s - PATIENCE_S:
+            reporter = store.put_first(self._key(self._step, "reporter"), str(store.rank))
+            if reporter == str(store.rank) and left_s > store.timeout_s - PATIENCE_S:
                 warnings.warn(
-                    f"{BLOCK}: rank {board.rank} waits in {self.of} for "
-                    f"{self._missing(board)}; it will wait for {board.timeout_s:.0f} s",
+                    f"{BLOCK}: rank {store.rank} waits in {self.of} for "
+                    f"{self._missing(store)}; it will wait for {store.timeout_s:.0f} s",
                     stacklevel=2,
                 )
         raise TimeoutError(
-            f"{BLOCK}: rank {board.rank} has waited in {self.of} for {board.timeout_s:.0f} s, in "
-            f"vain, for {self._missing(board)}; see what these do, and whether ds_moe_ext is "
+            f"{BLOCK}: rank {store.rank} has waited in {self.of} for {store.timeout_s:.0f} s, in "
+            f"vain, for {self._missing(store)}; see what these do, and whether ds_moe_ext is "
             "installed and enabled there"
         )
 
-    def _missing(self, board: Board) -> str:
+    def _missing(self, store: KeyValueStore) -> str:
         """The ranks that are not where this one is, for a person."""
-        places = {rank: board.read(f"{self._name}/at {rank}") for rank in range(board.size)}
+        places = {rank: store.read(f"{self._name}/at {rank}") for rank in range(store.size)}
         absent = [rank for rank, place in places.items() if int(place or -1) < self._step]
         some = ", ".join(map(str, absent[:8])) + (" and others" if len(absent) > 8 else "")
         return f"rank{'s' * (len(absent) > 1)} {some}"
@@ -303,30 +304,30 @@ def starting(start: Start) -> Iterator[Start]:
     try:
         yield start
         if start.is_wanted:
-            start._meet()
+            start._synchronize()
     except Exception as error:
         if start.is_wanted:
-            start.tell(error)
+            start.report(error)
         raise
     finally:
         _STARTS.reset(token)
 
 
-def _only_some(told: str) -> str:
-    return f"{BLOCK} is {told}; give all ranks one configuration"
+def _only_some(reported: str) -> str:
+    return f"{BLOCK} is {reported}; give all ranks one configuration"
 
 
 def _differences(theirs: Description, first: int, own: Description, rank: int) -> str:
     """Of two ranks, in one sentence; what only one of them has, where nothing else differs."""
     common = [key for key in theirs if key in own and theirs[key] != own[key]]
     keys = common or sorted({*theirs} ^ {*own}, key=[*theirs, *own].index)
-    told = [
+    lines = [
         f"{key} is {theirs.get(key, 'absent')} on rank {first} and {own.get(key, 'absent')} on "
         f"rank {rank}"
-        for key in keys[:NUM_TOLD]
+        for key in keys[:NUM_REPORTED]
     ]
-    more = f"; {len(keys) - NUM_TOLD} more differ" if len(keys) > NUM_TOLD else ""
-    return f"ranks do not start alike: {'; '.join(told)}{more}; give all ranks the same"
+    more = f"; {len(keys) - NUM_REPORTED} more differ" if len(keys) > NUM_REPORTED else ""
+    return f"ranks do not start alike: {'; '.join(lines)}{more}; give all ranks the same"
 
 
 # Keys of the block whose values may be objects of the user's own: their JSON is compared.
@@ -353,38 +354,38 @@ def versions(host: str, version: str) -> Description:
 
 def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
     """What the block asks for, by key; ``settings`` was read from ``block``."""
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for each in dataclasses.fields(settings):
         where = f"{BLOCK}.{each.name}"
         if each.name in _AS_WRITTEN:
-            told[where] = _text(block.get(each.name) or None)
+            reported[where] = _text(block.get(each.name) or None)
         elif each.name not in _APART:
-            told.update(_flat(where, getattr(settings, each.name)))
-    told[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
+            reported.update(_flat(where, getattr(settings, each.name)))
+    reported[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
     trace = settings.trace
     steps = {"first_step": trace.first_step, "num_steps": trace.num_steps}
-    told[f"{BLOCK}.trace"] = _text(None if trace.path is None else steps)
+    reported[f"{BLOCK}.trace"] = _text(None if trace.path is None else steps)
     known = registered()
     is_choosing = issubclass(known.get(settings.strategy, object), Choosing)
     for name in known if is_choosing else (settings.strategy, settings.balance):
         if name is not None and name in known:
             where = f"{BLOCK}.{name}"
-            told.update(_flat(where, read_record(known[name], block.get(name) or {}, where)))
+            reported.update(_flat(where, read_record(known[name], block.get(name) or {}, where)))
     hardware = None if settings.hardware is None else read_hardware(settings.hardware)
-    told.update(_flat(f"{BLOCK}.hardware", hardware))
-    return told
+    reported.update(_flat(f"{BLOCK}.hardware", hardware))
+    return reported
 
 
 def layers_of(found: Iterable[Found]) -> Description:
     """The layers to be replaced, by name."""
-    told = {}
+    text = {}
     for layer in found:
         weights = ", ".join(
             f"{name} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"
             for name, shape, dtype, is_trained in layer.expert
         )
-        told[layer.name] = f"{layer.num_experts} experts ({layer.kind}) of {weights}"
-    return told
+        text[layer.name] = f"{layer.num_experts} experts ({layer.kind}) of {weights}"
+    return text
 
 
 def weights_of(model: nn.Module) -> Description:
@@ -427,14 +428,14 @@ class Cluster:
 
     hardware: Hardware | None = None  # None where none is known
     # how it came to be that, or why there is none, for a person; empty where one is named
-    told: str = ""
+    reported: str = ""
 
 
 UNKNOWN = Cluster()
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver tells it; of a CPU the processor's, if that is known."""
+    """As its driver shows it; of a CPU the processor's, if that is known."""
     has_name = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if has_name else platform.processor()
     return name or device.type

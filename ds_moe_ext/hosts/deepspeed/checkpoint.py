@@ -79,11 +79,11 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         return save_rest(**arguments)
     folder = Path(arguments["save_dir"]) / str(arguments["tag"])
     roles, rank = run.blueprint.strategy.roles, dist.get_rank()
-    is_writer = rank == (0 if roles is None else roles.attention_cells[0])
+    is_writer = rank == (0 if roles is None else roles.attention_ep_ranks[0])
     if is_writer:
         whole_files.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
     gather_objects(None, None)  # nobody writes before
-    slots = run.mover.slots(run.planning.job.homes)
+    slots = run.mover.slots(run.planning.job.owners)
     layout = _layout_of(engine, run, slots)
     named = checkpoint_contents.named_parameters(engine, run, slots)
     excludes_frozen = arguments["exclude_frozen_parameters"]
@@ -129,32 +129,33 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
         (run.layers[expert.layer].name, expert.number): checkpoint_contents.slot_name(engine, slot)
         for expert, slot in slots.items()
     }
-    own_homes = {
-        layer.name: home.owner_E.tolist() for layer, home in zip(run.layers, run.planning.job.homes)
+    own_owners = {
+        layer.name: owner.owner_E.tolist()
+        for layer, owner in zip(run.layers, run.planning.job.owners)
     }
-    told = gather_objects((uuid4().hex, own, own_homes, run.routing.facts()), None)
-    names = {expert: name for _, theirs, _, _ in told for expert, name in theirs.items()}
-    homes = {layer: home for _, _, theirs, _ in told for layer, home in theirs.items()}
+    gathered = gather_objects((uuid4().hex, own, own_owners, run.routing.facts()), None)
+    names = {expert: name for _, theirs, _, _ in gathered for expert, name in theirs.items()}
+    owners = {layer: owner for _, _, theirs, _ in gathered for layer, owner in theirs.items()}
     # The first ranks' last: those of a role may have seen no choices.
-    routing = {layer: facts for *_, theirs in reversed(told) for layer, facts in theirs.items()}
+    routing = {layer: facts for *_, theirs in reversed(gathered) for layer, facts in theirs.items()}
     optimizer, grid = base_optimizer(engine), run.blueprint.grid
     return SavedLayout(
         strategy=run.blueprint.settings.strategy,
-        expert_parallel_size=grid.num_cells,
-        expert_sharding_size=grid.cell_size,
+        expert_parallel_size=grid.num_ep_ranks,
+        expert_sharding_size=grid.etp_size,
         world_size=dist.get_world_size(),
         zero_stage=int(engine.zero_optimization_stage()),
-        num_experts={layer: len(home) for layer, home in homes.items()},
-        homes=homes,
+        num_experts={layer: len(owner) for layer, owner in owners.items()},
+        owners=owners,
         slots={
-            layer: [names[layer, number] for number in range(len(home))]
-            for layer, home in homes.items()
+            layer: [names[layer, number] for number in range(len(owner))]
+            for layer, owner in owners.items()
         },
         optimizer=None if optimizer is None else optimizer.__class__.__name__,
         step=engine.global_steps,
         tensor_parallel_size=TensorParallel.of(engine.mpu).size,
         pipeline_stages=num_stages(engine.module),
-        save=told[0][0],
+        save=gathered[0][0],
         routing=routing,
     )
 
@@ -197,9 +198,9 @@ def _begin_save(
         # A thread's exchanges would come between others'. Of gloo, for what is written is on the
         # host.
         record.save_group = group_among([[*range(dist.get_world_size())]], "gloo")
-    pool = ThreadPoolExecutor(1, "ds_moe_ext_save")
-    writing = pool.submit(dcp_folder.save, folder, parts, objects, record.save_group)
-    pool.shutdown(wait=False)
+    cost_group = ThreadPoolExecutor(1, "ds_moe_ext_save")
+    writing = cost_group.submit(dcp_folder.save, folder, parts, objects, record.save_group)
+    cost_group.shutdown(wait=False)
     return writing.result
 
 
@@ -382,7 +383,7 @@ def _load_module(
 def _of_model(loaded: Loaded) -> dict[nn.Parameter, Tensor]:
     """Weights of this rank's experts, by the parameters of the model."""
     weights, by_stack = dict(loaded.weights), dict[nn.Parameter, list[Tensor]]()
-    for slot in loaded.seats.slots.values():
+    for slot in loaded.expert_slots.slots.values():
         for stack, view in zip(slot.stacks, slot.parameters):
             if view in weights:  # a frozen one may have been left out, with all of its stack
                 by_stack.setdefault(stack, []).append(weights.pop(view))
@@ -393,10 +394,10 @@ def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     """What is left when DeepSpeed has loaded its part. Collective."""
     optimizer = engine.optimizer
     for layer in run.layers:
-        layer.routed.start_anew()  # copies are of the weights that were there
+        layer.routed.start_anew()  # replicas are of the weights that were there
     if not asked.weights_alone:
-        run.mover.hold(loaded.seats.slots, loaded.seats.homes)
-        run.planning.resume(loaded.seats.homes, loaded.remembered_ILCE)
+        run.mover.hold(loaded.expert_slots.slots, loaded.expert_slots.owners)
+        run.planning.resume(loaded.expert_slots.owners, loaded.remembered_ILCE)
     if not asked.with_optimizer:
         if hasattr(optimizer, "refresh_fp32_params"):
             optimizer.refresh_fp32_params()
@@ -413,8 +414,8 @@ def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     if settings is not None:
         _take_settings(optimizer, settings)
     elif engine.fp16_enabled():
-        run.planning.tell("the loss scale starts anew: it was saved by another wrapper")
-    parameter_groups.tell_rates(engine)
+        run.planning.log("the loss scale starts anew: it was saved by another wrapper")
+    parameter_groups.report_rates(engine)
     if engine.zero_optimization() and not engine.zero_load_from_fp32_weights():
         optimizer._restore_from_bit16_weights()
 
@@ -486,7 +487,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     first = next(hosted, None)
     if first is None:
         return state
-    return _completed(state, first.routed.site.layout.group("ep", INTER)) | experts
+    return _completed(state, first.routed.layer_context.layout.group("ep", INTER)) | experts
 
 
 class _Shape(NamedTuple):
@@ -505,10 +506,10 @@ def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
     weights, gets all that the first of those with most has; its buffers too, for its own have seen
     no data. Collective."""
     own = {name: _Shape(t.dtype, t.shape) for name, t in state.items() if isinstance(t, Tensor)}
-    told_C = gather_objects(own, group)
-    whole = max(told_C, key=len)
-    source = told_C.index(whole)
-    lacking = [place for place, told in enumerate(told_C) if len(told) < len(whole)]
+    reported_C = gather_objects(own, group)
+    whole = max(reported_C, key=len)
+    source = reported_C.index(whole)
+    lacking = [place for place, reported in enumerate(reported_C) if len(reported) < len(whole)]
     if dist.get_rank(group) == source:
         for name in whole if lacking else ():
             flat = as_bytes(state[name].detach().to(get_accelerator().current_device_name()))
@@ -524,10 +525,10 @@ def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
 def _joined(module: Hosted, index: int) -> Tensor:
     """A weight of all experts, ``[E, ...]``, from this rank's; ``index`` is that of the weight
     among those of an expert. Collective."""
-    home, layout = module.routed.site.plan.home, module.routed.site.layout
+    owner, layout = module.routed.layer_context.plan.owner, module.routed.layer_context.layout
     weights: list[Tensor] = [slot.parameters[index].detach() for slot in module.slots()]
     part_S = torch.stack(weights) if weights else None
-    if home.num_cells > 1:
+    if owner.num_ep_ranks > 1:
         group = layout.group("ep", INTER)
         own = None if part_S is None else _Shape(part_S.dtype, part_S.shape)
         kinds = gather_objects(own, group)
@@ -535,11 +536,11 @@ def _joined(module: Hosted, index: int) -> Tensor:
             dtype, (_, *shape) = next(filter(None, kinds))
             part_S = _Shape(dtype, torch.Size((0, *shape))).empty()
     assert part_S is not None
-    if not module.shard.is_whole:  # of each of the cell's ranks
+    if not module.shard.is_whole:  # of each of the EP rank's ranks
         part_S = whole_weights(part_S, module.shard, index, layout.group("esp", INTRA))
-    if home.num_cells == 1:
+    if owner.num_ep_ranks == 1:
         return part_S
-    held_C = [home.experts_of(cell) for cell in range(home.num_cells)]
+    held_C = [owner.experts_of(ep_rank) for ep_rank in range(owner.num_ep_ranks)]
     joined = all_gather_slots(part_S, [len(held) for held in held_C], group)
     order = torch.from_numpy(np.concatenate(held_C).argsort())
     return joined.cpu().index_select(0, order)  # all experts at once may not fit a device

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint keeps of an engine, and by which names.
 
-Everything has a name that tells nothing of ranks, slots or ZeRO stages, so that any later run finds
+Everything has a name that says nothing of ranks, slots or ZeRO stages, so that any later run finds
 it. ``NAME`` is a dense weight's own name, and of an expert ``<layer>.<weight>.<number>``; ``KIND``
 leaves out the number, for what all experts of a layer have in common:
 
@@ -87,7 +87,7 @@ def named_parameters(
 def remembered_name(run: Run) -> str:
     """Where rows are kept that predict the next: those of a pipeline's stage are of its layers."""
     first = run.layers[0]
-    if not first.routed.site.layout.beside:
+    if not first.routed.layer_context.layout.beside:
         return REMEMBERED
     return f"{REMEMBERED} of {', '.join(layer.name for layer in run.layers)}"
 
@@ -125,7 +125,7 @@ def is_stepped(states: OptimizerStates, parameter: nn.Parameter) -> bool:
 
 def wrapper_settings(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's wrapper of the optimizer keeps beside tensors and their layout, under a name
-    that tells which wrapper may take it."""
+    that reports which wrapper may take it."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, DeepSpeedOptimizer):
         return {}
@@ -165,10 +165,10 @@ class Asked(NamedTuple):
         )
 
 
-class Seats(NamedTuple):
+class ExpertSlots(NamedTuple):
     """Where experts shall lie."""
 
-    homes: tuple[Placement, ...]  # of each layer
+    owners: tuple[Placement, ...]  # of each layer
     slots: dict[Expert, Slot]  # of this rank's experts
 
 
@@ -178,7 +178,7 @@ class Loaded:
     asked for."""
 
     layout: SavedLayout  # of the run that saved
-    seats: Seats  # of its experts
+    expert_slots: ExpertSlots  # of its experts
     weights: Mapping[nn.Parameter, Tensor]  # of experts, all that this rank has of them
     remembered_ILCE: np.ndarray  # see ``Planning.resume``
     states: Mapping[nn.Parameter, ParameterStates] = field(default_factory=dict)
@@ -198,18 +198,18 @@ def read(engine: Any, run: Run, asked: Asked) -> Loaded:
         return agreed(asked.folder, step)
 
     # Of all stages.
-    told = gather_objects(_num_experts(run), None)
-    num_experts = {name: number for theirs in told for name, number in theirs.items()}
+    gathered = gather_objects(_num_experts(run), None)
+    num_experts = {name: number for theirs in gathered for name, number in theirs.items()}
     layout = reads(lambda: _checked_layout(engine, num_experts, asked))
     place, num_places = dist.get_rank(), dist.get_world_size()
     reads(lambda: layout.check(asked.folder, place=place, num_places=num_places))
     if layout.save is None:
-        run.planning.tell(
+        run.planning.log(
             f"{asked.folder} was saved before saves had an id and files a checksum: whether all of "
             "it is of one save, and whole, is not known; save anew"
         )
-    seats = _seats(engine, run, layout, asked)
-    return reads(lambda: _Reading(engine, run, asked, seats).loaded(layout))
+    expert_slots = _expert_slots(engine, run, layout, asked)
+    return reads(lambda: _Reading(engine, run, asked, expert_slots).loaded(layout))
 
 
 T = TypeVar("T")
@@ -220,15 +220,15 @@ def agreed(folder: Path, step: Callable[[], T]) -> T:
     Collective.
 
     Raises:
-        ValueError: on all ranks, with what the first that failed told.
+        ValueError: on all ranks, with what the first that failed reported.
     """
     results: list[T] = []
     text, cause = "", None
     try:
         results.append(step())
     except Exception as error:
-        is_told = isinstance(error, ValueError)
-        text = str(error) if is_told else f"the checkpoint {folder} cannot be read: {error!r}"
+        is_reported = isinstance(error, ValueError)
+        text = str(error) if is_reported else f"the checkpoint {folder} cannot be read: {error!r}"
         cause = error
     wrong = next(filter(None, gather_objects(text, None)), None)
     if wrong is not None:
@@ -267,12 +267,12 @@ def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedL
     theirs = layout.num_experts
     differ = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
     if differ:
-        told = "; ".join(
+        text = "; ".join(
             f"{name} has {theirs.get(name, 'none')} there and {own.get(name, 'none')} here"
             for name in differ
         )
         raise ValueError(
-            f"the checkpoint {folder} has other num_experts than this run: {told}; build the model "
+            f"the checkpoint {folder} has other num_experts than this run: {text}; build the model "
             "with as many, and replace the same layers"
         )
     name = base_optimizer(engine).__class__.__name__
@@ -283,63 +283,66 @@ def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedL
             f"{name}, to which they mean other things; use {layout.optimizer}, or "
             "load_optimizer_states=False"
         )
-    layout.check_homes(folder)
+    layout.check_owners(folder)
     return layout
 
 
 def _num_experts(run: Run) -> dict[str, int]:
-    return {layer.name: layer.routed.site.plan.home.num_experts for layer in run.layers}
+    return {layer.name: layer.routed.layer_context.plan.owner.num_experts for layer in run.layers}
 
 
-def _is_of_these_cells(run: Run, layout: SavedLayout) -> bool:
-    """Whether the same cells route the same layers, in the same order."""
-    has_these_cells = layout.expert_parallel_size == run.blueprint.grid.num_cells
+def _is_of_these_ep_ranks(run: Run, layout: SavedLayout) -> bool:
+    """Whether the same EP ranks route the same layers, in the same order."""
+    has_these_ep_ranks = layout.expert_parallel_size == run.blueprint.grid.num_ep_ranks
     own = _num_experts(run)
-    return has_these_cells and [name for name in layout.num_experts if name in own] == list(own)
+    return has_these_ep_ranks and [name for name in layout.num_experts if name in own] == list(own)
 
 
-def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
+def _expert_slots(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> ExpertSlots:
     """As they were saved, if this run may have them so; as they are otherwise. Collective.
 
-    With the same seats a run goes on to the last digit, in which even the order of slots counts:
+    With the same places a run goes on to the last digit, in which even the order of slots counts:
     norms are summed in it.
     """
-    homes = run.planning.job.homes
-    present = Seats(homes, run.mover.slots(homes))
+    owners = run.planning.job.owners
+    present = ExpertSlots(owners, run.mover.slots(owners))
     if asked.weights_alone or not run.blueprint.moves_experts:
         return present
-    is_alike = _is_of_these_cells(run, layout)
+    is_alike = _is_of_these_ep_ranks(run, layout)
     saved = agreed(
         asked.folder,
-        lambda: _saved_seats(engine, run, layout, present) if is_alike else None,
+        lambda: _saved_slots(engine, run, layout, present) if is_alike else None,
     )
     fit = gather_objects("" if saved is None else "fits", None)
     return saved if saved is not None and all(fit) else present
 
 
-def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> Seats | None:
-    num_cells = run.blueprint.grid.num_cells
-    homes = tuple(
-        Placement.owned_by(np.array(layout.homes[layer.name]), num_cells) for layer in run.layers
+def _saved_slots(
+    engine: Any, run: Run, layout: SavedLayout, present: ExpertSlots
+) -> ExpertSlots | None:
+    num_ep_ranks = run.blueprint.grid.num_ep_ranks
+    owners = tuple(
+        Placement.owned_by(np.array(layout.owners[layer.name]), num_ep_ranks)
+        for layer in run.layers
     )
     slots: dict[Expert, Slot] = {}
-    for pool in run.blueprint.pools:
+    for cost_group in run.blueprint.cost_groups:
         free = {
             slot_name(engine, slot): slot
             for expert, slot in present.slots.items()
-            if expert.layer in pool.layers
+            if expert.layer in cost_group.layers
         }
-        for layer in pool.layers:
+        for layer in cost_group.layers:
             names = layout.slots[run.layers[layer].name]
-            cell = run.layers[layer].routed.site.layout.index("ep")
-            for number in homes[layer].experts_of(cell).tolist():
+            ep_rank = run.layers[layer].routed.layer_context.layout.index("ep")
+            for number in owners[layer].experts_of(ep_rank).tolist():
                 slot = free.pop(names[number], None)
                 if slot is None:
                     return None
                 slots[Expert(layer, number)] = slot
         if free:
             return None
-    return Seats(homes, slots)
+    return ExpertSlots(owners, slots)
 
 
 def slot_name(engine: Any, slot: Slot) -> str:
@@ -353,10 +356,10 @@ def slot_name(engine: Any, slot: Slot) -> str:
 class _Reading:
     """One rank's reading of tensors."""
 
-    def __init__(self, engine: Any, run: Run, asked: Asked, seats: Seats) -> None:
-        self._run, self._asked, self._seats = run, asked, seats
+    def __init__(self, engine: Any, run: Run, asked: Asked, expert_slots: ExpertSlots) -> None:
+        self._run, self._asked, self._expert_slots = run, asked, expert_slots
         self._num_stages = num_stages(engine.module)
-        self._named = named_parameters(engine, run, seats.slots)
+        self._named = named_parameters(engine, run, expert_slots.slots)
         self._states = OptimizerStates(engine)
         self._path = asked.folder / FOLDER
         self._contents = dcp_folder.contents(self._path)
@@ -381,10 +384,10 @@ class _Reading:
             if name not in objects:
                 raise ValueError(f"{self._path} has no {name!r}: copy the whole folder again")
         remembered = objects[remembered_by] if remembers else np.zeros(0)
-        if not _is_of_these_cells(self._run, layout):
+        if not _is_of_these_ep_ranks(self._run, layout):
             remembered = remembered[:0]
         if not self._asked.with_optimizer:
-            return Loaded(layout, self._seats, weights, remembered)
+            return Loaded(layout, self._expert_slots, weights, remembered)
         states = self._parameter_states(wanted, objects)
         try:
             self._states.check(states)
@@ -395,7 +398,9 @@ class _Reading:
             ) from error
         options = {p: objects[f"{each.kind}/{ABOUT}"]["options"] for p, each in wanted.items()}
         given = {p: theirs for p, theirs in options.items() if theirs is not None}
-        return Loaded(layout, self._seats, weights, remembered, states, given, objects[OPTIMIZER])
+        return Loaded(
+            layout, self._expert_slots, weights, remembered, states, given, objects[OPTIMIZER]
+        )
 
     def _is_wanted(self, parameter: nn.Parameter, names: Named) -> bool:
         """Other dense weights are the host's; a frozen expert may have been left out on saving."""

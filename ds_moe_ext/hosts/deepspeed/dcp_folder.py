@@ -4,7 +4,7 @@ what a rank keeps of its part of a weight, as rectangles of the whole.
 
 A tensor is kept in boxes. A rank writes those that it has and reads those that it needs, which may
 be cut otherwise: who writes need not know who will read. DCP finds the boxes by what its planners
-tell it, so only they are ours.
+report it, so only they are ours.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def load(folder: Path, parts: Mapping[str, Part], names: Iterable[str] = ()) -> 
     objects: dict[str, Any] = dict.fromkeys(names)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does not communicate, as it is told
+            warnings.simplefilter("ignore")  # that it does not communicate, as it is asked
             dcp.load(
                 objects, storage_reader=Reader(folder), planner=_LoadParts(parts), no_dist=True
             )

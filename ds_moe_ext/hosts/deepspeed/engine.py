@@ -46,16 +46,16 @@ from ds_moe_ext.hosts.deepspeed.refusals import UNSLICED, Given
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.meta_model import MetaModel
 from ds_moe_ext.hosts.steps.expert_moves import States
-from ds_moe_ext.hosts.steps.host import Built, Seats, of_stage, run_on, settle_alike
+from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on, settle_alike
 from ds_moe_ext.hosts.steps.optimizers import ELEMENT_BY_ELEMENT, Stepping, check_kind, split_by
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import MONITORED, Run, run_of
-from ds_moe_ext.hosts.zebra.passage import Here
 from ds_moe_ext.hosts.zebra.profile import Training, profiled
 from ds_moe_ext.hosts.zebra.rehearsal import Scene
 from ds_moe_ext.hosts.zebra.stripe_model import Gradients, Pausing, Role, stripe
-from ds_moe_ext.moe.copy_memory import Accumulation
+from ds_moe_ext.hosts.zebra.stripe_pass import Here
 from ds_moe_ext.moe.gate import TokenParts
+from ds_moe_ext.moe.replica_memory import Accumulation
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.planning.zebra_planner import WeightBytes
 from ds_moe_ext.schedule.watch import JOINED, WATCH
@@ -68,7 +68,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     Args:
         engine: an engine under construction, before it has looked at the parameters.
         model: the user's model, changed in place.
-        sources: told which new parameter stands for which old ones, so that the engine can mend
+        sources: reported which new parameter stands for which old ones, so that the engine can mend
             optimizers and parameter lists that the user made before.
     """
     micro_batch = {"train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu()}
@@ -115,8 +115,8 @@ class DeepSpeedHost:
         strategy = startup.checked(self._given, settings, strategy)
         stages = self._stages
         if (dist.get_world_size() if stages is None else stages.size) > 1:
-            tell = start_of(INITIALIZE).settled.append
-            strategy = settle(SLICES, strategy, UNSLICED, engine, tell)
+            log = start_of(INITIALIZE).settled.append
+            strategy = settle(SLICES, strategy, UNSLICED, engine, log)
         if stages is None or len(stages.ranks) == 1:
             return settings, strategy
         return of_stage(settings, stages.own), strategy
@@ -125,7 +125,7 @@ class DeepSpeedHost:
         found = replacement.found_in(self._model, FINDERS, settings)
         return [zero_3.gathering(self._model, self._meta.drawing(layer)) for layer in found]
 
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
         startup.agree(self._given)
         cluster = cluster_of(settings, self.device, start_of(INITIALIZE))
         stages = self._stages
@@ -134,14 +134,14 @@ class DeepSpeedHost:
         grid, why = grid_of(settings, strategy, found, size, cluster, needs=needs)
         alike = startup.description(self._given, grid)
         if stages is None or len(stages.ranks) == 1:
-            return Seats(grid, (), alike, why)
+            return ModelGrids(grid, (), alike, why)
         start_of(INITIALIZE).agree({startup.GRID: alike[startup.GRID]})  # as DeepSpeed has groups
         grids = tuple(replace(grid, members=ranks) for ranks in stages.ranks)
-        return Seats(grids[stages.own], grids, alike, why)
+        return ModelGrids(grids[stages.own], grids, alike, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         if self._shards_weights:
-            zero_3.check_homes(blueprint)
+            zero_3.check_owners(blueprint)
             blueprint = replace(blueprint, why_together=zero_3.WHY_TOGETHER)
         replacement.warn_of_what_stays(self._model, blueprint)
         training = training_of(self.carrier, self.device)
@@ -185,7 +185,7 @@ class DeepSpeedHost:
             _make_known(layer, adopted, blueprint.grid, sources)
             if self._shards_weights:
                 zero_3.shard_over_replicas(layer, blueprint.grid, self.device, self.dtype)
-            if strategy.has_uneven_homes or blueprint.copies_by_grid:
+            if strategy.has_uneven_owners or blueprint.replicas_by_grid:
                 record.last.update(layer.parameters)
         if strategy.roles is not None:
             self._role = self._role_of(blueprint, [layer for layer, _ in built])
@@ -211,9 +211,9 @@ class DeepSpeedHost:
         role = stripe(self._model, blueprint, layers, role_gradients, self._here)
         # ZeRO's optimizers cannot bear to have nothing to train.
         learns = any(p.requires_grad for p in self._model.parameters())
-        told, stage = gather_objects(str(learns), None), self.carrier.zero_optimization_stage()
-        if stage and len(set(told)) > 1:
-            idle = [rank for rank, learns in enumerate(told) if learns != str(True)]
+        gathered, stage = gather_objects(str(learns), None), self.carrier.zero_optimization_stage()
+        if stage and len(set(gathered)) > 1:
+            idle = [rank for rank, learns in enumerate(gathered) if learns != str(True)]
             raise ValueError(
                 f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights "
                 "of one role only, all of which are frozen; set the stage to 0, or train some of "
@@ -260,7 +260,7 @@ class DeepSpeedHost:
     def watch_steps(self, run: Run) -> None:
         """A patch calls ``after_step``."""
         gradients.record_of(self.carrier).run = run
-        run.planning.tell(replacement.told_homes(run.blueprint))
+        run.planning.log(replacement.owners_line(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides
 
 
@@ -340,7 +340,7 @@ def training_of(engine: Any, device: torch.device) -> Training:
 def _make_known(
     layer: AttachedLayer, adopted: Adopted, grid: Grid, sources: ReplacementSourceMap
 ) -> None:
-    """Tell the engine which parameters are experts', and what became of the model's."""
+    """Report the engine which parameters are experts', and what became of the model's."""
     layer.hosted._is_autoep_layer = True  # type: ignore[attr-defined]  # AutoTP leaves it alone
     for parameter in layer.parameters:
         # DeepSpeed reduces these over the ranks that hold the same experts.
@@ -356,7 +356,8 @@ def _make_known(
 
 
 def count_experts(engine: Any) -> None:
-    """Tell the engine of experts that it did not recognise: its own MoE class it counts itself."""
+    """Report the engine of experts that it did not recognise: its own MoE class it counts
+    itself."""
     run = run_of(engine)
     if run is None:
         return
@@ -365,7 +366,9 @@ def count_experts(engine: Any) -> None:
         zero_3.gather_with_blocks(engine.module, run.layers)
     native = {name for name, module in named_modules(engine.module) if isinstance(module, MoE)}
     engine.num_experts += [
-        layer.routed.site.plan.home.num_experts for layer in run.layers if layer.name not in native
+        layer.routed.layer_context.plan.owner.num_experts
+        for layer in run.layers
+        if layer.name not in native
     ]
 
 
@@ -373,12 +376,12 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     """Look at the optimizer that an engine is about to wrap, and give it back the user's groups."""
     run = run_of(engine)
     if run is not None:
-        stage, cell_size = engine.zero_optimization_stage(), run.blueprint.grid.cell_size
+        stage, etp_size = engine.zero_optimization_stage(), run.blueprint.grid.etp_size
         sharding = f"zero_optimization.stage is {stage}" if stage else ""
         stepping = Stepping(
             optimizer,
             sharding=sharding,
-            splitting=split_by(cell_size),
+            splitting=split_by(etp_size),
             by_elements="checkpoints have states by element",
             in_turns=sharding if stage == 3 else "",
             has_masters=getattr(optimizer, "master_weights", False),

@@ -46,10 +46,10 @@ from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, during
 from ds_moe_ext.hosts.steps.host import Schedules
 from ds_moe_ext.hosts.steps.optimizers import Reduced, check_slice
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record
-from ds_moe_ext.moe.copy_memory import Accumulation, KeptInGrad, KeptMeanwhile
 from ds_moe_ext.moe.layer import SawSlice
+from ds_moe_ext.moe.replica_memory import Accumulation, KeptInGrad, KeptMeanwhile
 from ds_moe_ext.planning.strategy import Keys
-from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.executor import Event, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.task import INTER
 
 # Slices (FSMoE, section 5; spec section 3, runtime). DeepSpeed reduces a bucket of gradients when
@@ -103,7 +103,7 @@ _Slice = list[_Piece]
 class GradientSlices:
     """The dense gradients of one engine on their way through slices.
 
-    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the lanes
+    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the streams
     of an MoE layer's program. Every rank takes the same elements, for gradients become ready in the
     same order on all.
 
@@ -133,8 +133,8 @@ class GradientSlices:
         self._piece_elements = piece_elements
         self._known: set[int] = set()  # ids of parameters whose gradients were ready
         self._ready: deque[Gradient] = deque()  # with elements that no slice took
-        # That a lane averages while backward goes on.
-        self._begun: list[tuple[Event, Lanes, list[_Slice]]] = []
+        # That a stream averages while backward goes on.
+        self._begun: list[tuple[Event, ScheduleStreams, list[_Slice]]] = []
         self._whole: deque[Gradient] = deque()  # that DeepSpeed may have back
 
     @classmethod
@@ -157,7 +157,7 @@ class GradientSlices:
         return sum(gradient.left for gradient in self._ready)
 
     def reduce(self, elements: int) -> None:
-        """Average so many elements, or as many as are ready, in the caller's lane. Collective."""
+        """Average so many elements, or as many as are ready, in the caller's stream. Collective."""
         self._land_begun()
         slices = self._cut(elements)
         self._average(slices)
@@ -165,25 +165,25 @@ class GradientSlices:
         self.reduced += Reduced(within_moe=_elements(slices), num_slices=len(slices))
 
     def begin(self, elements: int, saw: SawSlice | None = None) -> None:
-        """Begin to average so many elements, or as many as are ready, in the lane between cells,
-        and return at once. Collective.
+        """Begin to average so many elements, or as many as are ready, in the stream between EP
+        ranks, and return at once. Collective.
 
-        The slices begun before have ended by then if the layer's own exchanges ran in that lane;
+        The slices begun before have ended by then if the layer's own exchanges ran in that stream;
         else they are waited for.
         """
         self._land_begun()
         slices = self._cut(elements)
         if slices:
-            lanes = lanes_for(slices[0][0].gradient.flat_N.device, overlaps=True)
+            streams = streams_for(slices[0][0].gradient.flat_N.device, overlaps=True)
 
             def work() -> None:
-                start = lanes.mark()
+                start = streams.mark()
                 self._average(slices)
                 if saw is not None:
-                    saw(start, lanes)
+                    saw(start, streams)
 
-            event = lanes.submit(INTER, work, ())
-            self._begun.append((event, lanes, slices))
+            event = streams.submit(INTER, work, ())
+            self._begun.append((event, streams, slices))
             self.reduced += Reduced(beside_dense=_elements(slices), num_slices=len(slices))
 
     # For the thread of backward, which alone touches what DeepSpeed keeps.
@@ -275,9 +275,9 @@ class GradientSlices:
                     piece.gradient.means.append(part)
 
     def _land_begun(self) -> None:
-        """Make the caller's lane see what was begun: a group is used in one lane at a time."""
-        for event, lanes, slices in self._begun:
-            lanes.join([event])
+        """Make the caller's stream see what was begun: a group is used in one stream at a time."""
+        for event, streams, slices in self._begun:
+            streams.join([event])
             self._land(slices)
         self._begun.clear()
 
@@ -353,7 +353,7 @@ def share_record(engine: Any) -> None:
 
 
 class EngineAccumulation:
-    """What an engine has of one layer's experts; a ``moe.copies.accumulation.Accumulation``.
+    """What an engine has of one layer's experts; a ``moe.replicas.accumulation.Accumulation``.
 
     At ZeRO 0 and mostly at 1 gradients are summed in ``.grad``. At ZeRO 2 nothing drops them, and
     elsewhere ``zero_grad`` of the optimizer alone.
@@ -362,7 +362,7 @@ class EngineAccumulation:
     def __init__(self, engine: Any, layer: AttachedLayer) -> None:
         alive = weakref.ref(engine)
         self._engine = alive
-        self._in_grad = KeptInGrad(layer.routed.site.layer, lambda: layer.parameters)
+        self._in_grad = KeptInGrad(layer.routed.layer_context.layer, lambda: layer.parameters)
         self._elsewhere = KeptMeanwhile(lambda: record_of(alive()).drops)
 
     def begin(self) -> None:

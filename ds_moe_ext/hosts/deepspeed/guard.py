@@ -61,7 +61,7 @@ def extensions() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
-def told_of_old_lock() -> str:
+def notice_of_old_lock() -> str:
     """What to do about it, before DeepSpeed waits for it; empty where there is none."""
     lock = old_lock()
     if lock is None:
@@ -73,10 +73,10 @@ def told_of_old_lock() -> str:
     )
 
 
-def tell_of_old_lock() -> None:
+def log_old_lock() -> None:
     """Say so."""
-    if told := told_of_old_lock():
-        print(f"ds_moe_ext: {told}", flush=True)
+    if reported := notice_of_old_lock():
+        print(f"ds_moe_ext: {reported}", flush=True)
 
 
 def is_compiled() -> bool:

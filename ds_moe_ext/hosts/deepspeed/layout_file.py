@@ -34,12 +34,12 @@ class SavedLayout:
     """What the file says."""
 
     strategy: str  # that the run had
-    expert_parallel_size: int  # cells
-    expert_sharding_size: int  # ranks of a cell, which split its experts between them
+    expert_parallel_size: int  # EP ranks
+    expert_sharding_size: int  # ranks of an ETP group, which split its experts between them
     world_size: int  # ranks
     zero_stage: int  # of DeepSpeed
     num_experts: Mapping[str, int]  # of each layer, in model order
-    homes: Mapping[str, Sequence[int]]  # of each layer, the cell where each expert lives
+    owners: Mapping[str, Sequence[int]]  # of each layer, the EP rank where each expert lives
     # of each layer, the slot there that each expert lies in: the name that the slot's first weight
     # had when the run started
     slots: Mapping[str, Sequence[str]]
@@ -93,20 +93,22 @@ class SavedLayout:
             )
         try:
             if kind == FORMAT:
-                told = document.pop("crc32", 0)  # null where a person has changed something
-                if told is not None and told != whole_files.sum_of_document(document):
+                reported = document.pop("crc32", 0)  # null where a person has changed something
+                if reported is not None and reported != whole_files.sum_of_document(document):
                     raise ValueError("its crc32 is another")
             document.pop("format", None)
             return read_record(cls, {"expert_sharding_size": 1, **document}, "it")
         except (ValueError, TypeError) as error:
             raise _damaged(path, error) from error
 
-    def check_homes(self, folder: Path) -> None:
+    def check_owners(self, folder: Path) -> None:
         """Whether it says of all experts where they live."""
-        cells = range(self.expert_parallel_size)
+        ep_ranks = range(self.expert_parallel_size)
         for name, number in self.num_experts.items():
-            homes, slots = self.homes.get(name, ()), self.slots.get(name, ())
-            if not len(homes) == len(slots) == number or not all(home in cells for home in homes):
+            owners, slots = self.owners.get(name, ()), self.slots.get(name, ())
+            if not len(owners) == len(slots) == number or not all(
+                owner in ep_ranks for owner in owners
+            ):
                 error = ValueError(f"it does not say where the {number} experts of {name} live")
                 raise _damaged(folder / LAYOUT_FILE, error)
 
@@ -121,12 +123,13 @@ class SavedLayout:
             raise _damaged(folder / LAYOUT_FILE, error) from error
         whole_files.check(folder, sums, LAYOUT_FILE)
 
-    def check_save(self, path: Path, told: Any) -> None:
+    def check_save(self, path: Path, reported: Any) -> None:
         """Whether a part of the checkpoint is of this save."""
-        if told != self.save:
+        if reported != self.save:
             raise ValueError(
-                f"{path} is of another save than {LAYOUT_FILE} beside it ({told} and {self.save}): "
-                "parts of two checkpoints lie together; copy one of them whole, or choose another"
+                f"{path} is of another save than {LAYOUT_FILE} beside it ({reported} and "
+                f"{self.save}): parts of two checkpoints lie together; copy one of them whole, or "
+                "choose another"
             )
 
 

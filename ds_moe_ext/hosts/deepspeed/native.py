@@ -68,7 +68,7 @@ def _found(name: str, moe: MoE) -> Found:
         if len(slots) == moe.num_experts:  # every rank has all: keep this rank's
             kept = [slots[expert] for expert in held.tolist()]
         else:
-            kept = slots  # built for as many cells as there are
+            kept = slots  # built for as many EP ranks as there are
         before = [dict(module.named_parameters()) for module in kept]
         for module in kept:
             _keep_part(module, function.names, shard)
@@ -77,8 +77,8 @@ def _found(name: str, moe: MoE) -> Found:
         layer.experts.num_local_experts = len(kept)
         hosted = HostedMoE(layer.gate, layer.experts, shard, routed, function.names)
         moe.deepspeed_moe = hosted
-        grid = routed.site.layout.grid
-        moe.ep_size, moe.num_local_experts = grid.num_cells, len(kept)
+        grid = routed.layer_context.layout.grid
+        moe.ep_size, moe.num_local_experts = grid.num_ep_ranks, len(kept)
         moe.expert_group_name = f"ep_size_{grid.size}"
         sources = {
             module.get_parameter(name): (whole,)
@@ -88,7 +88,7 @@ def _found(name: str, moe: MoE) -> Found:
         left = {id(p) for p in sources}
         return Adopted(hosted, sources, tuple(p for p in built if id(p) not in left))
 
-    num_cells = moe.num_experts // moe.num_local_experts
+    num_ep_ranks = moe.num_experts // moe.num_local_experts
     return Found(
         name=name,
         kind="deepspeed.moe",
@@ -97,7 +97,7 @@ def _found(name: str, moe: MoE) -> Found:
             (each, p, any(one.get_parameter(each).requires_grad for one in here))
             for each, p in first.named_parameters()
         ),
-        num_cells=num_cells,
+        num_ep_ranks=num_ep_ranks,
         may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
         split=cache(lambda size: ways_to_split(name, function, [*first.parameters()], size)),
         adopt=adopt,
@@ -175,7 +175,7 @@ class HostedMoE(nn.Module):
         return weights_of(self.slots())
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """``[..., D]`` to ``[..., D]``. Collective over the cells."""
+        """``[..., D]`` to ``[..., D]``. Collective over the EP ranks."""
         self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         l_aux, _, _, ids_KT, _, score_KT, exp_counts = self.gate(x_TD, used_token, True)

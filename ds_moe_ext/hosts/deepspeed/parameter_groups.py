@@ -77,7 +77,7 @@ def pair_with_weights(optimizer: Any) -> None:
 @contextmanager
 def parted(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """An optimizer as a wrapper of DeepSpeed's must have it. While the wrapper is being made, the
-    engine knows whether there are experts in it: told of MoE layers, a wrapper wants some."""
+    engine knows whether there are experts in it: reported MoE layers, a wrapper wants some."""
     result: Any = optimizer
     parts = [_parts_of(group, number) for number, group in enumerate(optimizer.param_groups)]
     if any(map(len, parts)):  # a wrapper of nothing is DeepSpeed's to judge
@@ -95,8 +95,8 @@ def check_ranks_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded:
     number_of = {p: number for number, group in groups for p in group["params"] if p.requires_grad}
     weights = [number_of.get(p) for layer in run.layers for p in layer.parameters]
     own = weights if is_sharded else sorted({number for number in weights if number is not None})
-    told = gather_objects(own, run.layers[0].routed.site.layout.group(GRID, INTER))
-    if told.count(own) == len(told):
+    gathered = gather_objects(own, run.layers[0].routed.layer_context.layout.group(GRID, INTER))
+    if gathered.count(own) == len(gathered):
         return
     if is_sharded:
         raise ValueError(
@@ -106,10 +106,10 @@ def check_ranks_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded:
             "or use stage 0, 1 or 2"
         )
     raise ValueError(
-        f"{BLOCK}: the parameter groups in which there are trained experts are {told} on the ranks "
-        "that share the experts, in their order, but what DeepSpeed makes of groups at this ZeRO "
-        "stage and precision waits for all ranks in each of them; train an expert of each rank in "
-        "each of these groups, or set zero_optimization.stage to 0 and train in float32"
+        f"{BLOCK}: the parameter groups in which there are trained experts are {gathered} on the "
+        "ranks that share the experts, in their order, but what DeepSpeed makes of groups at this "
+        "ZeRO stage and precision waits for all ranks in each of them; train an expert of each "
+        "rank in each of these groups, or set zero_optimization.stage to 0 and train in float32"
     )
 
 
@@ -196,7 +196,7 @@ class _Whole:
     def __init__(self, owner: Parted, number: int, parts: list[Options]) -> None:
         self._owner, self._number = owner, number
         self.parts = [Part(self, options) for options in parts]
-        self._known: Options = {}  # what the parts have been told, or have told
+        self._known: Options = {}  # what the parts have been given, or have reported
 
     @property
     def _group(self) -> Options:
@@ -311,7 +311,7 @@ def fitting_schedule(engine: Any, run: Run, saved: Any) -> Any:
 
     Lists with an entry for each parameter group stay this rank's own where those that were saved
     are of other groups: where they are not as many, or this rank has experts only, for an attention
-    rank saves. What such lists have is told by the run's settings; the step is not among it.
+    rank saves. What such lists have is reported by the run's settings; the step is not among it.
     """
     optimizer = _scheduled(engine)
     num_groups = 0 if optimizer is None else len(optimizer.param_groups)
@@ -331,8 +331,8 @@ def fitting_schedule(engine: Any, run: Run, saved: Any) -> Any:
     return joined(saved, engine.lr_scheduler.state_dict())
 
 
-def tell_rates(engine: Any) -> None:
-    """Let the schedule tell the rates that have been loaded, as torch's and DeepSpeed's do. A
+def report_rates(engine: Any) -> None:
+    """Let the schedule report the rates that have been loaded, as torch's and DeepSpeed's do. A
     user's groups of which this rank has no weight, so that none was loaded, get the rates of ranks
     that have some: schedules go on from them. Collective."""
     users = engine.client_optimizer

@@ -85,7 +85,7 @@ class TensorParallel:
 
 
 def is_of_sequences(mpu: Any) -> bool:
-    """Whether an mpu tells of sequence parallel groups, as DeepSpeed asks it."""
+    """Whether an mpu shows of sequence parallel groups, as DeepSpeed asks it."""
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
@@ -216,7 +216,7 @@ class RoleUnit:
     def build(cls, roles: Roles) -> RoleUnit:
         """Make the communicators. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        firsts = (roles.attention_cells[0], roles.expert_cells[0])
+        firsts = (roles.attention_ep_ranks[0], roles.expert_ep_ranks[0])
         return cls(
             roles,
             rank,
@@ -277,8 +277,8 @@ def experts_factor(roles: Roles, rank: int) -> float:
     attention ranks: N / M on expert ranks, and 1 for experts on attention ranks, as for dense
     weights, to which an attention rank gives its own contribution only.
     """
-    num_attention = len(roles.attention_cells)
-    return 1.0 if roles.is_attention(rank) else len(roles.expert_cells) / num_attention
+    num_attention = len(roles.attention_ep_ranks)
+    return 1.0 if roles.is_attention(rank) else len(roles.expert_ep_ranks) / num_attention
 
 
 def joint_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -318,7 +318,7 @@ def clip_with_roles(engine: Any) -> bool:
 
 
 def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
-    """Scale gradients by what the engine clips to, and tell it the norm."""
+    """Scale gradients by what the engine clips to, and reports it the norm."""
     factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         assert parameter.grad is not None

@@ -60,7 +60,7 @@ class Given:
 
     @property
     def stage(self) -> str:
-        return told(f"{ZERO}stage", self.at(f"{ZERO}stage"))
+        return key_value_text(f"{ZERO}stage", self.at(f"{ZERO}stage"))
 
     @property
     def is_pipeline(self) -> bool:
@@ -87,7 +87,7 @@ class Given:
     def autotp(self) -> str:
         """How AutoTP is asked for."""
         size = self.at(AUTOTP)
-        return "" if size in (None, 0, 1) else told(AUTOTP, size)
+        return "" if size in (None, 0, 1) else key_value_text(AUTOTP, size)
 
     @property
     def num_stages(self) -> int:
@@ -104,7 +104,7 @@ class When(NamedTuple):
 
     words: str  # of the page of known limits, behind the key
     holds: Callable[[Any], Any]
-    tells_value: bool = True
+    shows_value: bool = True
 
 
 def _is_offloaded(value: Any) -> Any:
@@ -114,8 +114,8 @@ def _is_offloaded(value: Any) -> Any:
 
 ON = When(" true", bool)
 OFF = When(" false", lambda value: value in (False,))
-SET = When("", lambda value: value is not None, tells_value=False)
-OFFLOADED = When("", _is_offloaded, tells_value=False)
+SET = When("", lambda value: value is not None, shows_value=False)
+OFFLOADED = When("", _is_offloaded, shows_value=False)
 
 
 def above(most: int) -> When:
@@ -126,7 +126,7 @@ def one_of(*values: Any) -> When:
     return When(f" {values[0]}", lambda value: value in values)
 
 
-def told(key: str, value: Any) -> str:
+def key_value_text(key: str, value: Any) -> str:
     """A key and its value, as JSON has them."""
     is_plain = isinstance(value, bool | None)
     return f"{key} is {json.dumps(value) if is_plain else repr(value)}"
@@ -147,7 +147,7 @@ def _key(
         value = given.at(key)
         if not when.holds(value) or not beside(given):
             return ""
-        return told(key, value) if when.tells_value else f"{key} is set"
+        return key_value_text(key, value) if when.shows_value else f"{key} is set"
 
     reason, _, remedy = text.partition("; ")
     return Refusal(what or f"{key}{when.words}", asked, reason, remedy)
@@ -206,7 +206,7 @@ UNSUPPORTED = (
     _key(
         f"{ZERO}offload_param",
         OFFLOADED,
-        "experts that lie in host memory would be brought for every pass and every copy; remove "
+        "experts that lie in host memory would be brought for every pass and every replica; remove "
         "it; offload_optimizer may stay",
     ),
     _key(f"{ZERO}cpu_offload_param", ON, "it is an older name of offload_param; remove it"),
@@ -383,11 +383,11 @@ UNSUPPORTED = (
 # Where ZeRO shards weights.
 
 
-HOMES_AT_STAGE_3 = _key(
+OWNERS_AT_STAGE_3 = _key(
     f"{ZERO}stage",
     one_of(3),
     "the states of experts that move lie in ZeRO's shards; use stage 0, 1 or 2",
-    what="experts that move to new homes (reshard_interval above 0), at ZeRO 3",
+    what="experts that move to new owners (reshard_interval above 0), at ZeRO 3",
 )
 
 AT_STAGE_3 = (
@@ -426,7 +426,7 @@ AT_STAGE_3 = (
     _key(
         f"{ZERO}stage3_module_granularity_threshold",
         above(0),
-        "it takes MoE layers for one module, behind whose end gradients of copies come; leave "
+        "it takes MoE layers for one module, behind whose end gradients of replicas come; leave "
         "it out",
     ),
 )

@@ -28,7 +28,7 @@ from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.attachment import experts, startup_check
 from ds_moe_ext.hosts.attachment.grid import Needs
 from ds_moe_ext.hosts.attachment.host_layer import Found
-from ds_moe_ext.hosts.attachment.notices import ENABLED, HOMES, refuse, settle
+from ds_moe_ext.hosts.attachment.notices import ENABLED, OWNERS, refuse, settle
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.hosts.attachment.startup_check import (
     PATIENCE_S,
@@ -39,11 +39,11 @@ from ds_moe_ext.hosts.attachment.startup_check import (
     starting,
 )
 from ds_moe_ext.hosts.deepspeed import native, zero_3
-from ds_moe_ext.hosts.deepspeed.guard import tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.guard import log_old_lock
 from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, Stages, TensorParallel
 from ds_moe_ext.hosts.deepspeed.refusals import (
     AT_STAGE_3,
-    HOMES_AT_STAGE_3,
+    OWNERS_AT_STAGE_3,
     UNSUPPORTED,
     WITH_ROLES,
     Given,
@@ -84,7 +84,7 @@ def blueprint_of(
             size = stages.size
         blueprint = draw(settings, strategy, model, FINDERS, size, needs=needs_of(document))
     if shards_weights(document):
-        zero_3.check_homes(blueprint)
+        zero_3.check_owners(blueprint)
     return blueprint
 
 
@@ -108,8 +108,8 @@ def checked(given: Given, settings: Settings, strategy: Strategy) -> Strategy:
     refuse(UNSUPPORTED, given)
     if shards_weights(given.document):
         refuse(AT_STAGE_3, given, context=f"{ENABLED} and zero_optimization.stage is 3")
-    tell = start_of(INITIALIZE).settled.append
-    strategy = settle(HOMES, strategy, (HOMES_AT_STAGE_3,), given, tell)
+    log = start_of(INITIALIZE).settled.append
+    strategy = settle(OWNERS, strategy, (OWNERS_AT_STAGE_3,), given, log)
     if strategy.roles is not None:
         refuse(WITH_ROLES, given, context=f"{BLOCK}.strategy is {settings.strategy!r}")
     if settings.sequence_parallel and TensorParallel.of(given.mpu).group is None:
@@ -131,20 +131,20 @@ def description(given: Given, grid: Grid | None = None) -> Description:
     """What all ranks must start with alike, as texts; ``grid`` where it is known."""
     document, model = given.document, given.model
     settings, _ = read_settings(document)
-    told = {
+    text = {
         **startup_check.settings_of(settings, document[BLOCK]),
         "train_micro_batch_size_per_gpu": str(micro_batch_of(document)),
         **startup_check.versions("deepspeed", deepspeed.__version__),
     }
     with zero_3.described(model):
         if Stages.of(model) is None or grid is not None:  # else others have other layers
-            told.update(startup_check.layers_of(_found(settings, model)))
+            text.update(startup_check.layers_of(_found(settings, model)))
             if TensorParallel.of(given.mpu).group is None:  # else a rank has parts of weights
-                told.update(startup_check.weights_of(model))
-                told.update(startup_check.empty_of(model))
+                text.update(startup_check.weights_of(model))
+                text.update(startup_check.empty_of(model))
     if grid is not None:
-        told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
-    return told
+        text[GRID] = f"{grid.num_ep_ranks} EP ranks of {grid.etp_size} ranks"
+    return text
 
 
 def _found(settings: Settings, model: nn.Module) -> list[Found]:
@@ -163,10 +163,8 @@ def initializing() -> Iterator[None]:
             knows_where = all(name in os.environ for name in names) and world_size() != 1
             if start.is_wanted and not dist.is_initialized() and knows_where:
                 # Others, who found nothing wrong, wait for the world and then ask why.
-                said = (
-                    f"{error} (this rank tells the others, which have not come to {INITIALIZE} yet)"
-                )
-                timer = threading.Timer(PATIENCE_S, warnings.warn, [said])
+                stated = f"{error} (this rank notifies the others, which have not come to {INITIALIZE} yet)"
+                timer = threading.Timer(PATIENCE_S, warnings.warn, [stated])
                 timer.start()
                 try:
                     _make_world()
@@ -187,8 +185,8 @@ def check_initialize(
     bound.apply_defaults()
     given = bound.arguments
     document, model, mpu = document_of(given), given["model"], given["mpu"]
-    if document is not None and is_first() and (told := misspelt(document)):
-        warnings.warn(told, stacklevel=3)
+    if document is not None and is_first() and (reported := misspelt(document)):
+        warnings.warn(reported, stacklevel=3)
     if document is None or model is None:
         return bound
     is_wanted = off_by(document) is None
@@ -196,7 +194,7 @@ def check_initialize(
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     is_on_cpu = get_accelerator().device_name() == "cpu"  # where DeepSpeed has its own collectives
     if is_wanted and is_first_of_node and is_on_cpu and not dist.is_initialized():
-        tell_of_old_lock()
+        log_old_lock()
     blueprint = blueprint_of(document, model, mpu, given["mesh_param"])
     if blueprint is not None and blueprint.strategy.roles is not None:
         agree(Given(document, model, mpu))

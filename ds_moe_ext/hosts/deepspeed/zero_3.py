@@ -247,15 +247,15 @@ EXPERTS = "autoep_expert"
 WHY_TOGETHER = "zero_optimization.stage is 3: every pass gathers weights from all ranks"
 
 
-def check_homes(blueprint: Blueprint) -> None:
+def check_owners(blueprint: Blueprint) -> None:
     """ZeRO compares the weights of all ranks one by one, and looks ahead by their sizes."""
-    num_cells = blueprint.grid.num_cells
-    for found, home in zip(blueprint.found, blueprint.homes()):
-        counts = home.holds_EC.sum(axis=0)
+    num_ep_ranks = blueprint.grid.num_ep_ranks
+    for found, owner in zip(blueprint.found, blueprint.owners()):
+        counts = owner.holds_EC.sum(axis=0)
         if counts.min() != counts.max():
             raise ValueError(
                 f"zero_optimization.stage is 3, under which every rank has weights of equal sizes, "
-                f"but {num_cells} cells have {counts.min()} to {counts.max()} of the "
+                f"but {num_ep_ranks} EP ranks have {counts.min()} to {counts.max()} of the "
                 f"{found.num_experts} experts of {found.name}; set {BLOCK}.expert_parallel_size to "
                 "a number that divides them, or use stage 0, 1 or 2"
             )
@@ -267,8 +267,8 @@ def shard_over_replicas(
     """Let ZeRO shard a layer's experts over the ranks that have the same ones, and have them whole
     while the module in the experts' place runs, forward and backward, on this device. The engine
     is going to cast them where its type is a half."""
-    if layer.routed.copies is not None:  # also of experts that are not whole right then
-        layer.routed.copies.keep_shapes(device, None if dtype == torch.float32 else dtype)
+    if layer.routed.replicas is not None:  # also of experts that are not whole right then
+        layer.routed.replicas.keep_shapes(device, None if dtype == torch.float32 else dtype)
     name = f"ep_size_{grid.size}"
     hosted = layer.hosted
     assert isinstance(hosted, nn.Module)
@@ -284,23 +284,23 @@ def shard_over_replicas(
 
 
 def gather_with_blocks(model: nn.Module, layers: Sequence[AttachedLayer]) -> None:
-    """Have experts whole from the moment on in which a block launches their copies, and in backward
-    until gradients of copies have come home. ZeRO sees the modules around experts one by one: it
-    takes MoE blocks that it knows for one module each, since theirs call what the routing says;
-    ours are called in the same order always."""
+    """Have experts whole from the moment on in which a block launches their replicas, and in
+    backward until gradients of replicas have come to the owner. ZeRO sees the modules around
+    experts one by one: it takes MoE blocks that it knows for one module each, since theirs call
+    what the routing says; ours are called in the same order always."""
     experts = {layer.hosted for layer in layers}
     for module in get_z3_leaf_modules(model):
         if not experts.isdisjoint(module.modules()):
             set_z3_leaf_module(module, False)
     for layer, launch in zip(layers, launches(layers)):
-        if layer.routed.copies is not None:
+        if layer.routed.replicas is not None:
             block = model.get_submodule(block_of(model, layer.name))
             for parameter in chain.from_iterable(map(parameters_of, launch.begun)):
                 register_external_parameter(block, parameter)
 
 
 def launch_when_whole(run: Run) -> None:
-    """Let blocks launch copies behind ZeRO's hooks, which gather, and of whose nodes the backward
+    """Let blocks launch replicas behind ZeRO's hooks, which gather, and of whose nodes the backward
     releases; they were put on the blocks later."""
     for hook in run.block_hooks:
         hooks = hook.hooks_dict_ref()
@@ -310,13 +310,13 @@ def launch_when_whole(run: Run) -> None:
 
 def at_hand(engine: Any, run: Run) -> Any:
     """A block between steps, in which experts are whole where they are about to be measured, or
-    where plans are made by their sizes, which stacks tell without. Collective."""
+    where plans are made by their sizes, which stacks report without. Collective."""
     if not engine.zero_optimization_partition_weights():
         return nullcontext()
-    measures = run.blueprint.strategy.rhythm().measures and run.planning.costs.is_due
+    measures = run.blueprint.strategy.intervals().measures and run.planning.costs.is_due
     needed = [
         layer
         for layer in run.layers
-        if measures or (layer.routed.copies is not None and not layer.hosted.stacks)
+        if measures or (layer.routed.replicas is not None and not layer.hosted.stacks)
     ]
     return whole(chain.from_iterable(layer.parameters for layer in needed))

@@ -51,7 +51,7 @@ class Chosen:
 
     settings: Settings  # the block
     strategy: Strategy
-    told: Description  # what of it must be the same on all ranks
+    reported: Description  # what of it must be the same on all ranks
     worlds: Worlds | None = None  # where the strategy gives ranks roles and they have been parted
     start: Start = field(default_factory=lambda: Start(USE))  # in which ranks compare it
 
@@ -63,12 +63,14 @@ class Chosen:
         """Compare with other ranks what was asked for, and ``more``, once. Collective, over all
         ranks. Raises ValueError on all of them where something differs."""
         version = importlib.import_module("megatron.core").__version__
-        self.start.agree({**self.told, **startup_check.versions("megatron-core", version), **more})
+        self.start.agree(
+            {**self.reported, **startup_check.versions("megatron-core", version), **more}
+        )
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Let other ranks know why this one cannot start."""
         with self.whole_world():
-            Start(USE).tell(error)
+            Start(USE).report(error)
 
 
 _CHOSEN: list[Chosen] = []  # of this process: one or none
@@ -94,14 +96,14 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     """What a document, or the JSON file of one, asks for; None where its block is not enabled.
     Raises ValueError where it is malformed, or asks for what cannot be done under Megatron."""
     source, document = read_document(given)
-    told = misspelt(document)
+    reported = misspelt(document)
     if BLOCK not in document:
         raise ValueError(
             f"{FLAG} names {source}, which has no block {BLOCK!r}; "
-            + (told or "add one, or leave the flag out")
+            + (reported or "add one, or leave the flag out")
         )
-    if told and is_first():
-        warnings.warn(f"{FLAG} names {source}: {told}", stacklevel=3)
+    if reported and is_first():
+        warnings.warn(f"{FLAG} names {source}: {reported}", stacklevel=3)
     settings, strategy = read_settings(document)
     if strategy is None:
         warnings.warn(
@@ -147,8 +149,8 @@ asks for the store and the groups that are there."""
 NUMBERS = 1_000_000  # of groups of a world, at most
 _PARTS = count()  # how often this process was parted from others
 
-_TOLD = ("RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""What a launcher tells a process that is changed."""
+_REPORTED = ("RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+"""What a launcher gives a process that is changed."""
 
 
 class _Slot(NamedTuple):
@@ -176,7 +178,7 @@ class Worlds:
     rank: int  # of this process among all
     size: int  # ranks of the launch
     whole: dist.ProcessGroup  # all of them
-    told: dict[str, str | None]  # of the environment, as the launcher had it
+    reported: dict[str, str | None]  # of the environment, as the launcher had it
 
     def __post_init__(self) -> None:
         self._whole = _Slot.now()
@@ -219,7 +221,7 @@ class Worlds:
             self._whole.enter()
             dist.destroy_process_group(own)
         self._whole.enter()
-        for name, value in self.told.items():
+        for name, value in self.reported.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -264,8 +266,8 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
         dist.init_process_group("nccl" if has_cuda else "gloo")
     agree()
     whole: dist.ProcessGroup = c10d._get_default_group()
-    told = {name: os.environ.get(name) for name in _TOLD}
-    worlds = Worlds(roles, whole.rank(), size, whole, told)
+    reported = {name: os.environ.get(name) for name in _REPORTED}
+    worlds = Worlds(roles, whole.rank(), size, whole, reported)
     rank, num_mates = worlds.mates.index(worlds.rank), len(worlds.mates)
     os.environ["RANK"] = os.environ["GROUP_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(num_mates)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints are Megatron's own, in every form it knows; and where its optimizers keep states.
 
-Experts that have moved go home before anything is told of the parameters by name: each into the
-very slot that Megatron built for it. So what is written is what stock Megatron would write, and can
-read; they stay there until new homes are due. Before anything is loaded they go home too, and then
-planning begins anew: other weights may route otherwise.
+Experts that have moved go to the owner before anything is notified of the parameters by name: each
+into the very slot that Megatron built for it. So what is written is what stock Megatron would
+write, and can read; they stay there until new owners are due. Before anything is loaded they go to
+the owner too, and then planning begins anew: other weights may route otherwise.
 
 Whoever asks does so on all ranks of a pipeline stage: Megatron's own saving and loading does. A
 rank that asks alone for ``state_dict`` would wait for the others where experts have moved.
@@ -62,23 +62,23 @@ def watch(run: Run, optimizer: Any) -> None:
     """Let experts be where Megatron thinks they are, whenever it looks, from the start of a run on.
     No expert has moved yet."""
     planning, layers, mover = run.planning, run.layers, run.mover
-    homes, this_run = planning.job.homes, weakref.ref(run)
-    seats = mover.slots(homes)
+    owners, this_run = planning.job.owners, weakref.ref(run)
+    new_slots = mover.slots(owners)
 
-    def come_home() -> None:
-        """Bring the experts home, if they are not; also within a step. Collective."""
+    def arrive_at_owner() -> None:
+        """Bring the experts to the owner, if they are not; also within a step. Collective."""
         _LAST_ASKED[:] = [this_run]
-        if planning.job.homes is homes:  # as nothing has moved since, on every rank alike
+        if planning.job.owners is owners:  # as nothing has moved since, on every rank alike
             return
-        planning.tell("experts go home: Megatron asks for them by name, as for a checkpoint")
-        mover.move(planning.job.homes, homes, seats, main_gradient)
-        planning.resume(homes, planning.remembered_ILCE)
+        planning.log("experts go to the owner: Megatron asks for them by name, as for a checkpoint")
+        mover.move(planning.job.owners, owners, new_slots, main_gradient)
+        planning.resume(owners, planning.remembered_ILCE)
 
     def begin_anew() -> None:
         """Be ready for other weights, by name. Collective."""
-        come_home()
+        arrive_at_owner()
         if len(planning.remembered_ILCE):
-            planning.resume(homes, planning.remembered_ILCE[:0])
+            planning.resume(owners, planning.remembered_ILCE[:0])
 
     def loaded() -> None:
         for layer in layers:
@@ -86,13 +86,13 @@ def watch(run: Run, optimizer: Any) -> None:
 
     for layer in layers:
         assert isinstance(layer.hosted, MegatronExperts)
-        layer.hosted.named = come_home
+        layer.hosted.named = arrive_at_owner
         experts = layer.hosted.experts
-        experts.register_state_dict_pre_hook(lambda *_: come_home())
+        experts.register_state_dict_pre_hook(lambda *_: arrive_at_owner())
         experts.register_load_state_dict_pre_hook(lambda *_: begin_anew())
         experts.register_load_state_dict_post_hook(lambda *_: loaded())
     for name in ASKS:
-        _wrap(optimizer, name, before=come_home)
+        _wrap(optimizer, name, before=arrive_at_owner)
     for name in LOADS:
         _wrap(optimizer, name, before=begin_anew, after=loaded)
 

@@ -67,9 +67,9 @@ def check(folder: Any) -> None:
         check_part(Path(folder), place=dist.get_rank(), num_places=dist.get_world_size())
     except ValueError as error:
         text = str(error)
-    told = next(filter(None, gather_objects(text, None)), None)
-    if told is not None:
-        raise ValueError(told)
+    gathered = next(filter(None, gather_objects(text, None)), None)
+    if gathered is not None:
+        raise ValueError(gathered)
 
 
 def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
@@ -99,10 +99,10 @@ def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     own = [name for name in names if _writer(name) == rank]
     sums = whole_files.sums_of(folder, own, checksums=checksums)
-    told = gather_objects((sums, routing), None)
+    gathered = gather_objects((sums, routing), None)
     if rank == 0:
-        files = {name: each for theirs, _ in told for name, each in theirs.items()}
-        routing = next((facts for _, facts in told if facts is not None), None)
+        files = {name: each for theirs, _ in gathered for name, each in theirs.items()}
+        routing = next((facts for _, facts in gathered if facts is not None), None)
         document = {"format": FORMAT, "files": files, "routing": routing}
         text = json.dumps({**document, "crc32": whole_files.sum_of_document(document)}, indent=1)
         whole_files.write_whole(folder / SUMS_FILE, text)
@@ -125,7 +125,9 @@ def _read(path: Path) -> tuple[Mapping[str, FileSum], Facts | None]:
         crc = document.pop("crc32")
         if crc is not None and crc != whole_files.sum_of_document(document):
             raise ValueError("its crc32 is another")
-        files = {name: whole_files.read_sum(told) for name, told in document["files"].items()}
+        files = {
+            name: whole_files.read_sum(reported) for name, reported in document["files"].items()
+        }
         routing = document.get("routing")  # not in those of earlier versions
         return files, None if routing is None else dict(routing)
     except Exception as error:  # what is damaged may be anything

@@ -30,7 +30,7 @@ from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.attachment import replacement, startup_check
 from ds_moe_ext.hosts.attachment.host_layer import ExpertShape, Found
 from ds_moe_ext.hosts.attachment.modules import hooks_of
-from ds_moe_ext.hosts.attachment.notices import HOMES, refuse, settle
+from ds_moe_ext.hosts.attachment.notices import OWNERS, refuse, settle
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import start_of
 from ds_moe_ext.hosts.megatron import checkpoint
@@ -49,16 +49,16 @@ from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, w
 from ds_moe_ext.hosts.steps.expert_moves import States
 from ds_moe_ext.hosts.steps.host import (
     Built,
+    ModelGrids,
     Passes,
     Schedules,
-    Seats,
     device_names,
     of_stage,
     run_on,
 )
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Event, Record, Run
-from ds_moe_ext.moe.copy_memory import Accumulation, KeptMeanwhile
+from ds_moe_ext.moe.replica_memory import Accumulation, KeptMeanwhile
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.watch import ALIKE, WATCH
@@ -66,7 +66,7 @@ from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 OPTIMIZER = "get_megatron_optimizer"
 
-Told = Sequence[ExpertShape]
+Reported = Sequence[ExpertShape]
 """What an expert of each layer of a rank is like."""
 
 SCHEDULES = Schedules()
@@ -84,7 +84,7 @@ def constructed(layer: Any, collection: Any) -> None:
 
     Gradients of experts are summed over the ranks that hold the same ones. Up to version 0.18
     Megatron says so only where expert parallelism is above 1; where experts are split otherwise
-    than the rest, as with --expert-tensor-parallel-size 1, copies of an expert then drift apart
+    than the rest, as with --expert-tensor-parallel-size 1, replicas of an expert then drift apart
     (HOSTS_MEGATRON.md, section 1).
 
     Args:
@@ -183,18 +183,18 @@ class MegatronHost:
     remedy = ALIKE
     _by_host = False  # Megatron runs its MoE layers itself
 
-    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, seats: Grids) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, own_grids: Grids) -> None:
         self.model = whole(chunks)
         part: Any = self.model[0] if isinstance(self.model, nn.ModuleList) else self.model
         self._config = part.config  # a ``TransformerConfig``
         self.device = next(self.model.parameters()).device
         self.dtype: torch.dtype = self._config.params_dtype
         # As Megatron-LM's arguments say; where nobody has, one micro-batch of unknown size a step.
-        is_said = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None
-        self.micro_batch = int(calculator.get_micro_batch_size()) if is_said else None
-        self.num_micro_batches = int(calculator.get_num_microbatches()) if is_said else 1
+        is_stated = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None
+        self.micro_batch = int(calculator.get_micro_batch_size()) if is_stated else None
+        self.num_micro_batches = int(calculator.get_num_microbatches()) if is_stated else 1
         self.carrier = optimizer
-        self._chunks, self._seats = chunks, seats
+        self._chunks, self._own_grids = chunks, own_grids
 
     def devices(self) -> list[str]:
         return device_names(self.device)
@@ -202,21 +202,21 @@ class MegatronHost:
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Sizes are Megatron's, and so are some ways to reduce dense gradients, which differ
         between pipeline stages: there is no slice where a key asks for some, either."""
-        seats, tell = self._seats, start_of(OPTIMIZER).settled.append
-        _check_sizes(settings, seats.own)
+        own_grids, log = self._own_grids, start_of(OPTIMIZER).settled.append
+        _check_sizes(settings, own_grids.own)
         self._by_host, why = way_of(settings, strategy, self._config)
         runs = "Megatron runs its MoE layers itself" if self._by_host else "the MoE layers run here"
-        tell(f"{runs}: {why}")
+        log(f"{runs}: {why}")
         if strategy.slices_gradients:
             unsliced = why_unsliced(self._chunks, strategy.keys.slices_gradients)
             strategy = strategy if unsliced is None else strategy.without_slices()
-            tell(unsliced or "")
-        if seats.own.num_cells > 1:
-            strategy = settle(HOMES, strategy, SUMMED, self._config, tell)
-        strategy = settle(HOMES, strategy, UNMOVABLE, self.carrier, tell)
+            log(unsliced or "")
+        if own_grids.own.num_ep_ranks > 1:
+            strategy = settle(OWNERS, strategy, SUMMED, self._config, log)
+        strategy = settle(OWNERS, strategy, UNMOVABLE, self.carrier, log)
         if self._by_host:
             strategy = ByHost(placing=strategy)
-        return of_stage(settings, seats.stage) if seats.beside else settings, strategy
+        return of_stage(settings, own_grids.stage) if own_grids.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
         """Collective over the ranks that share experts, of which each has others."""
@@ -226,20 +226,22 @@ class MegatronHost:
         if not found:
             return []
         group = self.sharing(self.model.get_submodule(found[0].name))
-        told = gather_objects([each.expert for each in found], group)
-        return trained_on_any(found, self.told_by_experts(told))
+        gathered = gather_objects([each.expert for each in found], group)
+        return trained_on_any(found, self.of_expert_ranks(gathered))
 
     def sharing(self, layer: Any) -> dist.ProcessGroup:
         """The ranks that share a layer's experts."""
         group: dist.ProcessGroup = layer.ep_group
         return group
 
-    def told_by_experts(self, told: Sequence[Told]) -> Sequence[Told]:
-        """Of what these ranks said, in their order, what those with experts said."""
-        return told
+    def of_expert_ranks(self, reported: Sequence[Reported]) -> Sequence[Reported]:
+        """Of what these ranks stated, in their order, what those with experts stated."""
+        return reported
 
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        return Seats(self._seats.own, self._seats.beside, startup_check.layers_of(found))
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
+        return ModelGrids(
+            self._own_grids.own, self._own_grids.beside, startup_check.layers_of(found)
+        )
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         """Layers of this model may be trained from here: also those that are left to Megatron."""
@@ -291,8 +293,8 @@ class MegatronHost:
     def watch_steps(self, run: Run) -> None:
         watch_steps(self.carrier, run)
         flag = "--expert-model-parallel-size"
-        told = replacement.told_homes(run.blueprint, flag, f"give {flag} {{}}".format)
-        run.planning.tell(told)
+        reported = replacement.owners_line(run.blueprint, flag, f"give {flag} {{}}".format)
+        run.planning.log(reported)
         checkpoint.watch(run, self.carrier)
 
 
@@ -371,10 +373,10 @@ def _ready(chunk: Any, hosted: MegatronExperts) -> Callable[[], None]:
     return ready
 
 
-# Megatron's ranks as grids of cells, one for each pipeline stage. Expert model parallelism is the
-# axis of cells, expert tensor parallelism the ranks of a cell, expert data parallelism the copies
-# of the grid. Other dims (tensor, context, data) say which ranks have which tokens; rows may come
-# from anywhere.
+# Megatron's ranks as grids of EP ranks, one for each pipeline stage. Expert model parallelism is
+# the axis of EP ranks, expert tensor parallelism the ranks of an ETP group, expert data parallelism
+# the replicas of the grid. Other dims (tensor, context, data) say which ranks have which tokens;
+# rows may come from anywhere.
 
 
 class Grids(NamedTuple):
@@ -422,11 +424,11 @@ def place_in(collection: Any, name: str) -> Place:
 
 def grids(model: nn.Module) -> Grids:
     """Of the groups that a model was built with. Collective, over the world."""
-    told = (getattr(module, "pg_collection", None) for module in model.modules())
-    collection = next((groups for groups in told if groups is not None), None)
+    reported = (getattr(module, "pg_collection", None) for module in model.modules())
+    collection = next((groups for groups in reported if groups is not None), None)
     pp, edp, ep, esp = (place_in(collection, name) for name in ("pp", "expt_dp", "ep", "expt_tp"))
     own = (pp.rank, edp.rank, ep.rank, esp.rank, dist.get_rank())
-    ranks = sorted(gather_objects(own, None))  # by stage, copy of the grid, cell, and rank there
+    ranks = sorted(gather_objects(own, None))  # by stage, copy of the grid, EP rank, and rank there
     stages = [tuple(rank for *_, rank in of) for _, of in groupby(ranks, key=lambda each: each[0])]
     made = tuple(Grid(len(stage), ep.size, esp.size, stage) for stage in stages)
     return Grids(made[pp.rank], made, pp.rank) if len(made) > 1 else Grids(made[0], (), 0)
@@ -435,8 +437,8 @@ def grids(model: nn.Module) -> Grids:
 def _check_sizes(settings: Settings, grid: Grid) -> None:
     """Raises ValueError where the block's sizes are not Megatron's."""
     for key, size, flag in (
-        ("expert_parallel_size", grid.num_cells, "--expert-model-parallel-size"),
-        ("expert_sharding_size", grid.cell_size, "--expert-tensor-parallel-size"),
+        ("expert_parallel_size", grid.num_ep_ranks, "--expert-model-parallel-size"),
+        ("expert_sharding_size", grid.etp_size, "--expert-tensor-parallel-size"),
     ):
         asked = getattr(settings, key)
         if asked not in (None, size):
@@ -450,7 +452,7 @@ def _check_sizes(settings: Settings, grid: Grid) -> None:
 
 
 def watch_steps(optimizer: Any, run: Run) -> None:
-    """Let an optimizer carry a run, and tell it when weights have changed."""
+    """Let an optimizer carry a run, and reports it when weights have changed."""
     setattr(optimizer, RECORD, Record(run))
     step: Callable[..., Any] = optimizer.step
     num_steps = 0
@@ -487,8 +489,8 @@ def losses_of(stored: Any) -> list[Tensor]:
     the last stage, each a mean, or a sum and the tokens it is of. Nothing is read, so the device is
     not waited for."""
     losses = []
-    for told in stored or ():
-        known = told if isinstance(told, dict) else {}
+    for reported in stored or ():
+        known = reported if isinstance(reported, dict) else {}
         loss = known.get(LOSS, *known.values()) if len(known) == 1 else known.get(LOSS)
         if isinstance(loss, Tensor) and loss.numel() in (1, 2):
             total, *tokens = loss.detach().reshape(-1)

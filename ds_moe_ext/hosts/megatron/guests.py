@@ -10,7 +10,7 @@ The slots of all ranks are the layer's *virtual experts*. In one pass:
    over the slots that hold it by fixed parts, which are known before the router has run.
 2. The dispatcher (all-to-all, all-gather, DeepEP, HybridEP) moves tokens to slots.
 3. While the module of experts runs, it has the guests' slots, with weights that were prefetched
-   from their owners as the layer's block began (``moe/copies.py``).
+   from their owners as the layer's block began (``moe/replicas.py``).
 4. In backward, gradients of guests add up in buffers of their own over the micro-batches of a step.
    Behind the last one they go to their owners, which add them to ``main_grad`` before Megatron
    reduces it: bucket groups with weights of such owners wait for that (``Owners``).
@@ -38,17 +38,17 @@ from torch import Tensor
 from ds_moe_ext.core.share import PlannedParts
 from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
-from ds_moe_ext.moe.copies import Prefetch
-from ds_moe_ext.moe.copy_memory import Weights
-from ds_moe_ext.moe.layer import RoutedExperts, by_cell
-from ds_moe_ext.moe.observation import tell
+from ds_moe_ext.moe.layer import RoutedExperts, by_ep_rank
+from ds_moe_ext.moe.observation import log
+from ds_moe_ext.moe.replica_memory import Weights
+from ds_moe_ext.moe.replicas import Prefetch
 from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planning.exchange_costs import Way
 from ds_moe_ext.planning.layer_pipelines import NOWHERE
 from ds_moe_ext.planning.strategy import Destination, Job, Overlay, Plan, Strategy
-from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
-from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, Op, Span, Task
+from ds_moe_ext.schedule.executor import Mark, ScheduleStreams, streams_for
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, ChunkRange, Op, Task
 from ds_moe_ext.schedule.watch import WATCH, Waiting
 from ds_moe_ext.strict import NOT_A_KEY
 
@@ -94,7 +94,7 @@ class Places:
     num_slots: int  # S, of each EP rank
     num_virtual: int  # V: slots of all
     guests: tuple[int, ...]  # experts in this rank's guest slots, in their order
-    num_homes: int  # slots before the guests'
+    num_owners: int  # slots before the guests'
     destination: Destination
     virtual_E: Tensor  # the slot of each expert that takes all that this rank sends; int64
     copied_X: Tensor  # experts whose tokens this rank divides, int64
@@ -104,17 +104,17 @@ class Places:
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device) -> Places:
         """Those of a plan with replicas, for the sender ``rank``, an EP rank."""
-        home, target = plan.home, plan.target
+        owner, target = plan.owner, plan.target
         parts = PlannedParts.of(target, plan.share, plan.predicted_CE)
-        num_ranks, num_homes = home.num_cells, home.num_slots
-        guests = [np.flatnonzero(c) for c in (target.holds_EC & ~home.holds_EC).T]
-        num_slots = num_homes + max(map(len, guests))
+        num_ranks, num_owners = owner.num_ep_ranks, owner.num_slots
+        guests = [np.flatnonzero(c) for c in (target.holds_EC & ~owner.holds_EC).T]
+        num_slots = num_owners + max(map(len, guests))
         virtual_EC = np.full(target.holds_EC.shape, -1, dtype=np.int64)
         for number, own in enumerate(guests):
             first = number * num_slots
-            at_home = home.experts_of(number)
-            virtual_EC[at_home, number] = first + np.arange(len(at_home))
-            virtual_EC[own, number] = first + num_homes + np.arange(len(own))
+            at_owner = owner.experts_of(number)
+            virtual_EC[at_owner, number] = first + np.arange(len(at_owner))
+            virtual_EC[own, number] = first + num_owners + np.arange(len(own))
         # Most senders give all tokens of an expert to one holder: these are mapped as columns.
         until_XH = parts.until_CXH[rank]
         first_X = (until_XH <= 0).sum(axis=1)
@@ -132,7 +132,7 @@ class Places:
             num_slots,
             num_slots * num_ranks,
             tuple(guests[rank].tolist()),
-            num_homes,
+            num_owners,
             Destination(target, parts),
             there(virtual_E),
             there(copied_X),
@@ -251,21 +251,25 @@ class GuestExperts(MegatronExperts):
     def __init__(self, layer: Any, form: Form, shard: Shard, routed: RoutedExperts) -> None:
         super().__init__(layer.experts, form, shard, routed)
         routed.is_hosts = True
-        routed.rows.gather = partial(by_cell, routed.site.layout)
+        routed.rows.gather = partial(by_ep_rank, routed.layer_context.layout)
         self._config = getattr(layer.router, "config", layer.config)
         self._dispatcher = layer.token_dispatcher
-        self._rank = routed.site.layout.index("ep")
-        self._slots = Slots(self._dispatcher, self._rank, routed.site.plan.home.num_cells)
+        self._rank = routed.layer_context.layout.index("ep")
+        self._slots = Slots(
+            self._dispatcher, self._rank, routed.layer_context.plan.owner.num_ep_ranks
+        )
         self._plan: Plan | None = None  # that these are of:
         self._places: Places | None = None  # none where all is as Megatron built it
-        self._first_home = routed.site.plan.home
+        self._first_owner = routed.layer_context.plan.owner
         self._sums: dict[int, Weights] = {}  # gradients of guests so far, by expert
         self._sums_of = -1  # the step that they are of
         self._delayed: deque[_Pass] = deque()  # whose weights' gradients are made later
         self._returning: Prefetch | None = None  # gradients of a step on their way
         self._is_open = False  # a step's are still to come
         self._has_some = False  # a pass of the step has left some
-        self._waiting: list[Callable[[], object]] = []  # gradients at home, to be told of then
+        self._waiting: list[
+            Callable[[], object]
+        ] = []  # gradients at their owners, to be reported then
         self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
         stock = self._dispatcher
@@ -303,7 +307,7 @@ class GuestExperts(MegatronExperts):
         routed.rows_are_like(hidden.view(-1, hidden.shape[-1]))
         routed.windows.layer_begins(hidden)
         routed.rows.saw_scores(probs)
-        places = self._of_plan(routed.site.plan)
+        places = self._of_plan(routed.layer_context.plan)
         if routed.rows.counts:
             self._count(routing_map, probs)
         if places is None:
@@ -312,13 +316,13 @@ class GuestExperts(MegatronExperts):
         self._slots.resize(places.num_slots)
         if is_training and torch.is_grad_enabled() and self._is_trained:
             self._is_open = True
-            hidden = edge(hidden, self._ticket, self.come_home)
+            hidden = edge(hidden, self._ticket, self.arrive_at_owner)
         map_TV, probs_TV = places.mapped(routing_map, probs)
         return self._stock_preprocess(hidden, map_TV, probs_TV)
 
     def _of_plan(self, plan: Plan) -> Places | None:
         if plan is not self._plan:
-            is_stock = plan.target.is_single and plan.home.is_like(self._first_home)
+            is_stock = plan.target.is_single and plan.owner.is_like(self._first_owner)
             self._plan = plan
             self._places = None if is_stock else Places.of(plan, self._rank, self._device)
         return self._places
@@ -328,7 +332,7 @@ class GuestExperts(MegatronExperts):
         if config.moe_pad_expert_input_to_capacity:
             routing_map = routing_map & (probs != 0)  # without the rows that only fill up
         end_E = routing_map.sum(0).cumsum(0).int()
-        plan, places = self.routed.site.plan, self._places
+        plan, places = self.routed.layer_context.plan, self._places
         destination = plan.destination if places is None else places.destination
         num_rows = len(routing_map) * config.moe_router_topk
         rows(SlotRows.ending(end_E, num_rows), config.moe_router_topk, destination)
@@ -346,33 +350,33 @@ class GuestExperts(MegatronExperts):
 
     def _begun(self) -> _Pass:
         """The pass that comes to the experts, with its guests, which are waited for."""
-        copies, places = self.routed.copies, self._places
-        assert copies is not None and places is not None
-        prefetch, copies.coming = copies.coming, None
+        replicas, places = self.routed.replicas, self._places
+        assert replicas is not None and places is not None
+        prefetch, replicas.coming = replicas.coming, None
         if prefetch is None:
-            prefetch = copies.begin(self.weights(), is_training=self.training)
+            prefetch = replicas.begin(self.weights(), is_training=self.training)
         held = prefetch.replicas()
         own = self.slots()
         learns = torch.is_grad_enabled() and self.training and self._is_trained
-        like = own[0].parameters if own else copies.like
+        like = own[0].parameters if own else replicas.like
         sums = self._sums_now(places) if learns else {}
         weights = [self._guest(held[e], sums.get(e), like) for e in places.guests]
         # Slots that this rank has and no expert: no token comes.
         empty = tuple(weight.detach() for weight in like)
-        gap = [empty] * (places.num_homes - len(own))
-        rest = [empty] * (places.num_slots - places.num_homes - len(weights))
+        gap = [empty] * (places.num_owners - len(own))
+        rest = [empty] * (places.num_slots - places.num_owners - len(weights))
         return _Pass(prefetch, [*gap, *weights, *rest])
 
     @property
     def _is_trained(self) -> bool:
-        return self.routed.copies is not None and self.routed.copies.is_trained
+        return self.routed.replicas is not None and self.routed.replicas.is_trained
 
     def _sums_now(self, places: Places) -> dict[int, Weights]:
         """Where gradients of this step's guests add up, by expert; zeros as it begins."""
         step = self.passes.schedules.steps
         if self._sums_of != step or self._sums.keys() != set(places.guests):
-            assert self.routed.copies is not None
-            like = self.routed.copies.like
+            assert self.routed.replicas is not None
+            like = self.routed.replicas.like
             own = self.slots()
             dtypes = [_sum_dtype(w) for w in (own[0].parameters if own else like)]
             self._sums = {
@@ -385,12 +389,12 @@ class GuestExperts(MegatronExperts):
     def _guest(self, held: Weights, sums: Weights | None, like: Sequence[Tensor]) -> Weights:
         """A guest's weights as Megatron's modules take parameters: leaves, with a ``main_grad``."""
         leaves = tuple(weight.detach() for weight in held)
-        copies = self.routed.copies
-        assert copies is not None
-        for leaf, total, own, any_own in zip(leaves, sums or (), like, copies.like):
-            if any_own.requires_grad or copies.some_are_trained:  # here or on another rank
+        replicas = self.routed.replicas
+        assert replicas is not None
+        for leaf, total, own, any_own in zip(leaves, sums or (), like, replicas.like):
+            if any_own.requires_grad or replicas.some_are_trained:  # here or on another rank
                 leaf.requires_grad_(True)
-                marks = {key: value for key, value in vars(own).items() if key not in OF_HOME}
+                marks = {key: value for key, value in vars(own).items() if key not in OF_OWNER}
                 vars(leaf).update(marks, main_grad=total)
                 leaf.register_post_accumulate_grad_hook(_add_up)
         return leaves
@@ -409,8 +413,8 @@ class GuestExperts(MegatronExperts):
 
     def _computed_back(self, found: _Pass) -> None:
         """The experts' gradients have been made, or all but those of weights."""
-        assert self.routed.copies is not None
-        found.is_last, self._has_some = self.routed.copies.is_last_pass(), True
+        assert self.routed.replicas is not None
+        found.is_last, self._has_some = self.routed.replicas.is_last_pass(), True
         if getattr(self._config, "delay_wgrad_compute", False):
             self._delayed.append(found)
         else:
@@ -431,29 +435,29 @@ class GuestExperts(MegatronExperts):
         self._done(found)
 
     def _done(self, found: _Pass) -> None:
-        """Behind the last pass of a step gradients of guests go home."""
-        copies, prefetch = self.routed.copies, found.prefetch
-        assert copies is not None
+        """Behind the last pass of a step gradients of guests go to the owner."""
+        replicas, prefetch = self.routed.replicas, found.prefetch
+        assert replicas is not None
         if not found.is_last:
             return
         sums, self._sums = self._sums, {}
         self._sums_of = -1
         prefetch.send_back(
             {
-                expert: tuple(s.to(w.dtype) for s, w in zip(own, copies.like))
+                expert: tuple(s.to(w.dtype) for s, w in zip(own, replicas.like))
                 for expert, own in sums.items()
             }
         )
         self._returning = prefetch
 
-    def come_home(self) -> None:
-        """Add what has come to the gradients of the experts at home here, and tell Megatron of
-        these. Nothing where no step's gradients are on their way."""
+    def arrive_at_owner(self) -> None:
+        """Add what has come to the gradients of the experts at their owners here, and reports
+        Megatron of these. Nothing where no step's gradients are on their way."""
         prefetch, self._returning = self._returning, None
         if prefetch is None:
             return
         for expert, totals in prefetch.sums().items():
-            slot = self.slots()[prefetch.copies.transfers.slots[expert]]
+            slot = self.slots()[prefetch.replicas.transfers.slots[expert]]
             for parameter, total in zip(slot.parameters, totals):
                 if parameter.requires_grad:
                     parameter.main_grad.add_(total)  # type: ignore[attr-defined]
@@ -463,8 +467,8 @@ class GuestExperts(MegatronExperts):
             ready()
 
     def holds_back(self, ready: Callable[[], object]) -> bool:
-        """Whether ``ready``, which tells Megatron that a gradient at home is complete, is put off
-        until those of guests have come."""
+        """Whether ``ready``, which reports Megatron that a gradient at the owner is complete, is
+        put off until those of guests have come."""
         if self._is_open:
             self._waiting.append(ready)
         return self._is_open
@@ -472,12 +476,13 @@ class GuestExperts(MegatronExperts):
     def end_step(self) -> None:
         """Megatron is about to finish the gradients of a step. Raises RuntimeError where those of
         guests are still here."""
-        self.come_home()
+        self.arrive_at_owner()
         if self._has_some:
             raise RuntimeError(
                 f"{self.routed.name} has gradients of copied experts {sorted(self._sums)} that "
-                "were not sent home before the optimizer's step: the last micro-batch did not pass "
-                "through it; let every micro-batch use every MoE layer, or use strategy 'ep'"
+                "were not sent to the owner before the optimizer's step: the last micro-batch did "
+                "not pass through it; let every micro-batch use every MoE layer, or use strategy "
+                "'ep'"
             )
         waiting, self._waiting, self._is_open = self._waiting, [], False
         for ready in waiting:  # of a layer whose pass never came back
@@ -491,13 +496,13 @@ class GuestExperts(MegatronExperts):
         observers = (routed.tasks, routed.meter)
         if not any(each.is_on for each in observers):
             return run(x, *given, **named)
-        lanes = lanes_for(x.device, overlaps=True)
-        task = Task(op, routed.site.layer, Span(0, 1), (), ())
-        behind = _Behind(task, lanes, observers)
+        streams = streams_for(x.device, overlaps=True)
+        task = Task(op, routed.layer_context.layer, ChunkRange(0, 1), (), ())
+        behind = _Behind(task, streams, observers)
         is_graded = torch.is_grad_enabled() and x.requires_grad
-        start = lanes.mark()
+        start = streams.mark()
         made = run(edge(x, None, behind.end) if is_graded else x, *given, **named)
-        tell(observers, task, start, lanes)
+        log(observers, task, start, streams)
         if not is_graded:
             return made
         if isinstance(made, tuple):
@@ -510,19 +515,19 @@ class _Behind:
     """Times a task's adjoint."""
 
     task: Task
-    lanes: Lanes
+    streams: ScheduleStreams
     observers: tuple[Any, ...]
     start: Mark | None = None
 
     def begin(self) -> None:
-        self.start = self.lanes.mark()
+        self.start = self.streams.mark()
 
     def end(self) -> None:
         if self.start is not None:
-            tell(self.observers, replace(self.task, adjoint_of=(0,)), self.start, self.lanes)
+            log(self.observers, replace(self.task, adjoint_of=(0,)), self.start, self.streams)
 
 
-OF_HOME = ("main_grad", "grad_added_to_main_grad", "grad")
+OF_OWNER = ("main_grad", "grad_added_to_main_grad", "grad")
 """What a parameter of Megatron's has for itself."""
 
 
@@ -613,7 +618,7 @@ class Owners:
 
         group.register_grad_ready = register_grad_ready
         for name, wait in (
-            ("start_grad_sync", GuestExperts.come_home),
+            ("start_grad_sync", GuestExperts.arrive_at_owner),
             ("finish_grad_sync", GuestExperts.end_step),
         ):
             setattr(group, name, partial(behind_guests, getattr(group, name), wait))

@@ -62,14 +62,16 @@ def find_layers(
             yield _found(name, module, chunk, guests)
 
 
-def trained_on_any(found: Sequence[Found], told: Sequence[Sequence[ExpertShape]]) -> list[Found]:
-    """The same layers, whose weights are said to be trained where any rank trains one: all experts
-    of some ranks may be frozen. ``told`` is what an expert of each is like, on the ranks that have
-    experts."""
-    if any(len(experts) != len(found) for experts in told):
+def trained_on_any(
+    found: Sequence[Found], reported: Sequence[Sequence[ExpertShape]]
+) -> list[Found]:
+    """The same layers, whose weights are predicted to be trained where any rank trains one: all
+    experts of some ranks may be frozen. ``reported`` is what an expert of each is like, on the
+    ranks that have experts."""
+    if any(len(experts) != len(found) for experts in reported):
         return list(found)  # which is compared with those of the others
     layers = []
-    for each, *experts in zip(found, *told):
+    for each, *experts in zip(found, *reported):
         trained = [any(weight[3] for weight in weights) for weights in zip(*experts)]
         shape = tuple((*weight[:3], learns) for weight, learns in zip(each.expert, trained))
         layers.append(replace(each, expert=shape))
@@ -96,7 +98,7 @@ def _found(
             )
         if held.tolist() != list(layer.local_expert_indices):
             raise ValueError(
-                f"this rank would be home to experts {held.tolist()} of {name}, but Megatron built "
+                f"this rank would own experts {held.tolist()} of {name}, but Megatron built "
                 f"it with experts {list(layer.local_expert_indices)}"
             )
         routed = routed_of(on_shard(function, shard))
@@ -117,7 +119,7 @@ def _found(
         kind=kind,
         num_experts=layer.config.num_moe_experts,
         expert=expert,
-        num_cells=layer.ep_group.size(),
+        num_ep_ranks=layer.ep_group.size(),
         may_drop=choices.may_drop,
         split=lambda num_shards: ways_of(layer.config),
         adopt=adopt,
@@ -375,7 +377,7 @@ class MegatronExperts:
         self.routed = routed
         self.run: RunRows = routed
         # Called before weights are read, which the host may still be gathering; and before
-        # parameters are told of by their names.
+        # parameters are reported by their names.
         self.ready: Callable[[], None] = lambda: None
         self.named: Callable[[], None] = lambda: None
         self.passes = Passes(Schedules())
@@ -411,7 +413,7 @@ class HostedExperts(MegatronExperts):
 
     def __call__(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
         """``[T, D]`` to ``[T, D]``, by Megatron's map and probabilities, ``[T, E]``. Collective
-        over the cells."""
+        over the EP ranks."""
         self.routed.rows.begin(is_training=self.training)
         self.passes.begins(is_training=self.training)
         expert_TK, score_TK = self.choices(routing_map, probs)
@@ -444,8 +446,8 @@ class RunsGuests:
 
 
 class RunsHosted:
-    """Put before a class of Megatron's: its forward runs the layer's program. What is told of the
-    parameters stays Megatron's own."""
+    """Put before a class of Megatron's: its forward runs the layer's program. What is notified of
+    the parameters stays Megatron's own."""
 
     hosted: HostedExperts
 
@@ -511,8 +513,8 @@ class Gated:
         return self.activation(gate) * (up + self.offset)
 
 
-# What a router chose, in the form in which our layers are told: experts and scores ``[T, K]`` from
-# its map and probabilities ``[T, E]``.
+# What a router chose, in the form in which our layers are reported: experts and scores ``[T, K]``
+# from its map and probabilities ``[T, E]``.
 
 
 STOCK = "megatron.core."
@@ -651,7 +653,7 @@ class Elsewhere(nn.Module):
         self.function: FeedForwardExperts = function_of(experts)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing: the ranks that have them tell of them."""
+        """Nothing: the ranks that have them report of them."""
         return {}
 
 

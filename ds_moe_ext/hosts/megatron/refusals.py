@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name.
+"""What ds_moe_ext does not do under Megatron-core, found at start and reported by the flag's name.
 
 Each table has rows ``(flag, what asks for it, reason, remedy)``. What asks is the name of a field
 of Megatron's config, or a function of the config; versions without the field have not been asked.
@@ -112,7 +112,7 @@ def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
     """Why Megatron's own layer does not serve, a clause; empty if it does."""
     if settings.hooks != NO_HOOKS:
         return "hooks look at rows within a layer"
-    if copies(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
+    if replicas(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
     each = (strategy, *getattr(strategy, "strategies", {}).values())
     return next(filter(None, map(partial(_schedules, settings), each)), "")
@@ -133,7 +133,7 @@ def _schedules(settings: Settings, strategy: Strategy) -> str:
     return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
 
 
-def copies(strategy: Strategy) -> bool:
+def replicas(strategy: Strategy) -> bool:
     """Whether it may copy experts."""
     return ("ep", PARAM) in strategy.uses()
 
@@ -293,7 +293,7 @@ def refuse_flags(settings: Settings, strategy: Strategy, config: Any) -> None:
         refuse(REFUSALS, config)
         return
     refuse(GUESTS, config)
-    if copies(strategy):
+    if replicas(strategy):
         refuse(REPLICAS, config, or_else="use strategy 'ep'")
 
 
@@ -301,13 +301,13 @@ STEPPING = _refusals(
     (
         "--optimizer-cuda-graph",
         "optimizer_cuda_graph",
-        "a graph is replayed, and nobody is told of steps",
+        "a graph is replayed, and nobody is notified of steps",
         _OUT,
     )
 )
 """Of an optimizer's config."""
 
-_UNMOVED = "states of experts that move to new homes cannot be moved then"
+_UNMOVED = "states of experts that move to new owners cannot be moved then"
 
 MOVING = _refusals(
     ("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _UNMOVED, _OUT),
@@ -419,7 +419,7 @@ def _other_group(block: Block) -> object:
     return size if roles is not None and size not in (None, roles.size) else None
 
 
-def _ranks_of_a_cell(block: Block) -> object:
+def _ranks_of_an_ep_rank(block: Block) -> object:
     size = block.settings.expert_sharding_size
     return size if size not in (None, 1) else None
 
@@ -437,11 +437,13 @@ BLOCKS = (
         lambda block: block.settings.moe_layer_pattern,
         "expert ranks have no other layers",
     ),
-    _unlike_roles("expert_sharding_size", _ranks_of_a_cell, "every rank of a ZP group is a cell"),
+    _unlike_roles(
+        "expert_sharding_size", _ranks_of_an_ep_rank, "every rank of a ZP group is an EP rank"
+    ),
     _unlike_roles(
         "expert_parallel_size",
         _other_group,
-        "a ZP group has as many cells as there are ranks of both roles",
+        "a ZP group has as many EP ranks as there are ranks of both roles",
     ),
 )
 

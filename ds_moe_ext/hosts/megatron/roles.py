@@ -44,15 +44,14 @@ from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
     Grids,
     MegatronHost,
-    Told,
+    Reported,
     check_wrapped,
     watch_steps,
 )
 from ds_moe_ext.hosts.megatron.refusals import STEPPING, refuse_arguments
-from ds_moe_ext.hosts.steps.host import Built, Seats, run_on
+from ds_moe_ext.hosts.steps.host import Built, ModelGrids, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run, Tracer
-from ds_moe_ext.hosts.zebra.passage import Here, Passage, Stripe
 from ds_moe_ext.hosts.zebra.stripe_model import (
     BothSides,
     Pausing,
@@ -62,6 +61,7 @@ from ds_moe_ext.hosts.zebra.stripe_model import (
     keep_parameters,
     stack_of,
 )
+from ds_moe_ext.hosts.zebra.stripe_pass import Here, Stripe, StripePass
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
@@ -94,7 +94,7 @@ class RolesHost(MegatronHost):
         super().__init__(chunks, optimizer, Grids(Grid(worlds.size, worlds.roles.size), (), 0))
         self.micro_batch = None  # Megatron's is not cut into stripes, which are its micro-batches
         self._worlds, self._here = worlds, Here()
-        self._control = group_among(self._seats.own.along("ep"), backend="gloo")
+        self._control = group_among(self._own_grids.own.along("ep"), backend="gloo")
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """All has been refused by the arguments."""
@@ -104,12 +104,12 @@ class RolesHost(MegatronHost):
         """Those of a ZP group."""
         return self._control
 
-    def told_by_experts(self, told: Sequence[Told]) -> Sequence[Told]:
+    def of_expert_ranks(self, reported: Sequence[Reported]) -> Sequence[Reported]:
         """Attention ranks have left experts before anybody could freeze some."""
-        return [told[cell] for cell in self._worlds.roles.expert_cells]
+        return [reported[ep_rank] for ep_rank in self._worlds.roles.expert_ep_ranks]
 
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        return Seats(self._seats.own, (), startup_check.layers_of(found))
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
+        return ModelGrids(self._own_grids.own, (), startup_check.layers_of(found))
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         blueprint, _ = super().prepare(blueprint)
@@ -129,7 +129,7 @@ class RolesHost(MegatronHost):
         self._everyone = group_among([list(range(worlds.size))], backend="gloo")
         _join_norm(self.carrier, worlds, self._everyone)
         _join_reruns(self._everyone)
-        _tell_of_both(self.carrier, chunk, worlds, self._everyone)
+        _of_both(self.carrier, chunk, worlds, self._everyone)
 
     def dense_gradients(
         self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
@@ -220,50 +220,51 @@ class StripedSteps:
                 numbers = range(num)[first : first + (self.num_stripes or num)]
                 stripes = [
                     Stripe(
-                        [Passage(partial(forward, i), add_grad, stack.threads, stack.here)], [1.0]
+                        [StripePass(partial(forward, i), add_grad, stack.threads, stack.here)],
+                        [1.0],
                     )
                     for i in (numbers if stack.is_attention else ())
                 ]
                 control = self.control if self.checks else None
                 counts = self.chunk.training
                 stack.run(len(numbers), stripes, add_grad, counts=counts, control=control)
-                kept += (each for stripe in stripes for each in stripe.passages[0].output.kept)
+                kept += (each for stripe in stripes for each in stripe.stripe_passes[0].output.kept)
         if not forward_only:
             self._scaled.end()
             if ddp_config.overlap_grad_reduce:
                 self.chunk.start_grad_sync()
             if config.finalize_model_grads_func is not None:
                 config.finalize_model_grads_func([self.chunk], None)
-        return [] if collect_non_loss_data and not stack.is_attention else self._told(kept)
+        return [] if collect_non_loss_data and not stack.is_attention else self._reported(kept)
 
     @cached_property
     def _scaled(self) -> _ScaledOnce:
         """An expert rank divides by the number of its role's ranks, and has the sum of what all
         attention ranks of the group found; wanted is the mean over attention ranks."""
         roles = self.stack.roles
-        share = len(roles.expert_cells) / len(roles.attention_cells)
+        share = len(roles.expert_ep_ranks) / len(roles.attention_ep_ranks)
         return _ScaledOnce(self.chunk, 1.0 if self.stack.is_attention else share)
 
     def _agreed(self, num_microbatches: int, forward_only: bool) -> int:
         """The number of micro-batches of an attention rank. Collective."""
-        told = gather_objects((num_microbatches, forward_only), self.control)
-        counts = {told[cell][0] for cell in self.stack.roles.attention_cells}
-        if len(counts) > 1 or len({is_evaluation for _, is_evaluation in told}) > 1:
+        gathered = gather_objects((num_microbatches, forward_only), self.control)
+        counts = {gathered[ep_rank][0] for ep_rank in self.stack.roles.attention_ep_ranks}
+        if len(counts) > 1 or len({is_evaluation for _, is_evaluation in gathered}) > 1:
             raise RuntimeError(
                 f"{BLOCK}: the ranks of a ZP group are not at the same step: they have (number of "
-                f"micro-batches, only forward) {told}; give all ranks the same flags"
+                f"micro-batches, only forward) {gathered}; give all ranks the same flags"
             )
         return int(counts.pop())
 
-    def _told(self, kept: list[Any]) -> list[Any]:
+    def _reported(self, kept: list[Any]) -> list[Any]:
         """What Megatron's schedule returns: of an expert rank the mean of what the attention ranks
         of its group return. Collective."""
         is_attention = self.stack.is_attention
         own = tree_map_only(Tensor, lambda x: x.detach().cpu(), kept) if is_attention else None
-        told = gather_objects(own, self.control)
+        gathered = gather_objects(own, self.control)
         if is_attention:
             return kept
-        trees = [told[cell] for cell in self.stack.roles.attention_cells]
+        trees = [gathered[ep_rank] for ep_rank in self.stack.roles.attention_ep_ranks]
         leaves, shapes = zip(*map(tree_flatten, trees))
         means = [_mean(column, self.stack.device) for column in zip(*leaves)]
         found: list[Any] = tree_unflatten(means, shapes[0])
@@ -368,7 +369,7 @@ def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., 
                     "strategy's own sizes say which ranks have which experts: leave it out"
                 )
         if not worlds.is_attention:
-            bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_cells)
+            bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_ep_ranks)
         return initialize(*bound.args, **bound.kwargs)
 
     return initialize_model_parallel
@@ -406,7 +407,7 @@ def _only_experts(model: nn.Module, incompatible: Any) -> None:
 
 
 def _join_norm(optimizer: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
-    """Let both roles know one norm of gradients, by which Megatron clips and which it tells, and
+    """Let both roles know one norm of gradients, by which Megatron clips and which it shows, and
     skip a step together. Of its own role an optimizer knows both already, the same on all of its
     ranks."""
     stock_norm, stock_prepare = optimizer.get_grad_norm, optimizer.prepare_grads
@@ -446,7 +447,7 @@ def _join_reruns(control: dist.ProcessGroup) -> None:
 # One checkpoint of both roles, as stock Megatron would write it of attention ranks alone. Its
 # distributed format knows weights by name and experts by number, so that each role says what it
 # has. An attention rank lacks the optimizer of the experts, an expert rank that of all else; what
-# these have beside tensors by name, as learning rates, is told by the other role.
+# these have beside tensors by name, as learning rates, is reported by the other role.
 
 
 class _Absent:
@@ -461,14 +462,14 @@ class _Absent:
         self.optimizer = self
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """It has nothing to tell."""
+        """It has nothing to report."""
         return {}
 
     def load_state_dict(self, state: Any) -> None:
         """It is not here."""
 
 
-def _tell_of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
+def _of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
     """Let a role's optimizer, a chain of Megatron's, save and load as one of all weights would."""
     own, absent = optimizer.chained_optimizers[-1], _Absent(optimizer.config)
     mine = 0 if worlds.is_attention else 1  # Megatron chains dense weights before experts
@@ -477,8 +478,8 @@ def _tell_of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.Proc
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[int, Any]:
         state: dict[int, Any] = both.sharded_state_dict(*args, **kwargs)
         _, plain = extract_matching_values(state[mine], _is_sharded)
-        told = gather_objects((mine, plain) if worlds.is_first else None, control)
-        theirs = dict(each for each in told if each is not None)
+        gathered = gather_objects((mine, plain) if worlds.is_first else None, control)
+        theirs = dict(each for each in gathered if each is not None)
         return {mine: state[mine], 1 - mine: theirs[1 - mine]}
 
     optimizer.sharded_state_dict = sharded_state_dict
@@ -501,16 +502,16 @@ def save_together(
     save: Callable[..., Any], worlds: Worlds, state: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``dist_checkpointing.save`` on the ranks of both roles. What both have, as states of
-    generators, is told by attention ranks. Raises ValueError where it is to go on in the
+    generators, is reported by attention ranks. Raises ValueError where it is to go on in the
     background."""
     if kwargs.get("async_sharded_save"):
         raise ValueError(
             f"{BLOCK}.strategy gives ranks roles, which save together: leave --async-save out"
         )
     keys = {value.key for value in nested_values(state) if _is_sharded(value)}
-    told = gather_objects(keys if worlds.is_attention else set(), worlds.whole)
+    gathered = gather_objects(keys if worlds.is_attention else set(), worlds.whole)
     if not worlds.is_attention:
-        theirs: set[str] = set().union(*told)
+        theirs: set[str] = set().union(*gathered)
         _, state = extract_matching_values(state, lambda v: _is_sharded(v) and v.key in theirs)
     with worlds.together():
         return save(state, *args, **kwargs)

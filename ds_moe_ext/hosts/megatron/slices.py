@@ -13,10 +13,10 @@ experts, and the first step, in which Megatron reduces after backward, are left 
 ready in one order on all of them, which Megatron relies on too; and they go by counts that plans
 give to all alike, never by time.
 
-**Communicators.** The groups travel over Megatron's own data parallel communicator, in our lane
-between cells. Megatron's thread uses it in backward for dense groups alone, which wait here; what
-runs meanwhile (gradients of experts, tensor and pipeline parallelism) has communicators of its own.
-``finish`` waits for the lane before Megatron's thread uses it again.
+**Communicators.** The groups travel over Megatron's own data parallel communicator, in our stream
+between EP ranks. Megatron's thread uses it in backward for dense groups alone, which wait here;
+what runs meanwhile (gradients of experts, tensor and pipeline parallelism) has communicators of its
+own. ``finish`` waits for the stream before Megatron's thread uses it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ds_moe_ext.hosts.steps.optimizers import Reduced, check_slice
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.planning.strategy import Keys
-from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.executor import Event, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.task import INTER
 
 
@@ -55,7 +55,7 @@ class BucketSlices:
     """Ready bucket groups on their way; a ``moe.layer.GradientSlices``. Plans of the layers say how
     many elements go where.
 
-    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the lanes
+    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the streams
     of an MoE layer's program.
     """
 
@@ -64,13 +64,15 @@ class BucketSlices:
         self._layers = layers
         self._device = device
         self._waiting: deque[Waiting] = deque()
-        self._begun: list[tuple[Event, Lanes]] = []  # groups that a lane reduces meanwhile
+        self._begun: list[
+            tuple[Event, ScheduleStreams]
+        ] = []  # groups that a stream reduces meanwhile
         self._granted = 0  # elements that layers asked for and no group has covered yet
 
     @property
     def is_planned(self) -> bool:
         """Whether any layer will ask for elements."""
-        return any(map(any, (layer.routed.site.plan.reductions for layer in self._layers)))
+        return any(map(any, (layer.routed.layer_context.plan.reductions for layer in self._layers)))
 
     def add(self, waiting: Waiting) -> None:
         """Let a group wait that is ready."""
@@ -78,28 +80,29 @@ class BucketSlices:
 
     def reduce(self, elements: int) -> None:
         """Grant so many elements, or as many as are ready, and reduce the groups that are covered,
-        in the caller's lane. Collective."""
+        in the caller's stream. Collective."""
         self._land_begun()
         covered = self._covered(elements)
         _run(covered)
         self.reduced += Reduced(within_moe=_sum(covered), num_slices=len(covered))
 
     def begin(self, elements: int, saw: SawSlice | None = None) -> None:
-        """Grant so many elements, begin to reduce the groups that are covered in the lane between
-        cells, and return at once. ``saw`` is told as the lane ends, when it began. Collective."""
+        """Grant so many elements, begin to reduce the groups that are covered in the stream between
+        EP ranks, and return at once. ``saw`` is reported as the stream ends, when it began.
+        Collective."""
         self._land_begun()
         covered = self._covered(elements)
         if not covered:
             return
-        lanes = lanes_for(self._device, overlaps=True)
+        streams = streams_for(self._device, overlaps=True)
 
         def work() -> None:
-            start = lanes.mark()
+            start = streams.mark()
             _run(covered)
             if saw is not None:
-                saw(start, lanes)
+                saw(start, streams)
 
-        self._begun.append((lanes.submit(INTER, work, ()), lanes))
+        self._begun.append((streams.submit(INTER, work, ()), streams))
         self.reduced += Reduced(beside_dense=_sum(covered), num_slices=len(covered))
 
     def finish(self) -> None:
@@ -121,10 +124,10 @@ class BucketSlices:
         return covered
 
     def _land_begun(self) -> None:
-        """Make the caller's lane see what was begun: a communicator is used in one at a time."""
+        """Make the caller's stream see what was begun: a communicator is used in one at a time."""
         while self._begun:
-            event, lanes = self._begun.pop()
-            lanes.join([event])
+            event, streams = self._begun.pop()
+            streams.join([event])
 
 
 class SlicedGroup(_ParamAndGradBucketGroup):
@@ -148,7 +151,7 @@ class SlicedGroup(_ParamAndGradBucketGroup):
 
 
 class _Landed:
-    """In the place of what Megatron waits for: a lane has waited, and backward for the lane."""
+    """In the place of what Megatron waits for: a stream has waited, and backward for the stream."""
 
     def wait(self) -> None:
         return None
@@ -156,7 +159,7 @@ class _Landed:
 
 def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> str | None:
     """Why gradients of a model's parts, in Megatron's DDP, cannot be sliced, for a person who asked
-    by this key; empty where there is nothing to tell; None where they can."""
+    by this key; empty where there is nothing to report; None where they can."""
     config, groups = chunks[0].ddp_config, _dense_groups(chunks)
     left = f"{key} has no effect, and dense gradients are left to Megatron: "
     if not config.overlap_grad_reduce:
@@ -179,8 +182,8 @@ def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> s
     if len(groups) == 1:
         is_bucketed = chunks[0].bucket_size is not None
         remedy = "give a smaller --ddp-bucket-size"
-        told = remedy if is_bucketed else "it makes no more on pipeline stages behind the first"
-        return f"{left}they are one bucket, which is ready when backward ends; {told}"
+        reported = remedy if is_bucketed else "it makes no more on pipeline stages behind the first"
+        return f"{left}they are one bucket, which is ready when backward ends; {reported}"
     return None
 
 
@@ -232,7 +235,7 @@ def _communicator(group: Any) -> dist.ProcessGroup:
 
 
 def _run(covered: Sequence[Waiting]) -> None:
-    """Reduce groups in the caller's lane, all at once, and wait for them there."""
+    """Reduce groups in the caller's stream, all at once, and wait for them there."""
     for waiting in covered:
         waiting.start()
     for waiting in covered:

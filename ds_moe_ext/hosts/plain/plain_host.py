@@ -25,10 +25,10 @@ from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Bluep
 from ds_moe_ext.hosts.attachment.startup_check import cluster_of, start_of
 from ds_moe_ext.hosts.meta_model import ADAPTERS, MetaModel
 from ds_moe_ext.hosts.steps.expert_moves import Group, States
-from ds_moe_ext.hosts.steps.host import Built, Seats, device_names
+from ds_moe_ext.hosts.steps.host import Built, ModelGrids, device_names
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run
-from ds_moe_ext.moe.copy_memory import Accumulation, KeptInGrad
+from ds_moe_ext.moe.replica_memory import Accumulation, KeptInGrad
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.schedule.watch import JOINED
 from ds_moe_ext.strategies.settings import BLOCK, Settings
@@ -94,25 +94,25 @@ class Experts:
 
     Each rank's experts see the rows of all ranks of its grid, so that their gradients are sums over
     these ranks' losses. What is wanted is the mean over all ranks, as the dense weights have it: so
-    they are divided as they come, and where an expert has several homes its gradients are summed
+    they are divided as they come, and where an expert has several owners its gradients are summed
     over these once, before a step.
     """
 
     def __init__(self) -> None:
         self.parameters: tuple[nn.Parameter, ...] = ()  # in model order; none if none was replaced
-        self.num_homes = 0  # of each expert; 0 where nothing was replaced
+        self.num_owners = 0  # of each expert; 0 where nothing was replaced
         self.optimizer: torch.optim.Optimizer | None = None  # that steps them, once it is known
         self.is_last_pass = True  # see ``steps.host.Host.last_pass``
-        self.is_averaged = False  # homes have summed what came since the last step
-        self._homes: dist.ProcessGroup | None = None
+        self.is_averaged = False  # owners have summed what came since the last step
+        self._owners: dist.ProcessGroup | None = None
 
     def take(self, blueprint: Blueprint, layers: Sequence[AttachedLayer]) -> None:
         """Take care of these. Collective."""
         grid = blueprint.grid
         self.parameters = tuple(dict.fromkeys(p for layer in layers for p in layer.parameters))
-        self.num_homes = grid.world_size // grid.size
-        if self.num_homes > 1:
-            self._homes = group_among(grid.along("edp"))
+        self.num_owners = grid.world_size // grid.size
+        if self.num_owners > 1:
+            self._owners = group_among(grid.along("edp"))
         for parameter in filter(torch.is_floating_point, self.parameters):
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True)  # torch hooks no other, and keeps hooks where it is not
@@ -127,9 +127,9 @@ class Experts:
             )
         # Gradients that a user has dropped are None or zero; looking waits for the device.
         kept = (p.grad is not None and bool(p.grad.any()) for p in self.parameters)
-        if self.is_averaged and self.num_homes > 1 and any(kept):
+        if self.is_averaged and self.num_owners > 1 and any(kept):
             raise RuntimeError(
-                "a backward pass came behind clip_grad_norm_, when homes of experts had summed "
+                "a backward pass came behind clip_grad_norm_, when owners of experts had summed "
                 "their gradients; clip behind the last one of a step, and zero_grad behind a step "
                 "that is left out"
             )
@@ -137,15 +137,15 @@ class Experts:
         return gradient / num_ranks
 
     def average(self) -> None:
-        """Sum gradients over the homes of each expert, once a step. Collective."""
-        if self._homes is None or self.is_averaged:
+        """Sum gradients over the owners of each expert, once a step. Collective."""
+        if self._owners is None or self.is_averaged:
             return
         self.is_averaged = True
         for parameter in self.parameters:
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                sum_in_place(parameter.grad, self._homes)
+                sum_in_place(parameter.grad, self._owners)
 
     def states(self) -> States:
         """All that the optimizer keeps of them."""
@@ -187,7 +187,7 @@ class PlainHost:
         found = replacement.found_in(self.carrier, FINDERS, settings)
         return [self._meta.drawing(layer) for layer in found]
 
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
         alike = {
             **startup_check.settings_of(settings, self._block),
             "micro_batches": str(self.num_micro_batches),
@@ -200,8 +200,8 @@ class PlainHost:
         start.agree(alike)
         cluster = cluster_of(settings, self.device, start)
         grid, why = grid_of(settings, strategy, found, dist.get_world_size(), cluster)
-        told = f"{grid.num_cells} cells of {grid.cell_size} ranks"
-        return Seats(grid, (), {**alike, "the grid": told}, why)
+        text = f"{grid.num_ep_ranks} EP ranks of {grid.etp_size} ranks"
+        return ModelGrids(grid, (), {**alike, "the grid": text}, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         """Of dense weights DistributedDataParallel takes rank 0's too."""
@@ -223,7 +223,7 @@ class PlainHost:
         return lambda: known.is_last_pass
 
     def accumulation(self, layer: AttachedLayer) -> Accumulation:
-        return KeptInGrad(layer.routed.site.layer, lambda: layer.parameters)
+        return KeptInGrad(layer.routed.layer_context.layer, lambda: layer.parameters)
 
     def optimizer_states(self) -> Callable[[], States]:
         return self._experts.states
@@ -236,7 +236,7 @@ class PlainHost:
     def watch_steps(self, run: Run) -> None:
         """``Attachment.watch`` hears of the optimizer, which is made later."""
         setattr(self.carrier, RECORD, Record(run))
-        run.planning.tell(replacement.told_homes(run.blueprint))
+        run.planning.log(replacement.owners_line(run.blueprint))
 
 
 def device_for(weight: Tensor) -> torch.device:

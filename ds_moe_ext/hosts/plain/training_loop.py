@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.tensor import DTensor
 
 from ds_moe_ext.core.comm import sum_in_place
-from ds_moe_ext.hosts.attachment.notices import HOMES
+from ds_moe_ext.hosts.attachment.notices import OWNERS
 from ds_moe_ext.hosts.attachment.replacement import stays_in_slots
 from ds_moe_ext.hosts.attachment.startup_check import Start, starting
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
@@ -170,11 +170,11 @@ class Attachment:
         self._check_steps_experts(run, optimizer)
         stepping = Stepping(
             optimizer,
-            splitting=split_by(run.blueprint.grid.cell_size),
+            splitting=split_by(run.blueprint.grid.etp_size),
             by_elements=f"experts move (strategy {run.blueprint.settings.placing})",
             has_masters=getattr(optimizer, "master_weights", False),
         )
-        run.settle(HOMES, BY_ELEMENTS, stepping)
+        run.settle(OWNERS, BY_ELEMENTS, stepping)
         if stays_in_slots(run.blueprint):
             stepping = replace(stepping, by_elements="")
         check_kind(stepping)
@@ -211,8 +211,8 @@ class Attachment:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Homes sum gradients; those that a closure makes, behind it. A hook before ``step``, whose
-        arguments it is given, the optimizer itself among them, and may change."""
+        """Owners sum gradients; those that a closure makes, behind it. A hook before ``step``,
+        whose arguments it is given, the optimizer itself among them, and may change."""
         run = run_of(self.model)
         if self._is_asleep or run is None:
             return None
@@ -269,9 +269,9 @@ class Attachment:
         own = set(experts)
         dense = [p for p in self.model.parameters() if p.grad is not None and p not in own]
         square = _norm(dense).double() ** 2
-        if self.experts.num_homes:
+        if self.experts.num_owners:
             of_experts = _norm(experts).double().to(self.device) ** 2
-            square += sum_in_place(of_experts, None) / self.experts.num_homes
+            square += sum_in_place(of_experts, None) / self.experts.num_owners
         total = square.sqrt()
         for parameters in (dense, experts):
             norm = total.to(parameters[0].dtype) if parameters else total
@@ -306,7 +306,7 @@ class Attachment:
             for layer in run.layers:
                 layer.routed.start_anew()
             planning = run.planning
-            planning.resume(planning.job.homes, planning.remembered_ILCE[:0])
+            planning.resume(planning.job.owners, planning.remembered_ILCE[:0])
 
     def _stored(self) -> dict[str, _Stored]:
         run = run_of(self.model)
@@ -348,14 +348,14 @@ class _Stored(NamedTuple):
     name: str  # with the number of the expert
     shard: Shard  # the part of the expert that this rank has
     number: int  # of the weight among those of an expert
-    cell: dist.ProcessGroup | None  # the ranks that have its parts; None where this one has all
+    ep_rank: dist.ProcessGroup | None  # the ranks that have its parts; None where this one has all
     parameter: nn.Parameter  # that holds it here
 
     def whole(self, part: Any) -> Any:
         """From this rank's part; what has no part for each element is as it is. Collective."""
-        if self.cell is None or not isinstance(part, Tensor) or not part.dim():
+        if self.ep_rank is None or not isinstance(part, Tensor) or not part.dim():
             return part
-        return whole_weights(part.detach()[None], self.shard, self.number, self.cell)[0]
+        return whole_weights(part.detach()[None], self.shard, self.number, self.ep_rank)[0]
 
     def part(self, whole: Any) -> Any:
         """This rank's."""
@@ -365,11 +365,11 @@ class _Stored(NamedTuple):
 
 def _stored_of(model: nn.Module, run: Run) -> dict[str, _Stored]:
     """By name, how each expert weight of this rank is stored."""
-    layout = run.layers[0].routed.site.layout
-    cell = layout.group("esp", INTRA) if layout.grid.cell_size > 1 else None
+    layout = run.layers[0].routed.layer_context.layout
+    ep_rank = layout.group("esp", INTRA) if layout.grid.etp_size > 1 else None
     expert_of: dict[nn.Parameter, tuple[int, Shard, int]] = {}
-    for layer, home in zip(run.layers, run.planning.job.homes):
-        numbers = home.experts_of(layout.index("ep")).tolist()
+    for layer, owner in zip(run.layers, run.planning.job.owners):
+        numbers = owner.experts_of(layout.index("ep")).tolist()
         for expert, slot in zip(numbers, layer.hosted.slots(), strict=True):
             for number, parameter in enumerate(slot.parameters):
                 expert_of[parameter] = expert, layer.hosted.shard, number
@@ -381,7 +381,7 @@ def _stored_of(model: nn.Module, run: Run) -> dict[str, _Stored]:
             # activations and the like have put a module; there is no public list of what.
             (plain,) = torch_states._get_fqns(model, name)
             saved = f"{plain.rpartition('.')[0]}.{expert}"
-            stored[plain] = _Stored(saved, shard, number, cell, parameter)
+            stored[plain] = _Stored(saved, shard, number, ep_rank, parameter)
     return stored
 
 

@@ -21,27 +21,27 @@ from ds_moe_ext.core.hardware import Hardware, Link
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, bytes_of
 from ds_moe_ext.hosts.steps.pipeline_costs import Pipelines
-from ds_moe_ext.moe.copies import Copies
-from ds_moe_ext.moe.copy_memory import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.moe.replica_memory import Weights
+from ds_moe_ext.moe.replicas import Replicas
 from ds_moe_ext.planning import layer_pipelines
 from ds_moe_ext.planning.bench import Bench, clock_of
 from ds_moe_ext.planning.described_run import copied_bytes_C
-from ds_moe_ext.planning.exchange_costs import LinkPrices, Trip
-from ds_moe_ext.planning.layer_costs import BACKWARD, cell_rows
+from ds_moe_ext.planning.exchange_costs import ExchangeFit, LinkPrices
+from ds_moe_ext.planning.layer_costs import BACKWARD, ep_rank_rows
 from ds_moe_ext.planning.layer_seconds import OF_CHUNKS
-from ds_moe_ext.planning.prices import TRIPS, Prices
+from ds_moe_ext.planning.prices import NUM_EXCHANGES, Prices
 from ds_moe_ext.planning.probe import (
     Level,
     Sizes,
     least_exchange_s,
-    measure_copies,
     measure_pairs,
+    measure_replicas,
     spare_bytes,
 )
-from ds_moe_ext.planning.strategy import Choice, Pool, Rhythm
+from ds_moe_ext.planning.strategy import Choice, CostGroup, Intervals
 from ds_moe_ext.schedule.stripes import OFFLOADED
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -57,11 +57,13 @@ from ds_moe_ext.schedule.task import (
 
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
 TRIED = range(6, 9)  # by then layers run by plans that were made from what was measured
-CHECKED = range(10, 13)  # and by then from what copies took, too
+CHECKED = range(10, 13)  # and by then from what replicas took, too
 WATCHED = (STEPS, TRIED, CHECKED)
-SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
-NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
-UNLIKE = 1.3  # times longer that a row takes in some cells, or on some cards, where they are unlike
+SHARE_OF_FREE = 0.7  # that replicas may take of a device's free memory
+NUM_EXPERTS = (1, 4, 8)  # that a quick look replicas at once
+UNLIKE = (
+    1.3  # times longer that a row takes in some EP ranks, or on some cards, where they are unlike
+)
 PARTS = (4, 2, 1)  # of a peer's rows, that a quick look sends
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
@@ -69,7 +71,7 @@ KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and 
 class Measured(TypedDict):
     """What changes in a job."""
 
-    pools: tuple[Pool, ...]
+    cost_groups: tuple[CostGroup, ...]
     window_s: tuple[float, ...]
     back_window_s: tuple[float, ...]
     free_bytes: int
@@ -81,9 +83,9 @@ class Costs:
     """Measures them in the first steps, and again where steps have come to take otherwise."""
 
     layers: Sequence[AttachedLayer]
-    pools: tuple[Pool, ...]
+    cost_groups: tuple[CostGroup, ...]
     hardware: Hardware | None
-    rhythm: Rhythm
+    intervals: Intervals
     pipelines: Pipelines | None = None
     accumulates: bool = False
     are_new: bool = field(default=False, init=False)  # they have been measured in the latest step
@@ -96,7 +98,7 @@ class Costs:
         self._issued: list[tuple[Task, float]] = []
         unknown_s = (0.0,) * len(self.layers)
         self._measured = Measured(
-            pools=self.pools,
+            cost_groups=self.cost_groups,
             window_s=unknown_s,
             back_window_s=unknown_s,
             free_bytes=0,
@@ -106,7 +108,7 @@ class Costs:
     @cached_property
     def times(self) -> StepTimes:
         """Of steps; where these change much, costs are measured again."""
-        return StepTimes.of(self.rhythm, self.device, self._layout.everyone)
+        return StepTimes.of(self.intervals, self.device, self._layout.everyone)
 
     @cached_property
     def memory(self) -> MemoryTaken:
@@ -121,7 +123,7 @@ class Costs:
     def after_step(self, number: int, rows: Sequence[Rows], choice: Choice | None) -> Measured:
         """What is known after a step, which ran by that choice; nothing more than before it of a
         strategy that wants to know nothing. Collective."""
-        if not self._copies and self.pipelines is None:
+        if not self._replicas and self.pipelines is None:
             return self._measured
         self.times.after_step(number, choice)
         if choice is not None:
@@ -155,17 +157,19 @@ class Costs:
         return self._num_steps == STEPS[-1]
 
     def corrected(self, found: Correction) -> Measured:
-        """What is known now that rows and copies have been seen to travel."""
-        pools = tuple(_corrected(pool, found) for pool in self._measured["pools"])
-        self._measured = {**self._measured, "pools": pools}
+        """What is known now that rows and replicas have been seen to travel."""
+        cost_groups = tuple(
+            _corrected(cost_group, found) for cost_group in self._measured["cost_groups"]
+        )
+        self._measured = {**self._measured, "cost_groups": cost_groups}
         self.are_new = True
         return self._measured
 
     @property
-    def _copies(self) -> bool:
-        """Whether experts are copied: from cell to cell, of which there may be one."""
+    def _replicas(self) -> bool:
+        """Whether experts are copied: from EP rank to EP rank, of which there may be one."""
         routed = self.layers[0].routed
-        return routed.copies is not None and routed.site.layout.grid.num_cells > 1
+        return routed.replicas is not None and routed.layer_context.layout.grid.num_ep_ranks > 1
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
         seen_RL = of_all_ranks(self._seen, self._layout, self.device)
@@ -174,16 +178,18 @@ class Costs:
         window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
         back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
         behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
-        pools, free_bytes, pipelined = self.pools, 0, None
-        if self._copies:
-            pools = tuple(self._priced(p, rows, seen_RL, sums, exchanged_s) for p in self.pools)
+        cost_groups, free_bytes, pipelined = self.cost_groups, 0, None
+        if self._replicas:
+            cost_groups = tuple(
+                self._priced(p, rows, seen_RL, sums, exchanged_s) for p in self.cost_groups
+            )
             free_bytes = self._free_bytes()
         if self.pipelines is not None:
             issued, self._issued = self._issued, []
             per_chunk_s = chunk_s(issued, self._layout, self.device)
             pipelined = self.pipelines.measured(rows, behind_s, per_chunk_s)
         return Measured(
-            pools=pools,
+            cost_groups=cost_groups,
             window_s=tuple(window_s),
             back_window_s=behind_s,
             free_bytes=free_bytes,
@@ -191,87 +197,96 @@ class Costs:
         )
 
     def _free_bytes(self) -> int:
-        """Memory for copies on the rank that has least, those that are there among it; where
-        nothing tells, as much as its own experts and their gradients take."""
+        """Memory for replicas on the rank that has least, those that are there among it; where
+        nothing reports, as much as its own experts and their gradients take."""
         spare = spare_bytes(self.device)
         if spare is None:
-            return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
-        plans = [layer.routed.site.plan for layer in self.layers]
-        pools = {layer: pool for pool in self.pools for layer in pool.layers}
-        each = [bytes_of(self._copies_of(pools[layer]).like) for layer in range(len(plans))]
+            return 2 * sum(self._bytes_at_owner(cost_group) for cost_group in self.cost_groups)
+        plans = [layer.routed.layer_context.plan for layer in self.layers]
+        cost_groups = {
+            layer: cost_group for cost_group in self.cost_groups for layer in cost_group.layers
+        }
+        each = [bytes_of(self._replicas_of(cost_groups[layer]).like) for layer in range(len(plans))]
         copied_C = copied_bytes_C(plans, each, accumulates=self.accumulates)
         spare += int(copied_C[self._layout.index("ep")])
         self.memory.begin(spare)
         return int(SHARE_OF_FREE * -self._most(-spare))
 
-    def _bytes_at_home(self, pool: Pool) -> int:
+    def _bytes_at_owner(self, cost_group: CostGroup) -> int:
         """Of a rank with as many experts as the mean, and one of each layer at least: where experts
-        are few there is room for a copy all the same."""
-        homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
-        num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
-        return max(num_experts, len(homes)) * bytes_of(self._copies_of(pool).like)
+        are few there is room for a replica all the same."""
+        owners = [self.layers[layer].routed.layer_context.plan.owner for layer in cost_group.layers]
+        num_experts = sum(owner.num_experts for owner in owners) // owners[0].num_ep_ranks
+        return max(num_experts, len(owners)) * bytes_of(self._replicas_of(cost_group).like)
 
     @property
     def _layout(self) -> ParallelLayout:
-        return self.layers[0].routed.site.layout
+        return self.layers[0].routed.layer_context.layout
 
     @property
     def device(self) -> torch.device:
         """Of this rank."""
-        copies = self.layers[0].routed.copies
+        replicas = self.layers[0].routed.replicas
         held = (parameter for layer in self.layers for parameter in layer.parameters)
-        return next(held).device if copies is None else copies.like[0].device
+        return next(held).device if replicas is None else replicas.like[0].device
 
-    def _copies_of(self, pool: Pool) -> Copies:
-        copies = self.layers[pool.layers[0]].routed.copies
-        assert copies is not None
-        return copies
+    def _replicas_of(self, cost_group: CostGroup) -> Replicas:
+        replicas = self.layers[cost_group.layers[0]].routed.replicas
+        assert replicas is not None
+        return replicas
 
-    def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
+    def _links(self, cost_group: CostGroup, rows: Sequence[Rows]) -> Links:
         grid = self._layout.grid
         if self.hardware is not None:
             return Links.of(self.hardware, grid)
-        layer = pool.layers[0]
+        layer = cost_group.layers[0]
         num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
         row_bytes = self.layers[layer].routed.row_bytes.between
-        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_cells)
-        return Links.measured(self._layout, self._copies_of(pool).like, peer_bytes)
+        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_ep_ranks)
+        return Links.measured(self._layout, self._replicas_of(cost_group).like, peer_bytes)
 
-    def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
-        """Seconds a row of each cell; none where they are alike, or some have computed nothing."""
+    def _row_s_C(
+        self, cost_group: CostGroup, seen_RL: Sequence[Sequence[Seen]]
+    ) -> tuple[float, ...]:
+        """Seconds a row of each EP rank; none where they are alike, or some have computed
+        nothing."""
         grid = self._layout.grid
         # In Python, in order: every processor adds up the same.
-        by_cell: list[Seen] = [Seen()] * grid.num_cells
+        by_ep_rank: list[Seen] = [Seen()] * grid.num_ep_ranks
         for place, seen_L in enumerate(seen_RL):
-            cell = place // grid.cell_size % grid.num_cells
-            by_cell[cell] = sum((seen_L[layer] for layer in pool.layers), by_cell[cell])
-        if not all(seen.rows and seen.expert_s for seen in by_cell):
+            ep_rank = place // grid.etp_size % grid.num_ep_ranks
+            by_ep_rank[ep_rank] = sum(
+                (seen_L[layer] for layer in cost_group.layers), by_ep_rank[ep_rank]
+            )
+        if not all(seen.rows and seen.expert_s for seen in by_ep_rank):
             return ()
-        row_s_C = tuple(seen.expert_s / seen.rows for seen in by_cell)
+        row_s_C = tuple(seen.expert_s / seen.rows for seen in by_ep_rank)
         return row_s_C if max(row_s_C) > UNLIKE * min(row_s_C) else ()
 
     def _priced(
         self,
-        pool: Pool,
+        cost_group: CostGroup,
         rows: Sequence[Rows],
         seen_RL: Sequence[Sequence[Seen]],
         sums: Sequence[Seen],
         exchanged_s: Sequence[float],
-    ) -> Pool:
-        links, copies = self._links(pool, rows), self._copies_of(pool)
-        expert, copy_bytes = copies.like, copies.copy_bytes
-        seen = sum((sums[layer] for layer in pool.layers), Seen())
-        row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+    ) -> CostGroup:
+        links, replicas = self._links(cost_group, rows), self._replicas_of(cost_group)
+        expert, replica_bytes = replicas.like, replicas.replica_bytes
+        seen = sum((sums[layer] for layer in cost_group.layers), Seen())
+        row_bytes, etp_row_bytes = self.layers[cost_group.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
-        received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
-        waited_s = sum(exchanged_s[layer] for layer in pool.layers)
+        received_bytes = (
+            NUM_EXCHANGES * row_bytes * seen.most_received / num_ranks
+        )  # all know all rows
+        waited_s = sum(exchanged_s[layer] for layer in cost_group.layers)
         return replace(
-            pool,
-            row_s_C=self._row_s_C(pool, seen_RL),
+            cost_group,
+            row_s_C=self._row_s_C(cost_group, seen_RL),
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,
-                copy_s=copy_bytes / links.copy.bytes_per_s,
+                copy_s=replica_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,
@@ -280,8 +295,8 @@ class Costs:
             # Optimizers step narrow weights in 32 bits.
             state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
-            copy_bytes=copy_bytes,
-            cell_row_bytes=cell_row_bytes,
+            replica_bytes=replica_bytes,
+            etp_row_bytes=etp_row_bytes,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
             links=links.prices,
         )
@@ -290,81 +305,86 @@ class Costs:
 class Correction(NamedTuple):
     """What layers made of what links were measured to carry."""
 
-    # of copies, as a multiple of what they were thought to have; None where there were none
+    # of replicas, as a multiple of what they were thought to have; None where there were none
     copy_speed: float | None
-    trip: Trip  # of exchanges
+    exchange_fit: ExchangeFit  # of exchanges
 
 
-def _corrected(pool: Pool, found: Correction) -> Pool:
-    speed, links = found.copy_speed or 1.0, pool.links
+def _corrected(cost_group: CostGroup, found: Correction) -> CostGroup:
+    speed, links = found.copy_speed or 1.0, cost_group.links
     if links is not None:
         copy_factor = links.copy_factor / speed
-        links = replace(links, trip=found.trip, copy_factor=copy_factor)
+        links = replace(links, exchange_fit=found.exchange_fit, copy_factor=copy_factor)
     if found.copy_speed is None:
-        return replace(pool, links=links)
+        return replace(cost_group, links=links)
     return replace(
-        pool,
-        copy_bytes_per_s=speed * pool.linked_bytes_per_s,
-        copy_latency_s=pool.copy_latency_s / speed,
+        cost_group,
+        copy_bytes_per_s=speed * cost_group.linked_bytes_per_s,
+        copy_latency_s=cost_group.copy_latency_s / speed,
         links=links,
     )
 
 
 @dataclass(frozen=True)
 class Links:
-    """What rows and copies travel over."""
+    """What rows and replicas travel over."""
 
-    copy: Link  # what copies of weights wait for, in bytes that the busiest receiver takes in
+    copy: Link  # what replicas of weights wait for, in bytes that the busiest receiver takes in
     inter: Link  # what one node sends to the others
-    intra: Link  # what one cell sends to the others of its node
-    alone: Link  # what one cell sends to other nodes while no other of its node does
+    intra: Link  # what an EP rank sends to the others of its node
+    alone: Link  # what an EP rank sends to other nodes while no other of its node does
     start_s: float  # seconds of an exchange of next to nothing
 
     @property
     def cards(self) -> float:
-        """By how much more a node sends than one of its cells alone; 1 where that is not much."""
+        """By how much more a node sends than one of its EP ranks alone; 1 where that is not
+        much."""
         cards = self.inter.bytes_per_s / self.alone.bytes_per_s
         return cards if cards > UNLIKE else 1.0
 
     @classmethod
     def of(cls, hardware: Hardware, grid: Grid) -> Links:
-        """Those of a described cluster, which does not say whether cells share a card."""
-        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
+        """Those of a described cluster, which does not say whether EP ranks share a card."""
+        copy, inter, intra = hardware.ep_rank_links(grid.size, grid.etp_size)
         return cls(copy, inter, intra, inter, inter.latency_s)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
-        """A quick look at this run's own communicators for copies and for rows, of which a rank
+        """A quick look at this run's own communicators for replicas and for rows, of which a rank
         sends ``peer_bytes`` to a peer if they are even. Rows within nodes and rows between them are
-        sent apart, each by all ranks at once; and rows between nodes by one cell of each.
+        sent apart, each by all ranks at once; and rows between nodes by an EP rank of each.
         Collective."""
         device, node_C = expert[0].device, layout.node_C
         group, wire = layout.group("ep", PARAM), Wire.between(layout, INTER, device)
         assert wire.group is not None
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
-        copies = Level("of this run", group, layout.index("ep"), node_C, num_sharers=1)
-        of_cells = replace(
-            copies,
+        replicas = Level("of this run", group, layout.index("ep"), node_C, num_sharers=1)
+        of_ep_ranks = replace(
+            replicas,
             group=wire.group,
-            num_sharers=layout.grid.cell_size,
+            num_sharers=layout.grid.etp_size,
             exchange=wire.all_to_all,
         )
-        cells_of_node = int(np.bincount(node_C).max())
-        of_nodes = replace(of_cells, num_sharers=cells_of_node * of_cells.num_sharers)
+        ep_ranks_of_node = int(np.bincount(node_C).max())
+        of_nodes = replace(of_ep_ranks, num_sharers=ep_ranks_of_node * of_ep_ranks.num_sharers)
         is_far_CC = node_C[:, None] != node_C
         is_near_CC = ~is_far_CC & ~np.eye(len(node_C), dtype=bool)
         bytes_N = [max(peer_bytes, *PARTS) // part for part in PARTS]
-        copy = measure_copies(copies, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
+        copy = measure_replicas(replicas, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
         inter = measure_pairs(of_nodes, bench, is_far_CC, bytes_N)
-        intra = measure_pairs(of_cells, bench, is_near_CC, bytes_N)
+        intra = measure_pairs(of_ep_ranks, bench, is_near_CC, bytes_N)
         is_first_C = np.unique(node_C, return_index=True)[1]
         is_lone_CC = np.zeros_like(is_far_CC)
         is_lone_CC[np.ix_(is_first_C, is_first_C)] = is_far_CC[np.ix_(is_first_C, is_first_C)]
-        alone = measure_pairs(of_cells, bench, is_lone_CC, bytes_N) if cells_of_node > 1 else inter
-        # A cell alone on its node has one link for all; on one node nothing goes to others.
+        alone = (
+            measure_pairs(of_ep_ranks, bench, is_lone_CC, bytes_N)
+            if ep_ranks_of_node > 1
+            else inter
+        )
+        # An EP rank alone on its node has one link for all; on one node nothing goes to others.
         far, near = inter or intra or copy, intra or inter or copy
         found = copy, far, near, alone or far
-        start = Link(bytes_per_s=1.0, latency_s=least_exchange_s(of_cells, bench))
+        start = Link(bytes_per_s=1.0, latency_s=least_exchange_s(of_ep_ranks, bench))
         copy, far, near, lone, least = (
             slowest(link, device, layout.everyone) for link in (*found, start)
         )
@@ -384,8 +404,8 @@ class Links:
 def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = None) -> Link:
     """The slowest of what all ranks of a group, or of the world, have measured. Collective.
 
-    The ranks of a cell copy their parts of an expert each over a communicator of its own, and must
-    plan alike.
+    The ranks of an ETP group copy their parts of an expert each over a communicator of its own, and
+    must plan alike.
     """
     seconds = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64)
     latency_s, byte_s = max_in_place(seconds.to(device), group).tolist()
@@ -407,8 +427,8 @@ class Seen:
     combine_s: float = 0.0  # and back
     combine_back_s: float = 0.0  # of gradients to the experts
     dispatch_back_s: float = 0.0  # and back
-    most_received: float = 0.0  # rows that the cell which received most received, in one of them
-    gather_s: float = 0.0  # copies on their way
+    most_received: float = 0.0  # rows that the EP rank which received most received, in one of them
+    gather_s: float = 0.0  # replicas on their way
     reduce_s: float = 0.0  # their gradients
 
     def __add__(self, other: Seen) -> Seen:
@@ -420,13 +440,13 @@ class Seen:
         """Since its meter was asked last."""
         taken = [(timed.task, timed.seconds_from(timed)) for timed in routed.meter.take()]
         seen = [(task, end_s - start_s) for task, (start_s, end_s) in taken]
-        plan, layout = routed.site.plan, routed.site.layout
+        plan, layout = routed.layer_context.plan, routed.layer_context.layout
 
         def times(op: Op, *, is_adjoint: bool) -> list[float]:
             return [s for task, s in seen if _is(task, op) and bool(task.adjoint_of) == is_adjoint]
 
         ahead, behind = (times(ATTENTION, is_adjoint=back) for back in (False, True))
-        received_C = cell_rows(plan.home, plan.target, rows.routed_CE).received_C
+        received_C = ep_rank_rows(plan.owner, plan.target, rows.routed_CE).received_C
         return cls(
             window_s=sum(ahead),
             num_windows=len(ahead),
@@ -455,25 +475,25 @@ def chunk_s(
             side = own[bool(task.adjoint_of)]
             side[0] += seconds
             side[1] += _is(task, EXPERT)
-    told = torch.tensor(own, dtype=torch.float64, device=device)
-    (forward_s, num), (backward_s, num_back) = sum_in_place(told, layout.everyone).tolist()
+    reported = torch.tensor(own, dtype=torch.float64, device=device)
+    (forward_s, num), (backward_s, num_back) = sum_in_place(reported, layout.everyone).tolist()
     return (forward_s / num, backward_s / num_back) if num and num_back else None
 
 
 def exchange_s(ranks: Iterable[Seen]) -> float:
     """Of one layer: who comes late to an exchange makes the others wait, and itself takes as long
     as that takes; another one may be late for the next."""
-    trips = zip(
+    exchanges = zip(
         *(
             (seen.dispatch_s, seen.combine_s, seen.combine_back_s, seen.dispatch_back_s)
             for seen in ranks
         )
     )
-    return sum(min(trip) for trip in trips)
+    return sum(min(exchange_fit) for exchange_fit in exchanges)
 
 
 def _is(task: Task, *ops: Op) -> bool:
-    """Whether a task is of one of these kinds, in whichever lane."""
+    """Whether a task is of one of these kinds, in whichever stream."""
     return any(task.op.name == op.name for op in ops)
 
 
@@ -484,8 +504,8 @@ def of_all_ranks(
     own_LX = torch.tensor([list(vars(each).values()) for each in seen], dtype=torch.float64)
     all_RLX = own_LX.new_zeros(layout.grid.world_size, *own_LX.shape, device=device)
     all_RLX[layout.place] = own_LX
-    told = sum_in_place(all_RLX, layout.everyone).tolist()
-    return [[Seen(*layer) for layer in rank] for rank in told]
+    reported = sum_in_place(all_RLX, layout.everyone).tolist()
+    return [[Seen(*layer) for layer in rank] for rank in reported]
 
 
 LOOKED_AT = 100  # steps, where nobody chooses anything
@@ -511,16 +531,16 @@ class StepTimes:
 
     @classmethod
     def of(
-        cls, rhythm: Rhythm, device: torch.device, everyone: dist.ProcessGroup | None
+        cls, intervals: Intervals, device: torch.device, everyone: dist.ProcessGroup | None
     ) -> StepTimes:
-        """For a strategy of that rhythm, over the ranks that run the same layers."""
+        """For a strategy of that intervals, over the ranks that run the same layers."""
 
         def slowest(seconds: float) -> float:
             own = torch.tensor([seconds], dtype=torch.float64, device=device)
             return float(max_in_place(own, everyone))
 
-        plans = rhythm.weighs_copies or rhythm.measures
-        return cls(rhythm.choose_every or (LOOKED_AT if plans else 0), slowest)
+        plans = intervals.weighs_replicas or intervals.measures
+        return cls(intervals.choose_every or (LOOKED_AT if plans else 0), slowest)
 
     def after_step(self, step: int, choice: Choice | None) -> None:
         """Take the time. Collective in the last step but one before a look."""
@@ -538,7 +558,8 @@ class StepTimes:
             self._ends_s.clear()
 
     def is_due(self, step: int) -> bool:
-        """Whether ranks tell each other behind a step: what is made beside the next knows of it."""
+        """Whether ranks report to each other behind a step: what is made beside the next knows of
+        it."""
         return self.every > 0 and (step + 2) % self.every == 0
 
     def _look(self, choice: Choice) -> None:
@@ -554,7 +575,7 @@ class MemoryTaken:
     """By how much fuller the device was at its fullest moment. That is known of a choice under
     which it became fuller than it had ever been; nobody's peaks are reset."""
 
-    # bytes that this rank had left at the fullest moment so far; None where nothing tells
+    # bytes that this rank had left at the fullest moment so far; None where nothing reports
     spare: Callable[[], int | None]
     most: Callable[[int], int]  # of all ranks' numbers. Collective.
     # bytes more than before anything was copied, by the name of a choice, of the rank where that is
@@ -572,9 +593,9 @@ class MemoryTaken:
 
     def after_step(self, name: str, *, is_due: bool) -> None:
         """Look, behind a step that ran by the choice of this name, empty for none; where it is due,
-        ranks tell each other. Collective then."""
+        ranks report to each other. Collective then."""
         before, now = self._latest, self.spare()
-        if before is None or now is None:  # nothing tells, or nothing was measured yet
+        if before is None or now is None:  # nothing reports, or nothing was measured yet
             return
         if name != self._name:
             self._name, self._since = name, before

@@ -17,7 +17,7 @@ from ds_moe_ext.core.comm import exchange
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
-from ds_moe_ext.planning.strategy import Pool
+from ds_moe_ext.planning.strategy import CostGroup
 from ds_moe_ext.schedule.task import PARAM
 
 MASTER = "master"  # the weight that the optimizer steps, beside its states by their own names
@@ -47,11 +47,13 @@ class Kind(NamedTuple):
 Kept = Mapping[nn.Parameter, Mapping[str, Tensor]]
 
 
-class _Trips(NamedTuple):
+class _ExpertTransfers(NamedTuple):
     """What moves of this rank's slots."""
 
-    given: Sequence[tuple[Slot, int]]  # slots whose contents leave, and the cells that they go to
-    # slots that contents come to, and the cells that they come from
+    given: Sequence[
+        tuple[Slot, int]
+    ]  # slots whose contents leave, and the EP ranks that they go to
+    # slots that contents come to, and the EP ranks that they come from
     got: Sequence[tuple[Slot, int]]
     within: Sequence[tuple[Slot, Slot]]  # pairs of slots, from and to
 
@@ -67,25 +69,25 @@ class ExpertMover:
 
     states: Callable[[], States]  # finds the states of the host's optimizer, as it is when asked
     layers: Sequence[AttachedLayer]  # in model order
-    pools: Sequence[Pool]  # layers that may exchange experts
+    cost_groups: Sequence[CostGroup]  # layers that may exchange experts
 
     @property
-    def _cell(self) -> int:
-        return self.layers[0].routed.site.layout.index("ep")
+    def _ep_rank(self) -> int:
+        return self.layers[0].routed.layer_context.layout.index("ep")
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self.layers[0].routed.site.layout.group("ep", PARAM)
+        return self.layers[0].routed.layer_context.layout.group("ep", PARAM)
 
     def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
         """An expert that stays keeps its slot. Between a step and the next. Collective."""
         slots = self.slots(old)
-        leaving = [e for e in slots if new[e.layer].owner_E[e.number] != self._cell]
+        leaving = [e for e in slots if new[e.layer].owner_E[e.number] != self._ep_rank]
         arriving = [e for e in self._experts(new) if e not in slots]
         taken: dict[Expert, Slot] = {}  # one that an expert of the same shape leaves
-        for pool in self.pools:
-            left = [slots[expert] for expert in leaving if expert.layer in pool.layers]
-            come = [expert for expert in arriving if expert.layer in pool.layers]
+        for cost_group in self.cost_groups:
+            left = [slots[expert] for expert in leaving if expert.layer in cost_group.layers]
+            come = [expert for expert in arriving if expert.layer in cost_group.layers]
             taken.update(zip(come, left, strict=True))
         self.move(old, new, slots | taken)
 
@@ -93,17 +95,17 @@ class ExpertMover:
         self,
         old: Sequence[Placement],
         new: Sequence[Placement],
-        seats: Mapping[Expert, Slot],
+        new_slots: Mapping[Expert, Slot],
         gradients: Callable[[nn.Parameter], Tensor | None] | None = None,
     ) -> None:
-        """Bring experts from old homes to new ones, each that will be at home on this rank into its
-        given slot. Collective. Transfers are between pairs of ranks, one batch for each kind of
-        state, so that no more than one is in memory twice. ``gradients`` gives what is being
-        accumulated of a parameter, to move too; between a step and the next that is of no use.
-        Raises ValueError where the optimizer's states cannot be moved; then nothing has been
+        """Bring experts from old owners to new ones, each that will be at the owner on this rank
+        into its given slot. Collective. Transfers are between pairs of ranks, one batch for each
+        kind of state, so that no more than one is in memory twice. ``gradients`` gives what is
+        being accumulated of a parameter, to move too; between a step and the next that is of no
+        use. Raises ValueError where the optimizer's states cannot be moved; then nothing has been
         changed."""
         slots = self.slots(old)
-        trips = self._trips(slots, old, new, seats)
+        transfers = self._expert_transfers(slots, old, new, new_slots)
         states = self.states()
         kept = {
             parameter: _views(states.of(parameter), parameter, gradients)
@@ -111,37 +113,37 @@ class ExpertMover:
             for parameter in slot.parameters
         }
         for kind in sorted(set().union(*(_kinds(slot, kept) for slot in slots.values()))):
-            self._exchange(kind, trips, kept)
-        self._exchange_scalars(trips, states)
-        for slot in trips.taken:
+            self._exchange(kind, transfers, kept)
+        self._exchange_scalars(transfers, states)
+        for slot in transfers.taken:
             for parameter in slot.parameters:
                 parameter.data.view(-1).copy_(kept[parameter][MASTER])
-        self.hold(seats, new)
+        self.hold(new_slots, new)
 
-    def _trips(
+    def _expert_transfers(
         self,
         slots: Mapping[Expert, Slot],
         old: Sequence[Placement],
         new: Sequence[Placement],
-        seats: Mapping[Expert, Slot],
-    ) -> _Trips:
-        cell = self._cell
+        new_slots: Mapping[Expert, Slot],
+    ) -> _ExpertTransfers:
+        ep_rank = self._ep_rank
         to = {expert: int(new[expert.layer].owner_E[expert.number]) for expert in slots}
         arriving = [expert for expert in self._experts(new) if expert not in slots]
-        return _Trips(
-            given=[(slots[expert], home) for expert, home in to.items() if home != cell],
-            got=[(seats[e], int(old[e.layer].owner_E[e.number])) for e in arriving],
+        return _ExpertTransfers(
+            given=[(slots[expert], owner) for expert, owner in to.items() if owner != ep_rank],
+            got=[(new_slots[e], int(old[e.layer].owner_E[e.number])) for e in arriving],
             within=[
-                (slots[expert], seats[expert])
-                for expert, home in to.items()
-                if home == cell and not _is_same(seats[expert], slots[expert])
+                (slots[expert], new_slots[expert])
+                for expert, owner in to.items()
+                if owner == ep_rank and not _is_same(new_slots[expert], slots[expert])
             ],
         )
 
-    def _exchange(self, kind: Kind, trips: _Trips, kept: Kept) -> None:
+    def _exchange(self, kind: Kind, transfers: _ExpertTransfers, kept: Kept) -> None:
         """Move one state of one weight of all experts that move. What lies in host memory travels
         by the device of the weights, which the group is of."""
-        away = [slot for slot, _ in (*trips.given, *trips.got)]
+        away = [slot for slot, _ in (*transfers.given, *transfers.got)]
         device = away[0].parameters[0].device if away else None
 
         def views(slots: Iterable[Slot]) -> list[Tensor]:
@@ -154,28 +156,30 @@ class ExpertMover:
         def ends(pairs: Sequence[tuple[Slot, int]]) -> list[int]:
             return [other for slot, other in pairs if kind in _kinds(slot, kept)]
 
-        sent = [view.to(device, copy=True) for view in views(slot for slot, _ in trips.given)]
-        stayed = [view.clone() for view in views(slot for slot, _ in trips.within)]
-        got = views(slot for slot, _ in trips.got)
+        sent = [view.to(device, copy=True) for view in views(slot for slot, _ in transfers.given)]
+        stayed = [view.clone() for view in views(slot for slot, _ in transfers.within)]
+        got = views(slot for slot, _ in transfers.got)
         arrived = [torch.empty_like(view, device=device) for view in got]
-        receives = list(zip(arrived, ends(trips.got)))
-        exchange(receives, list(zip(sent, ends(trips.given))), self._group)
-        for view, content in zip(views(trips.taken), arrived + stayed, strict=True):
+        receives = list(zip(arrived, ends(transfers.got)))
+        exchange(receives, list(zip(sent, ends(transfers.given))), self._group)
+        for view, content in zip(views(transfers.taken), arrived + stayed, strict=True):
             view.copy_(content)
 
-    def _exchange_scalars(self, trips: _Trips, states: States) -> None:
+    def _exchange_scalars(self, transfers: _ExpertTransfers, states: States) -> None:
         """Move what is kept once for a weight, such as its number of steps.
 
         Of frozen experts nothing is kept, so that nothing is sent: a rank may have none but these.
         """
-        sends = [(_scalars(states, slot), to) for slot, to in trips.given]
-        receives = [(torch.empty_like(_scalars(states, slot)), from_) for slot, from_ in trips.got]
+        sends = [(_scalars(states, slot), to) for slot, to in transfers.given]
+        receives = [
+            (torch.empty_like(_scalars(states, slot)), from_) for slot, from_ in transfers.got
+        ]
         pairs = [(tensor, other) for tensor, other in receives if tensor.numel()]
         exchange(pairs, [(tensor, other) for tensor, other in sends if tensor.numel()], self._group)
         contents = [tensor for tensor, _ in receives]
-        contents += [_scalars(states, slot) for slot, _ in trips.within]
+        contents += [_scalars(states, slot) for slot, _ in transfers.within]
         written: dict[nn.Parameter, ParameterStates] = {}
-        for slot, content in zip(trips.taken, contents, strict=True):
+        for slot, content in zip(transfers.taken, contents, strict=True):
             numbers = iter(content.tolist())
             for parameter in slot.parameters:
                 own = states.of(parameter)
@@ -184,23 +188,23 @@ class ExpertMover:
                     written[parameter] = replace(own.clone(), scalars=scalars)
         states.write(written)
 
-    def slots(self, homes: Sequence[Placement]) -> dict[Expert, Slot]:
+    def slots(self, owners: Sequence[Placement]) -> dict[Expert, Slot]:
         """Where this rank's experts lie, in the order of layers and experts."""
         slots = [slot for layer in self.layers for slot in layer.hosted.slots()]
-        return dict(zip(self._experts(homes), slots, strict=True))
+        return dict(zip(self._experts(owners), slots, strict=True))
 
-    def _experts(self, homes: Sequence[Placement]) -> list[Expert]:
-        """That are at home on this rank, in the order of layers and experts."""
+    def _experts(self, owners: Sequence[Placement]) -> list[Expert]:
+        """That are at the owner on this rank, in the order of layers and experts."""
         return [
             Expert(layer, number)
-            for layer, home in enumerate(homes)
-            for number in home.experts_of(self._cell).tolist()
+            for layer, owner in enumerate(owners)
+            for number in owner.experts_of(self._ep_rank).tolist()
         ]
 
-    def hold(self, slots: Mapping[Expert, Slot], homes: Sequence[Placement]) -> None:
+    def hold(self, slots: Mapping[Expert, Slot], owners: Sequence[Placement]) -> None:
         """Say which slots this rank's experts lie in from now on; nothing in them changes."""
-        for index, (layer, home) in enumerate(zip(self.layers, homes)):
-            numbers = home.experts_of(self._cell).tolist()
+        for index, (layer, owner) in enumerate(zip(self.layers, owners)):
+            numbers = owner.experts_of(self._ep_rank).tolist()
             layer.hosted.hold([slots[Expert(index, number)] for number in numbers])
 
 

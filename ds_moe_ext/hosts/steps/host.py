@@ -7,10 +7,10 @@ ranks compare what they found: it draws the ``Blueprint``, replaces the layers
 (``attachment/replacement.py``), and starts a ``Run`` (``training_run.py``) whose steps are planned
 (``planning.py``) by measured costs (``costs.py``). From then on the host calls ``run.after_step``.
 
-``Schedules`` and ``Passes`` tell which pass through a layer is the last before the optimizer steps.
-``joined`` lets ranks call the model unequally often: those that are done serve the experts of the
-others. ``settle_alike`` looks at the groups of an optimizer, in which experts that may change
-places must be alike.
+``Schedules`` and ``Passes`` report which pass through a layer is the last before the optimizer
+steps. ``joined`` lets ranks call the model unequally often: those that are done serve the experts
+of the others. ``settle_alike`` looks at the groups of an optimizer, in which experts that may
+change places must be alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_moe_ext.core.layout import GRID, Grid, group_among
 from ds_moe_ext.hosts.attachment import block_hooks, replacement
 from ds_moe_ext.hosts.attachment.block_hooks import Launch, launches
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found
-from ds_moe_ext.hosts.attachment.notices import HOMES, Refusal
+from ds_moe_ext.hosts.attachment.notices import OWNERS, Refusal
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.router_gates import routers_of
 from ds_moe_ext.hosts.attachment.startup_check import Description, device_name, start_of
@@ -40,9 +40,9 @@ from ds_moe_ext.hosts.steps.costs import Costs
 from ds_moe_ext.hosts.steps.expert_moves import ExpertMover, States
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients, Pipelines
 from ds_moe_ext.hosts.steps.planning import Checks, Planning
-from ds_moe_ext.hosts.steps.training_run import Run, run_of, teller
-from ds_moe_ext.moe.copy_memory import Accumulation
-from ds_moe_ext.moe.turns import Serve, Turns
+from ds_moe_ext.hosts.steps.training_run import Run, line_logger, run_of
+from ds_moe_ext.moe.joined_passes import JoinedPasses, Serve
+from ds_moe_ext.moe.replica_memory import Accumulation
 from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import INTER
@@ -53,7 +53,7 @@ from ds_moe_ext.strategies.settings import BLOCK, Settings
 Built = Sequence[tuple[AttachedLayer, Adopted]]
 
 
-class Seats(NamedTuple):
+class ModelGrids(NamedTuple):
     """Which ranks run the same layers."""
 
     own: Grid  # this rank's grid
@@ -76,7 +76,7 @@ class Host(Protocol):
             ``ds_moe_ext.joined`` knows its carrier, else ``watch.ALIKE``.
         device: where this rank's experts compute.
         dtype: in which the model computes.
-        micro_batch: samples that each rank calls the model with; None where nobody said.
+        micro_batch: samples that each rank calls the model with; None where nobody stated.
         num_micro_batches: of an optimizer step.
         carrier: the object with which the run ends.
     """
@@ -117,9 +117,9 @@ class Host(Protocol):
         where one cannot be replaced, or there must be some and are none."""
         ...
 
-    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        """Which ranks run the same layers, in cells of which sizes. Collective. Raises ValueError
-        where sizes do not divide, or are not the host's."""
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
+        """Which ranks run the same layers, in EP ranks of which sizes. Collective. Raises
+        ValueError where sizes do not divide, or are not the host's."""
         ...
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
@@ -133,13 +133,13 @@ class Host(Protocol):
         ...
 
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
-        """Tells whether the pass that runs through a layer is the last before the optimizer steps:
-        gradients of copies travel home in it. Always true is right, and slower."""
+        """Shows whether the pass that runs through a layer is the last before the optimizer steps:
+        gradients of replicas travel to the owner in it. Always true is right, and slower."""
         ...
 
     def accumulation(self, layer: AttachedLayer) -> Accumulation:
-        """Tells whether it still has what passes that were not the last have left of a layer's
-        experts: gradients of copies that wait are dropped with them."""
+        """Shows whether it still has what passes that were not the last have left of a layer's
+        experts: gradients of replicas that wait are dropped with them."""
         ...
 
     def optimizer_states(self) -> Callable[[], States]:
@@ -167,24 +167,24 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     they were asked for. Raises ValueError on all ranks where the model or the ranks do not suit the
     settings."""
     start = start_of(host.name)
-    tell = start.settled.append
+    log = start.settled.append
     start.settled.clear()  # of what was looked at before the ranks were known
     WATCH.patience = settings.waits
     WATCH.remedy = host.remedy if strategy.roles is None else ALIKE
     strategy = strategy.settled(host.devices, host.micro_batch)
     settings, strategy = host.refuse(settings, strategy)
     found = tuple(host.find(settings))
-    seats = host.grid(settings, strategy, found)
-    start.agree(seats.alike, first=int(seats.own.ranks.min()))
+    grids = host.grid(settings, strategy, found)
+    start.agree(grids.alike, first=int(grids.own.ranks.min()))
     with start.together():
         routers = routers_of(model, found, settings.gate)
-        blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers, tell=tell)
-        blueprint, around = host.prepare(replace(blueprint, why_grid=seats.why))
+        blueprint = replacement.on_grid(settings, strategy, found, grids.own, routers, log=log)
+        blueprint, around = host.prepare(replace(blueprint, why_grid=grids.why))
         if blueprint.why_together:
             WATCH.remedy = ALIKE
-    built = replacement.build(blueprint, host.device, around, seats.beside)
+    built = replacement.build(blueprint, host.device, around, grids.beside)
     layers = [layer for layer, _ in built]
-    blueprint = block_hooks.settled(blueprint, layers, tell)
+    blueprint = block_hooks.settled(blueprint, layers, log)
     host.mark(blueprint, built)
     if not layers:
         with start.together():  # where the others are about to plan
@@ -193,19 +193,21 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     hooks: tuple[RemovableHandle, ...] = ()
     with start.together():
         if blueprint.strategy.roles is None:  # else the schedule of a step has tasks for it
-            measures = blueprint.strategy.rhythm().measures
+            measures = blueprint.strategy.intervals().measures
             hooks = block_hooks.launch_with_blocks(model, layers, measures=measures)
         for layer in layers:
-            if layer.routed.copies is not None:
-                layer.routed.copies.is_last_pass = host.last_pass(layer)
-                layer.routed.copies.accumulation = host.accumulation(layer)
-        mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
+            if layer.routed.replicas is not None:
+                layer.routed.replicas.is_last_pass = host.last_pass(layer)
+                layer.routed.replicas.accumulation = host.accumulation(layer)
+        mover = ExpertMover(host.optimizer_states(), layers, blueprint.cost_groups)
         pipelines = _pipelines(host, blueprint, layers, gradients)
-        rhythm, accumulates = blueprint.strategy.rhythm(), host.num_micro_batches > 1
-        costs = Costs(layers, blueprint.pools, blueprint.hardware, rhythm, pipelines, accumulates)
-    layout = layers[0].routed.site.layout
-    homes = [layer.routed.site.plan.home for layer in layers]
-    job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
+        intervals, accumulates = blueprint.strategy.intervals(), host.num_micro_batches > 1
+        costs = Costs(
+            layers, blueprint.cost_groups, blueprint.hardware, intervals, pipelines, accumulates
+        )
+    layout = layers[0].routed.layer_context.layout
+    owners = [layer.routed.layer_context.plan.owner for layer in layers]
+    job = Job.at_start(owners, layout.node_C, blueprint.cost_groups, blueprint.stacks)
     planning = Planning(
         strategy=blueprint.strategy,
         layers=layers,
@@ -215,13 +217,13 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         mover=mover,
         debug=blueprint.settings.debug,
         rank=layout.rank,
-        tell=teller(blueprint.settings, layout.place),
+        log=line_logger(blueprint.settings, layout.place),
     )
     run = Run.start(
         blueprint, layers, planning, mover, host.carrier, device=host.device, block_hooks=hooks
     )
     for line in start.settled:
-        planning.tell(line)
+        planning.log(line)
     host.watch_steps(run)
     join_generate(model, run, host.device)
     return run
@@ -231,10 +233,12 @@ def _pipelines(
     host: Host, blueprint: Blueprint, layers: Sequence[AttachedLayer], gradients: DenseGradients
 ) -> Pipelines | None:
     """What measures them, where the strategy plans by it."""
-    if not blueprint.strategy.rhythm().measures:
+    if not blueprint.strategy.intervals().measures:
         return None
-    pools, hardware = blueprint.pools, blueprint.hardware
-    pipelines = Pipelines(layers, pools, hardware, gradients, host.num_micro_batches, host.device)
+    cost_groups, hardware = blueprint.cost_groups, blueprint.hardware
+    pipelines = Pipelines(
+        layers, cost_groups, hardware, gradients, host.num_micro_batches, host.device
+    )
     try:
         pipelines.check(host.dtype)
     except ValueError as error:
@@ -357,46 +361,46 @@ def _joined(run: Run, device: torch.device) -> Iterator[None]:
     if run.blueprint.grid.size == 1:
         yield
         return
-    turns = _turns_of(run.layers, device)
-    turns.depth += 1
+    joined_passes = _joined_passes_of(run.layers, device)
+    joined_passes.depth += 1
     try:
         yield
-        if turns.depth == 1:
-            turns.serve_until_all_are_done()
+        if joined_passes.depth == 1:
+            joined_passes.serve_until_all_are_done()
     except BaseException as error:
         WATCH.failed(error, "a block of ds_moe_ext.joined")
         for layer in run.layers:  # ranks may have left it in different layers
-            layer.routed.turns = None
+            layer.routed.joined_passes = None
         raise
     finally:
-        turns.depth -= 1
+        joined_passes.depth -= 1
 
 
-def _turns_of(layers: Sequence[AttachedLayer], device: torch.device) -> Turns:
+def _joined_passes_of(layers: Sequence[AttachedLayer], device: torch.device) -> JoinedPasses:
     """Made when it is first needed: its communicator costs threads. Collective then."""
     first = layers[0].routed
-    if first.turns is None:
-        layout = first.site.layout
+    if first.joined_passes is None:
+        layout = first.layer_context.layout
         WATCH.at(lambda: "the beginning of a block of ds_moe_ext.joined, or of generate")
         with Waiting(layout.group(GRID, INTER)):
             group = group_among(layout.lists_along(GRID), backend="gloo")
         servers = [_server(*pair, device) for pair in zip(layers, launches(layers))]
-        turns = Turns(group, servers)
+        joined_passes = JoinedPasses(group, servers)
         for layer in layers:
-            layer.routed.turns = turns
-    assert first.turns is not None
-    return first.turns
+            layer.routed.joined_passes = joined_passes
+    assert first.joined_passes is not None
+    return first.joined_passes
 
 
 def _server(layer: AttachedLayer, launch: Launch, device: torch.device) -> Serve:
     """Runs a layer without rows."""
 
-    def serve(turns: Turns) -> None:
-        if layer.routed.copies is not None:
+    def serve(joined_passes: JoinedPasses) -> None:
+        if layer.routed.replicas is not None:
             launch.begin(None)
-        likeness = turns.agree_on_rows(None)
-        with likeness.autocast(device):
-            layer.routed(*likeness.nothing(device), layer.hosted.weights())
+        signature = joined_passes.agree_on_rows(None)
+        with signature.autocast(device):
+            layer.routed(*signature.nothing(device), layer.hosted.weights())
 
     return serve
 
@@ -438,22 +442,22 @@ UNLIKE = Refusal(
 
 def settle_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Look at an optimizer before its first step: by its groups experts may have to keep their
-    homes. Collective, over the ranks of the run. Raises as ``check_alike`` does."""
+    owners. Collective, over the ranks of the run. Raises as ``check_alike`` does."""
     if run.blueprint.moves_experts:
         own = _unlike(run, optimizer)
-        everyone = run.layers[0].routed.site.layout.everyone
-        run.settle(HOMES, (UNLIKE,), next(filter(None, gather_objects(own, everyone)), ""))
+        everyone = run.layers[0].routed.layer_context.layout.everyone
+        run.settle(OWNERS, (UNLIKE,), next(filter(None, gather_objects(own, everyone)), ""))
     check_alike(run, optimizer)
 
 
 def check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Look at an optimizer on one rank. Where experts move, a slot of one layer comes to hold an
-    expert of another; and where a layer is at home unevenly, a rank may have no expert of it, but
-    must have all groups: raises ValueError where such experts are optimized differently."""
+    expert of another; and where a layer is at the owner unevenly, a rank may have no expert of it,
+    but must have all groups: raises ValueError where such experts are optimized differently."""
     blueprint = run.blueprint
-    if not blueprint.strategy.has_uneven_homes:
+    if not blueprint.strategy.has_uneven_owners:
         return
-    stay = all(home.is_everywhere for home in blueprint.homes()) and not blueprint.moves_experts
+    stay = all(owner.is_everywhere for owner in blueprint.owners()) and not blueprint.moves_experts
     if not stay and (unlike := _unlike(run, optimizer)):
         raise ValueError(
             f"under strategy {blueprint.settings.placing} experts may move between layers, and a "
@@ -469,8 +473,8 @@ def _unlike(run: Run, optimizer: torch.optim.Optimizer) -> str:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
-    for pool in run.blueprint.pools:
-        own: list[AttachedLayer] = [run.layers[layer] for layer in pool.layers]
+    for cost_group in run.blueprint.cost_groups:
+        own: list[AttachedLayer] = [run.layers[layer] for layer in cost_group.layers]
         names = own[0].hosted.weight_names
         for number, name in enumerate(names):
             held = (p for layer in own for p in layer.parameters[number :: len(names)])

@@ -47,7 +47,7 @@ class Stepping:
 
     optimizer: Optimizer  # that steps them
     sharding: str = ""  # how ZeRO cuts them, for a person; empty where it does not
-    splitting: str = ""  # how a cell's ranks split experts, likewise
+    splitting: str = ""  # how an EP rank's ranks split experts, likewise
     by_elements: str = ""  # who needs states to have a part for each element, likewise
     in_turns: str = ""  # who steps the weights of a group part by part, likewise
     has_masters: bool = False  # the optimizer itself keeps weights in 32 bits
@@ -76,9 +76,9 @@ def takes_whole_weights(name: str) -> bool:
     return name.lower() in {each.lower() for each in known}
 
 
-def split_by(cell_size: int) -> str:
-    """How the ranks of a cell split experts, for ``Stepping``."""
-    return f"{cell_size} ranks split each expert (expert_sharding_size)" if cell_size > 1 else ""
+def split_by(etp_size: int) -> str:
+    """How the ranks of an ETP group split experts, for ``Stepping``."""
+    return f"{etp_size} ranks split each expert (expert_sharding_size)" if etp_size > 1 else ""
 
 
 def _communicates(given: Stepping) -> str:
@@ -106,7 +106,7 @@ def _is_apexs_adam(given: Stepping) -> bool:
     return given.kind == "FusedAdam" and given.source[0].startswith("apex.")
 
 
-def _keeps_copies(given: Stepping) -> str:
+def _keeps_replicas(given: Stepping) -> str:
     keeps = _is_apexs_adam(given) and given.has_masters and given.by_elements
     return f"apex's FusedAdam has master_weights, and {given.by_elements}" if keeps else ""
 
@@ -130,8 +130,8 @@ BY_ELEMENTS = (
     ),
     Refusal(
         "apex's FusedAdam with master_weights",
-        _keeps_copies,
-        "it keeps copies of the weights that it was made with, and not of those that a rank has",
+        _keeps_replicas,
+        "it keeps replicas of the weights that it was made with, and not of those that a rank has",
         "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
         "torch.optim.AdamW",
     ),

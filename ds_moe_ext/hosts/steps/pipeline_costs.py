@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's pipelines cost: measured on its own ranks once libraries have warmed up, or taken
-from a hardware file. Shape letters: L layers, C cells, E experts.
+from a hardware file. Shape letters: L layers, C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
 from ds_moe_ext.planning.prices import Line
 from ds_moe_ext.planning.probe import Paths, Payload, measure_carrier, measure_pipeline, quick_bench
-from ds_moe_ext.planning.strategy import Pool
+from ds_moe_ext.planning.strategy import CostGroup
 from ds_moe_ext.schedule.task import INTER, INTRA
 
 
@@ -94,7 +94,7 @@ class Pipelines:
     """Measures what pipelines are planned by."""
 
     layers: Sequence[AttachedLayer]  # in model order
-    pools: tuple[Pool, ...]  # layers whose experts are alike
+    cost_groups: tuple[CostGroup, ...]  # layers whose experts are alike
     hardware: Hardware | None  # the cluster, if it was described
     gradients: DenseGradients  # dense ones
     micro_batches: int  # of a step
@@ -105,9 +105,9 @@ class Pipelines:
         compute in ``dtype``."""
         if self.hardware is None:
             return
-        for pool in self.pools:
-            lines = described_lines(self.hardware, self._usage(pool, dtype))
-            self._lines_by_way(self._held(pool), (), lines)
+        for cost_group in self.cost_groups:
+            lines = described_lines(self.hardware, self._usage(cost_group, dtype))
+            self._lines_by_way(self._held(cost_group), (), lines)
 
     def measured(
         self,
@@ -119,17 +119,17 @@ class Pipelines:
         backward, and those to issue a chunk forward and backward, if they were seen, are the same
         on all ranks. Collective, over all ranks."""
         routed_L = np.array([each.routed_CE.sum() for each in rows])
-        # Grids of cells see their own rows only; all ranks must plan alike.
-        everyone = self.layers[0].routed.site.layout.everyone
+        # Grids of EP ranks see their own rows only; all ranks must plan alike.
+        everyone = self.layers[0].routed.layer_context.layout.everyone
         agreed_L = max_in_place(torch.from_numpy(routed_L).to(self.device), everyone).tolist()
         measured: dict[int, MeasuredLayer] = {}
         all_reduce = None
-        for pool in self.pools:
-            of_layers = [self._rows(layer, agreed_L[layer]) for layer in pool.layers]
-            lines = self._lines(pool, of_layers)
-            lines_by_way = self._lines_by_way(self._held(pool), of_layers, lines)
+        for cost_group in self.cost_groups:
+            of_layers = [self._rows(layer, agreed_L[layer]) for layer in cost_group.layers]
+            lines = self._lines(cost_group, of_layers)
+            lines_by_way = self._lines_by_way(self._held(cost_group), of_layers, lines)
             all_reduce = all_reduce or lines.gradients
-            for layer, layer_rows in zip(pool.layers, of_layers):
+            for layer, layer_rows in zip(cost_group.layers, of_layers):
                 measured[layer] = MeasuredLayer(
                     layer_costs(lines, layer_rows),
                     dense_window_L[layer],
@@ -142,7 +142,7 @@ class Pipelines:
         assert all_reduce is not None
         host_s = None
         if self.device.type != CPU.type:  # else the host is what computes
-            is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
+            is_split = self.layers[0].routed.layer_context.layout.grid.etp_size > 1
             host_s = issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
         return Measured(
             tuple(measured[layer] for layer in range(len(self.layers))),
@@ -154,30 +154,30 @@ class Pipelines:
 
     def _rows(self, layer: int, num_routed: int) -> LayerRows:
         routed = self.layers[layer].routed
-        grid, row_bytes = routed.site.layout.grid, routed.row_bytes
+        grid, row_bytes = routed.layer_context.layout.grid, routed.row_bytes
         return LayerRows(
             sent=num_routed / grid.size / self.micro_batches,
-            gathered=num_routed / grid.num_cells / self.micro_batches,
+            gathered=num_routed / grid.num_ep_ranks / self.micro_batches,
             row_bytes=row_bytes.between,
-            cell_row_bytes=row_bytes.within,
+            etp_row_bytes=row_bytes.within,
         )
 
-    def _held(self, pool: Pool) -> AttachedLayer:
+    def _held(self, cost_group: CostGroup) -> AttachedLayer:
         """A layer of which this rank has experts."""
-        layers = (self.layers[layer] for layer in pool.layers)
+        layers = (self.layers[layer] for layer in cost_group.layers)
         return next(layer for layer in layers if layer.parameters)
 
-    def _lines(self, pool: Pool, rows: Sequence[LayerRows]) -> PipelineLines:
+    def _lines(self, cost_group: CostGroup, rows: Sequence[LayerRows]) -> PipelineLines:
         """Of layers like these, the same on all ranks."""
-        layer = self._held(pool)
+        layer = self._held(cost_group)
         if self.hardware is not None:
-            return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
-        layout, gradients = layer.routed.site.layout, self.gradients
+            return described_lines(self.hardware, self._usage(cost_group, layer.routed.row_dtype))
+        layout, gradients = layer.routed.layer_context.layout, self.gradients
         wire = Wire.between(layout, INTER, self.device)
-        is_split = layout.grid.cell_size > 1
+        is_split = layout.grid.etp_size > 1
         paths = Paths(
-            cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
-            cell=Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None,
+            ep_ranks=None if wire.group is None else Channel(wire.group, wire.all_to_all),
+            ep_rank=Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None,
             dense=gradients.group,
             scatters=gradients.scatters,
         )
@@ -189,14 +189,14 @@ class Pipelines:
         self, layer: AttachedLayer, rows: Sequence[LayerRows], lines: PipelineLines
     ) -> dict[Way, Line]:
         """Of all-to-alls by each way; none where the direct one is the only one."""
-        layout, ways = layer.routed.site.layout, layer.routed.ways
+        layout, ways = layer.routed.layer_context.layout, layer.routed.ways
         if ways == (Way.DIRECT,):
             return {}
         if self.hardware is not None:
             if BY_NODES.isdisjoint(ways):
                 return dict.fromkeys(ways, lines.all_to_all)  # files know nothing of others
             num_nodes, node_size = layout.nodes.ranks_VG.shape
-            links = described_links(self.hardware, num_nodes, node_size, layout.grid.cell_size)
+            links = described_links(self.hardware, num_nodes, node_size, layout.grid.etp_size)
             return {way: line_of_way(way, links) for way in ways}
         payload = self._payload(layer, rows)
         measured = {}
@@ -205,7 +205,7 @@ class Pipelines:
             measured[way] = lines.all_to_all
             if carrier is not None:
                 bench = quick_bench(self.device, layout.everyone)
-                measured[way] = measure_carrier(carrier, layout.grid.num_cells, payload, bench)
+                measured[way] = measure_carrier(carrier, layout.grid.num_ep_ranks, payload, bench)
         return measured
 
     def _payload(self, layer: AttachedLayer, rows: Sequence[LayerRows]) -> Payload:
@@ -217,18 +217,20 @@ class Pipelines:
             gradient_dtype=self.gradients.dtype,
         )
 
-    def _usage(self, pool: Pool, dtype: torch.dtype) -> Usage:
-        held = self._held(pool)
+    def _usage(self, cost_group: CostGroup, dtype: torch.dtype) -> Usage:
+        held = self._held(cost_group)
         expert = held.computed(held.hosted.slots()[0])
         matrices = [weight for weight in expert if weight.dim() > 1]
-        sites = [self.layers[layer].routed.site for layer in pool.layers]
-        num_slots = max(site.plan.home.num_slots for site in sites)  # ranks may have fewer
+        sites = [self.layers[layer].routed.layer_context for layer in cost_group.layers]
+        num_slots = max(
+            layer_context.plan.owner.num_slots for layer_context in sites
+        )  # ranks may have fewer
         grid = sites[0].layout.grid
         assert self.hardware is not None
         return Usage(
             num_ranks=grid.world_size,
-            num_cells=grid.num_cells,
-            cell_size=grid.cell_size,
+            num_ep_ranks=grid.num_ep_ranks,
+            etp_size=grid.etp_size,
             dense_ranks_per_node=min(self.hardware.ranks_per_node, grid.world_size),
             number_type=NUMBER_TYPES[dtype],
             row_multiply_adds=sum(weight.numel() for weight in matrices),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of the next step (``Planning``): by forecasts of loads, beside the step or after it,
-with new homes when due; and what the strategy's model of costs said, checked against what steps
-took (``Checks``)."""
+with new owners when due; and what the strategy's model of costs predicted, checked against what
+steps took (``Checks``)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from ds_moe_ext.hosts.steps.costs import (
     of_all_ranks,
 )
 from ds_moe_ext.moe.observation import Rows, RowsSeen, rows_so_far, take_rows
-from ds_moe_ext.planning.exchange_costs import trip_through
+from ds_moe_ext.planning.exchange_costs import exchange_fit_of
 from ds_moe_ext.planning.loads import LoadWindow, Outcome
-from ds_moe_ext.planning.prices import TRIPS
+from ds_moe_ext.planning.prices import NUM_EXCHANGES
 from ds_moe_ext.planning.strategy import (
     Choice,
     Forecast,
+    Intervals,
     Job,
     Past,
     Plan,
-    Rhythm,
     Strategy,
     followers,
 )
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.schedule.executor import worker
 
-# Brings experts from old homes to new ones, a placement a layer each, with all that the host's
+# Brings experts from old owners to new ones, a placement a layer each, with all that the host's
 # optimizer keeps of them. Collective.
 Mover = Callable[[Sequence[Placement], Sequence[Placement]], None]
 
@@ -114,24 +114,24 @@ class Planning:
 
     strategy: Strategy  # what decides
     layers: Sequence[AttachedLayer]  # in model order
-    job: Job  # what is known; the homes in it are where experts live now
+    job: Job  # what is known; the owners in it are where experts live now
     costs: Costs  # measures what the job lacks
     checks: Checks  # compares what the strategy expects with what happens
     mover: Mover  # moves experts
     debug: bool  # check that all ranks made the same plans
     rank: int  # this rank
-    tell: Callable[[str], None]  # shows a line to a person
+    log: Callable[[str], None]  # shows a line to a person
     # how those of loads came out; none where nothing is planned by them
     forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
     _window: LoadWindow = field(init=False)  # another one after each step; none is changed
     _since_plan: SincePlan = field(default=SincePlan(), init=False)
     _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
     _ahead: Ahead | None = field(default=None, init=False)
-    _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
+    _has_logged_stay: bool = field(default=False, init=False)  # that no expert moves
 
     def __post_init__(self) -> None:
-        self._window = LoadWindow(self._rhythm.window)
-        if self._rhythm.weighs_copies and self.job.homes[0].num_cells > 1:
+        self._window = LoadWindow(self._intervals.window)
+        if self._intervals.weighs_replicas and self.job.owners[0].num_ep_ranks > 1:
             made_ahead = weakref.WeakMethod(self.made_ahead)  # layers must not keep their run alive
 
             def make() -> Ahead | None:
@@ -143,8 +143,8 @@ class Planning:
             check_agreement(self.layers, self.rank)
 
     @property
-    def _rhythm(self) -> Rhythm:
-        return self.strategy.rhythm()
+    def _intervals(self) -> Intervals:
+        return self.strategy.intervals()
 
     @property
     def _seen(self) -> list[RowsSeen]:
@@ -172,11 +172,11 @@ class Planning:
         window = self._window.after([each.routed_CE for each in rows])
         plans = None  # where what is known is not enough, or layers plan for themselves
         layers = [layer.routed for layer in self.layers]
-        if is_due(self._rhythm.shard_every, step):
+        if is_due(self._intervals.shard_every, step):
             pass
         elif self._is_plan_due(self._since_plan, step, window):
             plans = self._planned(self._informed(step, rows, window))
-        elif self._follows and not any(layer.plans_in_lane for layer in layers):
+        elif self._follows and not any(layer.plans_in_stream for layer in layers):
             plans = tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
         for layer, plan in zip(layers, plans or ()):
             layer.prepare(plan)
@@ -185,7 +185,7 @@ class Planning:
     def _informed(self, step: int, rows: Sequence[Rows], window: LoadWindow) -> Job:
         """The job by the steps that are remembered, the latest with them."""
         past = None
-        if self._rhythm.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
+        if self._intervals.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
             came = tuple(each.routed_CE for each in rows)
             ratios, taken = self.costs.times.ratios, self.costs.memory.taken
             past = Past(step + 1, self.job.rows, came, self._choice, ratios, taken)
@@ -194,26 +194,26 @@ class Planning:
     @property
     def _choice(self) -> Choice | None:
         """By which the present plans were made."""
-        return self.layers[0].routed.site.plan.choice
+        return self.layers[0].routed.layer_context.plan.choice
 
     def _planned(self, job: Job) -> tuple[Plan, ...]:
-        """By a job of the costs and homes that the present plans were made of."""
-        present = tuple(layer.routed.site.plan for layer in self.layers)
+        """By a job of the costs and owners that the present plans were made of."""
+        present = tuple(layer.routed.layer_context.plan for layer in self.layers)
         return self.strategy.plan(replace(job, present=present))
 
     def _is_plan_due(self, since: SincePlan, step: int, window: LoadWindow) -> bool:
         """Whether all layers are planned anew after a step, which the window knows: every so many
         steps, or as soon as loads have moved."""
-        rhythm = self._rhythm
-        if self._follows or not is_due(rhythm.plan_every, step):
+        intervals = self._intervals
+        if self._follows or not is_due(intervals.plan_every, step):
             return False
-        is_old = since.age + 1 >= rhythm.steady_every or is_due(rhythm.choose_every, step)
+        is_old = since.age + 1 >= intervals.steady_every or is_due(intervals.choose_every, step)
         return is_old or since.planned_Y is None or window.has_moved(since.planned_Y)
 
     @property
     def _follows(self) -> bool:
         """Whether plans say which come after them."""
-        return any(layer.routed.site.plan.successor is not None for layer in self.layers)
+        return any(layer.routed.layer_context.plan.successor is not None for layer in self.layers)
 
     def after_step(self, step: int, rows: Sequence[Rows]) -> None:
         """Plan the next step, by what each layer routed in the one that has ended, as ``take_rows``
@@ -227,7 +227,7 @@ class Planning:
             ahead = None
         for layer in self.layers:
             layer.routed.after_step()
-        if not (self._rhythm.weighs_copies or self._rhythm.measures):
+        if not (self._intervals.weighs_replicas or self._intervals.measures):
             return
         self._remember(rows, ahead)
         measured = self.costs.after_step(step, rows, self._choice)
@@ -237,12 +237,12 @@ class Planning:
         if self.checks.correction is not None:
             measured = self.costs.corrected(self.checks.correction)
         self.job = replace(self.job, **measured)
-        is_shard_due = is_due(self._rhythm.shard_every, step)
+        is_shard_due = is_due(self._intervals.shard_every, step)
         is_plan_due = self._is_plan_due(since, step, self._window)
         if self.costs.are_new or is_shard_due or is_plan_due:
             self.job = self._informed(step, rows, self._window)
         if self.costs.are_new:
-            self.tell(self.strategy.describe(self.job))
+            self.log(self.strategy.describe(self.job))
         has_moved = is_shard_due and self._moved()
         if has_moved or self.costs.are_new:
             self.plan()
@@ -259,13 +259,13 @@ class Planning:
             self._window = self._window.after([each.routed_CE for each in rows])
         else:
             self._window = ahead.window
-        if self._rhythm.plan_every:
+        if self._intervals.plan_every:
             self.forecasts.add(self._window.outcome)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def notices(self) -> tuple[str, ...]:
         """What the strategy says of its keys, by what is known now."""
-        return self.strategy.remarks(self.job)
+        return self.strategy.notices(self.job)
 
     def plan(self) -> None:
         """Plan by what is known now."""
@@ -276,7 +276,7 @@ class Planning:
         self._since_plan = replace(self._since_plan, age=0, planned_Y=planned_Y)
         choice, before = plans[0].choice, self._choice
         if choice is not None and not choice.is_like(before):
-            self.tell(choice.told)
+            self.log(choice.reported)
         stacks = [layer.stack for layer in self.layers]
         for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
             layer.routed.take(plan, following)
@@ -291,45 +291,45 @@ class Planning:
     def remember(self) -> np.ndarray:
         """The same, for a checkpoint. Plans that stayed are made anew: a run that goes on from it
         knows rows, and not what was planned before. On every rank alike; within a step plans stay,
-        as copies serve its later micro-batches."""
+        as replicas serve its later micro-batches."""
         is_between_steps = not any(seen.so_far_CE.any() for seen in self._seen)
-        if is_between_steps and self._rhythm.plan_every == 1 and not self._follows:
+        if is_between_steps and self._intervals.plan_every == 1 and not self._follows:
             self.plan()
         return self.remembered_ILCE
 
-    def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
+    def resume(self, owners: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
         """Plan as a run did that was saved: the experts of each layer live there now, and these
         steps are remembered; none to begin anew. Between steps, on every rank alike."""
-        self._window, self._ahead = LoadWindow(self._rhythm.window), None
-        if self._rhythm.plan_every:
-            counts = [home.num_experts for home in homes]
+        self._window, self._ahead = LoadWindow(self._intervals.window), None
+        if self._intervals.plan_every:
+            counts = [owner.num_experts for owner in owners]
             for rows_LCE in remembered_ILCE:
                 self._window = self._window.after(
                     [rows_CE[:, :E] for rows_CE, E in zip(rows_LCE, counts)]
                 )
         rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
-        self.job = replace(self.job, homes=tuple(homes), rows=rows)
+        self.job = replace(self.job, owners=tuple(owners), rows=rows)
         if len(self._window):
             predicted, drift = self._window.predicted(), self._window.drift
             self.job = replace(self.job, rows=predicted, drift=drift, past=None)
         self.plan()
 
     def _moved(self) -> bool:
-        homes = self.strategy.homes(self.job)
-        pairs = zip(self.job.homes, homes)
+        owners = self.strategy.owners(self.job)
+        pairs = zip(self.job.owners, owners)
         num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
-        said = self.strategy.describe_homes(self.job, homes)
+        stated = self.strategy.describe_owners(self.job, owners)
         if not num_moved:
-            if not self._has_told_stay:
-                self.tell(said)
-            self._has_told_stay = self._has_told_stay or bool(said)
+            if not self._has_logged_stay:
+                self.log(stated)
+            self._has_logged_stay = self._has_logged_stay or bool(stated)
             return False
         began_s = time.perf_counter()
-        self.mover(self.job.homes, homes)
+        self.mover(self.job.owners, owners)
         took_ms = 1e3 * (time.perf_counter() - began_s)
-        told = f"{num_moved} experts have moved to new homes, within {took_ms:,.0f} ms"
-        self.tell("; ".join(filter(None, (told, said))))
-        self.job = replace(self.job, homes=homes)
+        text = f"{num_moved} experts have moved to new owners, within {took_ms:,.0f} ms"
+        self.log("; ".join(filter(None, (text, stated))))
+        self.job = replace(self.job, owners=owners)
         return True
 
 
@@ -346,7 +346,7 @@ class BesideStep(Generic[Made]):
 
     def __init__(self, layers: Sequence[RowsSeen], make: Callable[[], Made]) -> None:
         self._make = make
-        self._lock = threading.Lock()  # layers may send rows in several lanes
+        self._lock = threading.Lock()  # layers may send rows in several streams
         self._num_expected = self._num_sent = 0
         self._made: Future[Made] | None = None
         for layer in layers:
@@ -377,7 +377,7 @@ class BesideStep(Generic[Made]):
 TERMS: dict[str, tuple[str, Callable[[Sequence[Seen]], float]]] = {
     "exchange_s": ("exchange of rows", exchange_s),
     "expert_s": ("experts", lambda ranks: max(seen.expert_s for seen in ranks)),
-    "gather_s": ("copies", lambda ranks: mean(seen.gather_s for seen in ranks)),
+    "gather_s": ("replicas", lambda ranks: mean(seen.gather_s for seen in ranks)),
     "reduce_s": ("their gradients", lambda ranks: mean(seen.reduce_s for seen in ranks)),
 }
 
@@ -385,13 +385,14 @@ TERMS: dict[str, tuple[str, Callable[[Sequence[Seen]], float]]] = {
 class Times(NamedTuple):
     """Of one term of the model, float ``[I, L]``."""
 
-    said_IL: np.ndarray
+    predicted_IL: np.ndarray
     found_IL: np.ndarray
 
 
 @dataclass(eq=False)
 class Checks:
-    """How good a strategy's model of costs is: what it said of some steps beside what they took."""
+    """How good a strategy's model of costs is: what it stated of some steps beside what they
+    took."""
 
     strategy: Strategy
     layers: Sequence[AttachedLayer]
@@ -416,14 +417,14 @@ class Checks:
         what this rank saw of it, if somebody looked; the layers still have the plans it ran by.
         Collective."""
         self.correction = None
-        if not seen or job.accumulates:  # how often copies travel is then another matter
+        if not seen or job.accumulates:  # how often replicas travel is then another matter
             return
-        plans = [layer.routed.site.plan for layer in self.layers]
+        plans = [layer.routed.layer_context.plan for layer in self.layers]
         forecasts = [
             self.strategy.forecast(job, layer, plan, layer_rows.routed_CE)
             for layer, (plan, layer_rows) in enumerate(zip(plans, rows))
         ]
-        known = [(said, its) for said, its in zip(forecasts, seen) if said is not None]
+        known = [(stated, its) for stated, its in zip(forecasts, seen) if stated is not None]
         if len(known) < len(seen):
             return
         self._steps.append(step)
@@ -438,41 +439,41 @@ class Checks:
                 if times[key].found_IL.any()
             )
         else:
-            copies, trips = (times["gather_s"], times["reduce_s"]), times["exchange_s"]
-            said_s = sum(float(each.said_IL.sum()) for each in copies)
-            found_s = sum(float(each.found_IL.sum()) for each in copies)
-            copy_speed = said_s / found_s if said_s and found_s else None
+            replicas, exchanges = (times["gather_s"], times["reduce_s"]), times["exchange_s"]
+            predicted_s = sum(float(each.predicted_IL.sum()) for each in replicas)
+            found_s = sum(float(each.found_IL.sum()) for each in replicas)
+            copy_speed = predicted_s / found_s if predicted_s and found_s else None
             # Of one of the exchanges of a layer and step.
-            said_N, found_N = (each.ravel() / TRIPS for each in trips)
-            trip = trip_through(said_N.tolist(), found_N.tolist())
-            self._is_tried, self.correction = True, Correction(copy_speed, trip)
+            predicted_N, found_N = (each.ravel() / NUM_EXCHANGES for each in exchanges)
+            exchange_fit = exchange_fit_of(predicted_N.tolist(), found_N.tolist())
+            self._is_tried, self.correction = True, Correction(copy_speed, exchange_fit)
         self._steps.clear()
         self._pairs.clear()
 
     def _times(self) -> Mapping[str, Times]:
-        """What was said and found of each term."""
+        """What was stated and found of each term."""
         routed = self.layers[0].routed
-        assert routed.copies is not None
-        layout, device = routed.site.layout, routed.copies.like[0].device
+        assert routed.replicas is not None
+        layout, device = routed.layer_context.layout, routed.replicas.like[0].device
         steps = [of_all_ranks([seen for _, seen in step], layout, device) for step in self._pairs]
 
         return {
             key: Times(
-                np.array([[vars(said)[key] for said, _ in step] for step in self._pairs]),
+                np.array([[vars(stated)[key] for stated, _ in step] for step in self._pairs]),
                 np.array([[found_s(ranks) for ranks in zip(*step)] for step in steps]),
             )
             for key, (_, found_s) in TERMS.items()
         }
 
 
-def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
-    """One term of a model, from seconds said and found, float ``[I, L]``; layers in which nothing
+def term_of(name: str, predicted_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
+    """One term of a model, from seconds stated and found, float ``[I, L]``; layers in which nothing
     was found do not count."""
     counts_IL = found_IL > 0
-    error_N = np.abs(said_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
+    error_N = np.abs(predicted_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
     return TermRecord(
         name=name,
-        said_s=float(said_IL[counts_IL].mean()),
+        predicted_s=float(predicted_IL[counts_IL].mean()),
         found_s=float(found_IL[counts_IL].mean()),
         error=float(error_N.mean()),
     )

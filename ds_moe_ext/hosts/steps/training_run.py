@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run, whatever the host (``Run``): what its layers saw, its report and what a person
-is told, its end, the routing of its checkpoints, its monitor and its trace."""
+is reported, its end, the routing of its checkpoints, its monitor and its trace."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torch.utils.hooks import RemovableHandle
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.core.layout import ParallelLayout
 from ds_moe_ext.hosts.attachment.host_layer import TOP_K, TOP_KS, Facts, differences
-from ds_moe_ext.hosts.attachment.notices import ENDINGS, Default, Refusal, or_warn, say, settle
-from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
+from ds_moe_ext.hosts.attachment.notices import ENDINGS, Default, Refusal, log_line, or_warn, settle
+from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, bytes_of, way_line
 from ds_moe_ext.hosts.steps.expert_moves import ExpertMover
 from ds_moe_ext.hosts.steps.planning import Planning
+from ds_moe_ext.moe.joined_passes import HostLag
 from ds_moe_ext.moe.observation import Rows, TimedTask
-from ds_moe_ext.moe.turns import HostLag
 from ds_moe_ext.report.rank_figures import OwnSteps, Point, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
-from ds_moe_ext.report.recorder import Recorder, scalars_of, spans_of
+from ds_moe_ext.report.recorder import Recorder, scalars_of, traced_tasks_of
 from ds_moe_ext.report.report_files import NAMES, ReportFiles, keep_earlier
 from ds_moe_ext.report.summary import (
     bad_scores_line,
@@ -45,7 +45,7 @@ from ds_moe_ext.report.summary import (
     verdict,
 )
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text, wide_console
-from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.executor import Mark, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.schedule.simulator import Box, Count, chrome_trace
 from ds_moe_ext.schedule.task import ORDER
@@ -86,7 +86,7 @@ class Run:
     rank: int  # this rank's place among those that run the same layers
     monitor: Monitor  # what the host's own shows meanwhile
     files: ReportFiles | None  # written meanwhile; None on a rank that writes none
-    block_hooks: tuple[RemovableHandle, ...]  # by which copies are launched as blocks begin
+    block_hooks: tuple[RemovableHandle, ...]  # by which replicas are launched as blocks begin
     routing: SavedRouting  # held against that of checkpoints
 
     @classmethod
@@ -101,16 +101,16 @@ class Run:
         device: torch.device,
         block_hooks: tuple[RemovableHandle, ...],
     ) -> Run:
-        """Begin to record, and tell a person what was replaced. It ends with the host's engine,
+        """Begin to record, and reports a person what was replaced. It ends with the host's engine,
         which carries the run, or with the process. Collective."""
-        settings, layout = blueprint.settings, layers[0].routed.site.layout
+        settings, layout = blueprint.settings, layers[0].routed.layer_context.layout
         rank, report, trace = layout.place, settings.report, settings.trace
-        tracer, lanes = None, lanes_for(device, overlaps=True)
+        tracer, streams = None, streams_for(device, overlaps=True)
         if trace.path is not None:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
-            tracer = Tracer(Path(trace.path), steps, layers, lanes)
+            tracer = Tracer(Path(trace.path), steps, layers, streams)
             weakref.finalize(lives_with, tracer.end)
-        tell_all = partial(gather_objects, group=layout.everyone)
+        notify_all = partial(gather_objects, group=layout.everyone)
         recorder = Recorder(
             strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
@@ -121,23 +121,23 @@ class Run:
             ranks=RanksSeen(
                 OwnSteps(layout.rank),
                 layout.grid.along("ep"),
-                tell_all,
+                notify_all,
                 DeviceRecord(
                     torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                     os.cpu_count() or 1,
                 ),
-                is_on=any(tell_all(report.enabled)),  # each rank may say otherwise
-                on_bad_scores=lambda bad: planning.tell(
+                is_on=any(notify_all(report.enabled)),  # each rank may say otherwise
+                on_bad_scores=lambda bad: planning.log(
                     bad_scores_line(bad, [layer.name for layer in layers])
                 ),
             ),
-            lanes=lanes,
+            streams=streams,
         )
         monitor, files = Monitor(report.enabled and report.monitor), None
         if rank == 0 and report.enabled and report.path is not None:
             files = ReportFiles(Path(report.path), report.write_every_s)
             with or_warn(f"the report of an earlier run in {report.path!r}"):
-                planning.tell(keep_earlier(files.folder))
+                planning.log(keep_earlier(files.folder))
         routing = SavedRouting(layers, is_first=rank == 0)
         replaced = blueprint, tuple(layers)
         run = cls(*replaced, planning, mover, recorder, rank, monitor, files, block_hooks, routing)
@@ -146,20 +146,24 @@ class Run:
             lags, forecasts = [layer.routed.lag for layer in layers], planning.forecasts
             uses = [layer.routed.graph_use for layer in layers]
 
-            def remarks() -> Sequence[str]:
+            def notices() -> Sequence[str]:
                 return str(forecasts), str(HostLag.of_all(lags)), str(GraphUse.of_all(uses))
 
-            leave_report(recorder, report.path, lives_with, remarks)
-        told = expected_line(blueprint), told_way(blueprint.strategy, layout), settings.hooks.rule
-        for line in (*told, *planning.remarks, blueprint.why_grid, blueprint.made):
-            planning.tell(line)
+            leave_report(recorder, report.path, lives_with, notices)
+        reported = (
+            expected_line(blueprint),
+            way_line(blueprint.strategy, layout),
+            settings.hooks.rule,
+        )
+        for line in (*reported, *planning.notices, blueprint.why_grid, blueprint.made):
+            planning.log(line)
         return run
 
     def settle(self, default: Default, refusals: Iterable[Refusal], given: Any) -> None:
         """Leave out a default by what is known only now; see ``notices.settle``. On all ranks
         alike, before the first step."""
         planning, blueprint = self.planning, self.blueprint
-        strategy = settle(default, blueprint.strategy, refusals, given, planning.tell)
+        strategy = settle(default, blueprint.strategy, refusals, given, planning.log)
         self.blueprint = replace(blueprint, strategy=strategy)
         planning.strategy = strategy
 
@@ -179,7 +183,7 @@ def leave_report(
     recorder: Recorder,
     path: str | None,
     lives_with: object,
-    remarks: Callable[[], Sequence[str]],
+    notices: Callable[[], Sequence[str]],
 ) -> None:
     """Let a report be there behind a run, also where SIGTERM ends it."""
 
@@ -187,11 +191,11 @@ def leave_report(
         record = recorder.record()
         if path is not None and record.steps_I:
             ReportFiles(Path(path)).write(record)
-            say(f"{_wrote(path)} at SIGTERM")
+            log_line(f"{_wrote(path)} at SIGTERM")
 
     def end() -> None:
         try:
-            finish(recorder, path, remarks())
+            finish(recorder, path, notices())
         finally:
             ENDINGS.remove(write)
 
@@ -200,20 +204,20 @@ def leave_report(
     weakref.finalize(lives_with, end)
 
 
-def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) -> None:
-    """Tell a person what a run was like, with remarks, write the report if a folder was named, and
-    end on the verdict."""
+def finish(recorder: Recorder, path: str | None, notices: Sequence[str] = ()) -> None:
+    """Report a person what a run was like, with notices, write the report if a folder was named,
+    and end on the verdict."""
     record, console = recorder.record(), wide_console()
     if record.steps_I:
         console.print(end_table(record))
-        for told in (division_line, ranks_line, scores_line, saved_line, choice_line):
-            _print_line(console, told(record))
+        for reported in (division_line, ranks_line, scores_line, saved_line, choice_line):
+            _print_line(console, reported(record))
         if record.seconds_by_kind:
             console.print(time_table(record))
         if record.terms:
             console.print(terms_table(record))
-        for remark in remarks:
-            _print_line(console, remark)
+        for notice in notices:
+            _print_line(console, notice)
         if path is not None:
             with or_warn(f"the report in {path!r}"):
                 ReportFiles(Path(path)).write(record)
@@ -222,20 +226,20 @@ def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) ->
 
 
 def _wrote(folder: str) -> str:
-    """What to tell of the report's files."""
+    """What to report of the report's files."""
     return f"wrote {' and '.join(str(Path(folder) / name) for name in reversed(NAMES))}"
 
 
-def teller(settings: Settings, rank: int) -> Callable[[str], None]:
+def line_logger(settings: Settings, rank: int) -> Callable[[str], None]:
     """Shows lines to a person, each once, on rank 0 where the report is enabled."""
-    told: set[str] = set()
+    reported: set[str] = set()
 
-    def tell(line: str) -> None:
-        if line and rank == 0 and settings.report.enabled and line not in told:
-            told.add(line)
+    def log(line: str) -> None:
+        if line and rank == 0 and settings.report.enabled and line not in reported:
+            reported.add(line)
             _print_line(wide_console(), line)
 
-    return tell
+    return log
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -245,17 +249,17 @@ def _print_line(console: Console, line: str) -> None:
 
 def start_table(run: Run) -> Table:
     """What was replaced, by what, and what it costs."""
-    table = Table(title=f"ds_moe_ext: {_told(run.blueprint)}", title_justify="left")
+    table = Table(title=f"ds_moe_ext: {_reported(run.blueprint)}", title_justify="left")
     table.add_column("layer", no_wrap=True, overflow="fold")
     for heading in ("was", "experts", "an EP rank", "bytes a rank", "before"):
         table.add_column(heading)
     for layer in run.layers:
-        home = layer.routed.site.plan.home
+        owner = layer.routed.layer_context.plan.owner
         table.add_row(
             layer.name,
             layer.kind,
-            str(home.num_experts),
-            str(home.num_slots),
+            str(owner.num_experts),
+            str(owner.num_slots),
             bytes_text(bytes_of(layer.parameters)),
             bytes_text(layer.bytes_before),
         )
@@ -275,16 +279,16 @@ def expected_line(blueprint: Blueprint) -> str:
     return f"{_strategy(blueprint.settings)}: {expected}" if expected else ""
 
 
-def _told(blueprint: Blueprint) -> str:
+def _reported(blueprint: Blueprint) -> str:
     """How the layers will run."""
     grid, settings = blueprint.grid, blueprint.settings
-    copies = grid.world_size // (grid.num_cells * grid.cell_size)
+    replicas = grid.world_size // (grid.num_ep_ranks * grid.etp_size)
     roles = blueprint.strategy.roles
-    split = "" if grid.cell_size == 1 else f" x {grid.cell_size} ranks"
+    split = "" if grid.etp_size == 1 else f" x {grid.etp_size} ranks"
     drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
     gate = "" if settings.gate is None else f", gate {settings.gate}"
-    cells = f"{counted(grid.num_cells, 'EP rank')}{split}" if roles is None else f"({roles})"
-    groups = f"{copies} x" if roles is not None else f"{counted(copies, 'EP group')} x"
+    cells = f"{counted(grid.num_ep_ranks, 'EP rank')}{split}" if roles is None else f"({roles})"
+    groups = f"{replicas} x" if roles is not None else f"{counted(replicas, 'EP group')} x"
     first = f" from {min(grid.members)}" if grid.members else ""  # where they are not all
     ranks = f"{grid.world_size} ranks{first}"
     return f"strategy {_strategy(settings)}, {ranks} = {groups} {cells}, {drops}{gate}"
@@ -299,20 +303,22 @@ def end_table(record: RunRecord) -> Table:
     table.add_column("layer")
     table.add_column("busiest EP rank / mean", justify="right")
     has_placements = record.placements is not None
-    for heading in ("at home only", "copies a step", "changed homes") if has_placements else ():
+    for heading in (
+        ("at the owner only", "replicas a step", "changed owners") if has_placements else ()
+    ):
         table.add_column(heading, justify="right")
     for layer, outcome in zip(record.layers, outcomes_by_layer(record)):
         cells = [layer.name, f"{outcome.balance:.2f}"]
         if has_placements:
-            cells += [f"{outcome.home_balance:.2f}", f"{outcome.copies:.1f}"]
+            cells += [f"{outcome.owner_balance:.2f}", f"{outcome.replicas:.1f}"]
             cells.append(str(outcome.num_moved))
         table.add_row(*cells)
     return table
 
 
 def time_table(record: RunRecord) -> Table:
-    """Where the time of rank 0's layers went, and of all ranks', where they have told; what runs
-    beside something else is counted too."""
+    """Where the time of rank 0's layers went, and of all ranks', where they have reported; what
+    runs beside something else is counted too."""
     table = Table(
         title="ds_moe_ext: rank 0, mean of the timed steps; share of all tasks' time",
         title_justify="left",
@@ -329,8 +335,8 @@ def time_table(record: RunRecord) -> Table:
         if ranks is not None and kind in others:
             seconds_R = others[kind]
             largest = int(seconds_R.argmax())
-            told = f"{1e3 * seconds_R[largest]:.2f}, {ranks.ranks_R[largest]}"
-            cells += [f"{1e3 * seconds_R.mean():.2f}", told]
+            text = f"{1e3 * seconds_R[largest]:.2f}, {ranks.ranks_R[largest]}"
+            cells += [f"{1e3 * seconds_R.mean():.2f}", text]
         table.add_row(*cells)
     return table
 
@@ -345,7 +351,7 @@ def terms_table(record: RunRecord) -> Table:
     for heading in ("expected", "took", "mean error"):
         table.add_column(heading, justify="right")
     for term in record.terms:
-        times = seconds_text(term.said_s), seconds_text(term.found_s)
+        times = seconds_text(term.predicted_s), seconds_text(term.found_s)
         table.add_row(term.name, *times, f"{100 * term.error:.0f} %")
     return table
 
@@ -386,12 +392,12 @@ class SavedRouting:
             awaited, self._awaited = self._awaited, {}
             self._warn(differences(awaited, self.facts()))
 
-    def _warn(self, told: str) -> None:
-        if told and self._is_first:
+    def _warn(self, reported: str) -> None:
+        if reported and self._is_first:
             warnings.warn(
-                f"{self._where} was saved by a model that routes tokens otherwise: {told}; losses "
-                "go on as those of another model; build the model as it was, or go on if you mean "
-                "it",
+                f"{self._where} was saved by a model that routes tokens otherwise: {reported}; "
+                "losses go on as those of another model; build the model as it was, or go on if "
+                "you mean it",
                 stacklevel=2,
             )
 
@@ -424,7 +430,7 @@ class Monitor:
             self._has_failed = True
 
 
-_MEETINGS = 9
+_CLOCK_ROUNDS = 9
 Gather = Callable[[Any], list[Any]]
 
 
@@ -438,7 +444,7 @@ class Tracer:
     path: Path
     steps: range
     layers: Sequence[AttachedLayer]
-    lanes: Lanes
+    streams: ScheduleStreams
     _gather: Gather | None = None  # of the ranks in it; None: of those that run the same layers
     _origin: Mark | None = None
     _later_s: float = 0.0  # than when seconds begin
@@ -457,13 +463,13 @@ class Tracer:
         if self._origin is not None:
             return
         left_s = []
-        for _ in range(_MEETINGS):
-            self._told(None)
+        for _ in range(_CLOCK_ROUNDS):
+            self._reported(None)
             left_s.append(time.perf_counter())
-        # Nothing is under way on a device that has just told what it gathered.
-        self._origin, now_s = self.lanes.mark(), time.perf_counter()
+        # Nothing is under way on a device that has just reported what it gathered.
+        self._origin, now_s = self.streams.mark(), time.perf_counter()
         here = socket.gethostname()
-        there, first_s = self._told((here, left_s))[0]
+        there, first_s = self._reported((here, left_s))[0]
         ahead_s = [own_s - other_s for own_s, other_s in zip(left_s, first_s)]
         self._later_s = now_s - first_s[0] - (0.0 if there == here else median(ahead_s))
 
@@ -474,7 +480,7 @@ class Tracer:
             self._keep(origin, timed)
             self._count(origin, timed, rows)
         if step == self.steps[-1]:
-            found = self._told((self._name, self._boxes, self._counts))
+            found = self._reported((self._name, self._boxes, self._counts))
             self._boxes, self._counts = [], []
             if self._layout.rank == min(rank for (rank, _), *_ in found):
                 self._write(found)
@@ -484,7 +490,7 @@ class Tracer:
         if self._boxes and self._layout.place == 0 and self._gather is None:
             self._write([(self._name, self._boxes, self._counts)])
 
-    def _told(self, own: Any) -> list[Any]:
+    def _reported(self, own: Any) -> list[Any]:
         """What each rank gives, the first's first. Collective."""
         if self._gather is not None:
             return self._gather(own)
@@ -492,27 +498,35 @@ class Tracer:
 
     @property
     def _layout(self) -> ParallelLayout:
-        return self.layers[0].routed.site.layout
+        return self.layers[0].routed.layer_context.layout
 
     @property
     def _name(self) -> tuple[int, str]:
-        rank, cell = self._layout.rank, self._layout.index("ep")
-        return rank, f"rank {rank} (EP rank {cell}, node {self._layout.node_C[cell]})"
+        rank, ep_rank = self._layout.rank, self._layout.index("ep")
+        return rank, f"rank {rank} (EP rank {ep_rank}, node {self._layout.node_C[ep_rank]})"
 
     def _keep(self, origin: TimedTask, timed: Sequence[TimedTask]) -> None:
         names, before = [layer.name for layer in self.layers], len(self._boxes)
         ordered = sorted(timed, key=lambda each: each.seconds_from(origin)[0])
-        for each, span in zip(ordered, spans_of(ordered, origin, names, has_waits=True)):
+        for each, traced_task in zip(
+            ordered, traced_tasks_of(ordered, origin, names, has_waits=True)
+        ):
             self._boxes.append(
                 Box(
                     name=each.task.label,
                     rank=self._layout.rank,
-                    lane=span.lane,
-                    start_s=self._later_s + span.start_s,
-                    end_s=self._later_s + span.end_s,
-                    category=span.name,
-                    bound_by=None if span.bound_by is None else before + span.bound_by,
-                    told={"layer": span.layer, "chunk": span.chunk, "phase": span.phase},
+                    stream=traced_task.stream,
+                    start_s=self._later_s + traced_task.start_s,
+                    end_s=self._later_s + traced_task.end_s,
+                    category=traced_task.name,
+                    bound_by=None
+                    if traced_task.bound_by is None
+                    else before + traced_task.bound_by,
+                    reported={
+                        "layer": traced_task.layer,
+                        "chunk": traced_task.chunk,
+                        "phase": traced_task.phase,
+                    },
                 )
             )
 
@@ -521,22 +535,25 @@ class Tracer:
         ordered = [each for each in timed if each.task.op == ORDER]
         for layer, seen in zip(self.layers, rows):
             routed = layer.routed
-            own = [each for each in ordered if each.task.layer == routed.site.layer]
+            own = [each for each in ordered if each.task.layer == routed.layer_context.layer]
             if len(own) != len(seen.passes):  # some were routed again, or by somebody else
                 continue
-            rank, cell = self._layout.rank, self._layout.index("ep")
+            rank, ep_rank = self._layout.rank, self._layout.index("ep")
             for each, one in zip(own, seen.passes):
                 at_s = self._later_s + each.seconds_from(origin)[1]
                 of_rows = one.destination.share.of_rows(one.rows_CE)
                 between_CC = of_rows.rows_between(one.rows_CE[:, None])[0]
-                computed, stayed = int(between_CC[:, cell].sum()), int(between_CC[cell, cell])
+                computed, stayed = (
+                    int(between_CC[:, ep_rank].sum()),
+                    int(between_CC[ep_rank, ep_rank]),
+                )
                 moved = {
-                    "sent": int(between_CC[cell].sum()) - stayed,
+                    "sent": int(between_CC[ep_rank].sum()) - stayed,
                     "arrived": computed - stayed,
                 }
-                told = {"computed here": computed, **moved}
+                reported = {"computed here": computed, **moved}
                 num_bytes = {n: int(num * routed.row_bytes.between) for n, num in moved.items()}
-                self._counts.append(Count("rows", rank, at_s, told))
+                self._counts.append(Count("rows", rank, at_s, reported))
                 self._counts.append(Count("bytes", rank, at_s, num_bytes))
 
     def _write(self, found: Sequence[tuple[tuple[int, str], list[Box], list[Count]]]) -> None:

@@ -45,8 +45,8 @@ def _experts_of(
 ) -> tuple[Parts, dict[str, int]]:
     """What parameters have of experts, with us or without; and by name, the MoE layers' experts."""
     if run is not None:
-        pairs = zip(run.layers, run.planning.job.homes)
-        return parts_of_run(run), {layer.name: home.num_experts for layer, home in pairs}
+        pairs = zip(run.layers, run.planning.job.owners)
+        return parts_of_run(run), {layer.name: owner.num_experts for layer, owner in pairs}
     found = found_in(model, finders, read_settings(document)[0])
     return stock_parts(model, found), {layer.name: layer.num_experts for layer in found}
 
@@ -138,7 +138,7 @@ def _parts_under_deepspeed(model: nn.Module, found: Sequence[Found]) -> Parts:
 
 
 def _watch_steps(engine: Any, recording: Recording) -> None:
-    """The engine's own two methods are wrapped, outside of what may tell others of an error."""
+    """The engine's own two methods are wrapped, outside of what may report others of an error."""
     backward, step = engine.backward, engine.step
 
     @functools.wraps(backward)
@@ -270,7 +270,7 @@ def watch(original: Callable[..., Any], attached: Any, optimizer: torch.optim.Op
 
 
 def clip(original: Callable[..., Tensor], attached: Any, max_norm: float) -> Tensor:
-    """``Attachment.clip_grad_norm_``, which tells the norm."""
+    """``Attachment.clip_grad_norm_``, which reports the norm."""
     norm = original(attached, max_norm)
     if _RECORDINGS:
         _RECORDINGS[0].norm(float(norm))

@@ -42,7 +42,7 @@ def apply() -> None:
 
 
 def trial_of_this_run() -> Trial:
-    """Which of the two runs this is, as ``ds-moe-ext verify`` told this process."""
+    """Which of the two runs this is, as ``ds-moe-ext verify`` reported this process."""
     return Trial.from_text(os.environ[VERIFY])
 
 
@@ -97,10 +97,10 @@ Parts = Mapping[nn.Parameter, Sequence[ExpertPart]]
 def parts_of_run(run: Run) -> Parts:
     """The experts of this rank, where they are ours."""
     parts: dict[nn.Parameter, list[ExpertPart]] = {}
-    cell = run.layers[0].routed.site.layout.index("ep")
-    for layer, home in zip(run.layers, run.planning.job.homes):
+    ep_rank = run.layers[0].routed.layer_context.layout.index("ep")
+    for layer, owner in zip(run.layers, run.planning.job.owners):
         hosted = layer.hosted
-        for expert, slot in zip(home.experts_of(cell).tolist(), hosted.slots(), strict=True):
+        for expert, slot in zip(owner.experts_of(ep_rank).tolist(), hosted.slots(), strict=True):
             for number, weight in enumerate(hosted.weight_names):
                 name = f"{layer.name}.{weight}.{expert}"
                 stacks, place = slot.stacks or slot.parameters, slot.number if slot.stacks else None

@@ -2,7 +2,7 @@
 """How attention ranks run the batches of a whole ZP group, and every rank has its own loss.
 
 Expert ranks are given batches too, by samplers that know nothing of roles. Attention ranks take
-them, in pieces; see ``schedule/stripes.py``. What the model was called with is told to other
+them, in pieces; see ``schedule/stripes.py``. What the model was called with is reported to other
 ranks (``Arguments``), cut, and put together for a piece (``Call``). What it returns for a piece
 (``Outcome``) is weighted by its samples and goes back to the rank whose batch it is of: a loss is
 taken to be a mean over samples.
@@ -90,7 +90,7 @@ class BatchExchange:
         _check_alike(signatures, names)
         num_samples_C = tuple(signature.num_samples for signature in signatures)
         pieces = self._pieces(num_samples_C)
-        stripes = dict(zip(self.roles.attention_cells, pieces))
+        stripes = dict(zip(self.roles.attention_ep_ranks, pieces))
         here, traffic = self._bring(own.batch(names), signatures, stripes)
         calls = tuple(
             tuple(own.call(piece, piece.weight(num_samples_C), here) for piece in stripe)
@@ -117,8 +117,8 @@ class BatchExchange:
 
     def _pieces(self, num_samples_C: Sequence[int]) -> GroupStripes:
         """The pieces of every stripe; senders are places in the group."""
-        order = (*self.roles.attention_cells, *self.roles.expert_cells)
-        attention_size = len(self.roles.attention_cells)
+        order = (*self.roles.attention_ep_ranks, *self.roles.expert_ep_ranks)
+        attention_size = len(self.roles.attention_ep_ranks)
         num_stripes = min(self.num_stripes, sum(num_samples_C) // attention_size)
         pieces = stripes_of([num_samples_C[n] for n in order], attention_size, num_stripes)
         return tuple(
@@ -135,51 +135,55 @@ class BatchExchange:
         """Exchange what attention ranks take on. Of each sender, its first sample that is here now,
         and what is here of its batch. Collective."""
         landed = {
-            span: batch.landing(span.num_samples, signatures[span.sender])
-            for span in _spans(stripes.get(self.place, ()), self.place)
+            samples: batch.landing(samples.num_samples, signatures[samples.sender])
+            for samples in _samples_of(stripes.get(self.place, ()), self.place)
         }
         leaving = {
-            cell: batch.part(span.start, span.stop)
-            for cell in stripes
-            for span in _spans(stripes[cell], cell)
-            if span.sender == self.place
+            ep_rank: batch.part(samples.start, samples.stop)
+            for ep_rank in stripes
+            for samples in _samples_of(stripes[ep_rank], ep_rank)
+            if samples.sender == self.place
         }
         receives = [
-            (as_bytes(tensor), span.sender) for span, part in landed.items() for tensor in part
+            (as_bytes(tensor), samples.sender)
+            for samples, part in landed.items()
+            for tensor in part
         ]
-        sends = [(as_bytes(tensor), cell) for cell, part in leaving.items() for tensor in part]
+        sends = [
+            (as_bytes(tensor), ep_rank) for ep_rank, part in leaving.items() for tensor in part
+        ]
         traffic = Traffic()
         for group, on_host in ((self.group, False), (self.control, True)):
             traffic += exchange(_on(receives, on_host), _on(sends, on_host), group)
-        here = {span.sender: (span.start, part) for span, part in landed.items()}
+        here = {samples.sender: (samples.start, part) for samples, part in landed.items()}
         return here | {self.place: (0, batch)}, traffic
 
     def _agree(self, templates: Sequence[Template]) -> Template:
-        """What an output looks like; the first attention rank tells when that changes."""
+        """What an output looks like; the first attention rank shows when that changes."""
         texts = sorted({template.text for template in templates})
         digest = _digest_of(texts[0]) if len(texts) == 1 else 0
         digests_C = all_gather_counts(torch.tensor([digest]), self.control)[:, 0].tolist()
-        first, *others = (digests_C[cell] for cell in self.roles.attention_cells)
+        first, *others = (digests_C[ep_rank] for ep_rank in self.roles.attention_ep_ranks)
         if first == 0 or any(other != first for other in others):
-            told = gather_objects(" and ".join(texts), self.control)
+            gathered = gather_objects(" and ".join(texts), self.control)
             raise ValueError(
                 "the model returned outputs that differ in more than the values of tensors: "
-                + "; ".join(f"place {place}: {text}" for place, text in enumerate(told) if text)
+                + "; ".join(f"place {place}: {text}" for place, text in enumerate(gathered) if text)
                 + "; let it return the same fields for all samples, and numbers as 0-dim tensors"
             )
         if self._template is None or _digest_of(self._template.text) != first:
-            self._template = self._tell(templates)
+            self._template = self._broadcast(templates)
         return self._template
 
-    def _tell(self, templates: Sequence[Template]) -> Template:
-        teller = self.roles.attention_cells[0]
+    def _broadcast(self, templates: Sequence[Template]) -> Template:
+        sender = self.roles.attention_ep_ranks[0]
         packed: bytes | str = ""
-        if self.place == teller:
+        if self.place == sender:
             try:
                 packed = pickle.dumps(templates[0])
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 packed = str(error)
-        packed = gather_objects(packed, self.control)[teller]
+        packed = gather_objects(packed, self.control)[sender]
         if isinstance(packed, str):
             raise ValueError(
                 f"the model's output cannot be sent to the expert ranks: {packed}; let it return "
@@ -189,12 +193,12 @@ class BatchExchange:
         return template
 
 
-def _spans(stripes: OwnStripes, cell: int) -> list[Samples]:
+def _samples_of(stripes: OwnStripes, ep_rank: int) -> list[Samples]:
     """What an attention rank runs of each other rank's batch, in one."""
-    spans: dict[int, Samples] = {}
+    samples_of: dict[int, Samples] = {}
     for piece in chain.from_iterable(stripes):
-        spans[piece.sender] = replace(spans.get(piece.sender, piece), stop=piece.stop)
-    return [span for sender, span in spans.items() if sender != cell]
+        samples_of[piece.sender] = replace(samples_of.get(piece.sender, piece), stop=piece.stop)
+    return [samples for sender, samples in samples_of.items() if sender != ep_rank]
 
 
 def _on(parcels: Sequence[Parcel], on_host: bool) -> list[Parcel]:
@@ -221,7 +225,7 @@ class Call:
 
 
 class Leaf(NamedTuple):
-    """One value of a call, as other ranks are told of it."""
+    """One value of a call, as other ranks are notified of it."""
 
     what: str  # it is; the same on every rank
     shape: tuple[int, ...]  # a tensor's; empty for anything else
@@ -241,7 +245,7 @@ ABSENT = Leaf("missing", ())
 
 
 class Signature(NamedTuple):
-    """What a rank tells the others of its call."""
+    """What a rank notifies the others of its call."""
 
     mode: str  # what the pass is for
     fault: str  # why the batch cannot be shared; empty if it can
@@ -423,11 +427,11 @@ class Outcome:
             )
         holes = {path: Hole(index) for index, path in enumerate(scalars)}
         kept = {path: v for path, v in leaves.items() if isinstance(v, PLAIN) and v is not None}
-        told = {
+        reported = {
             path: f"{t.dtype}{' with a gradient' if t.requires_grad else ''}"
             for path, t in scalars.items()
         } | {path: repr(value) for path, value in kept.items()}
-        lines = (f"{'.'.join(map(str, p)) or 'itself'}: {text}" for p, text in told.items())
+        lines = (f"{'.'.join(map(str, p)) or 'itself'}: {text}" for p, text in reported.items())
         template = Template(
             tree=_changed(output, lambda path, _: holes.get(path, kept.get(path))),
             dtypes=tuple(scalar.dtype for scalar in scalars.values()),
@@ -439,7 +443,7 @@ class Outcome:
 
 
 def _digest_of(text: str) -> int:
-    """Tells texts apart; never 0."""
+    """Distinguish texts; never 0."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     return 1 + int.from_bytes(digest, "big")
 

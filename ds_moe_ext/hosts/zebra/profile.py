@@ -21,7 +21,7 @@ from torch import nn
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
-from ds_moe_ext.hosts.steps.training_run import teller
+from ds_moe_ext.hosts.steps.training_run import line_logger
 from ds_moe_ext.hosts.zebra.rehearsal import Dense, Experts, Scene, rehearse_dense, rehearse_experts
 from ds_moe_ext.moe.hooks import row_bytes
 from ds_moe_ext.planning.strategy import Strategy
@@ -41,7 +41,7 @@ from ds_moe_ext.schedule.stripes import default_stripes
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
 
-HEAD_COPIES = 2  # what head and loss keep, and its gradient
+HEAD_REPLICAS = 2  # what head and loss keep, and its gradient
 
 RecordT = TypeVar("RecordT")
 
@@ -74,11 +74,11 @@ def profiled(
     strategy = blueprint.strategy
     if not isinstance(strategy, Zebra) or strategy.profile is None:
         return blueprint
-    tell = teller(blueprint.settings, dist.get_rank())
+    log = line_logger(blueprint.settings, dist.get_rank())
     moved = [0] * len(blueprint.found)
-    attention, expert = len(strategy.roles.attention_cells), len(strategy.roles.expert_cells)
+    attention, expert = len(strategy.roles.attention_ep_ranks), len(strategy.roles.expert_ep_ranks)
     if attention % expert and expert % attention:
-        tell(
+        log(
             f"zebra: no experts move, and nothing was measured: of {attention} attention and "
             f"{expert} expert ranks neither number divides the other (rule 28)"
         )
@@ -88,8 +88,8 @@ def profiled(
         training.scene.clear()
         choice = profiler.choose(seen)
         moved = list(choice.moved_L)
-        tell(_seen_text(profiler, seen, choice))
-        tell(_choice_text(profiler, seen, choice))
+        log(_seen_text(profiler, seen, choice))
+        log(_choice_text(profiler, seen, choice))
     return replace(blueprint, strategy=replace(strategy, moved=moved, profile=None))
 
 
@@ -97,7 +97,7 @@ def profiled(
 
 
 class RankHere(NamedTuple):
-    """What a rank tells first."""
+    """What a rank shows first."""
 
     node: str
     free_bytes: int  # of its device, or of its node, before anything was brought there
@@ -133,7 +133,10 @@ class _Profiler:
     def of(
         cls, blueprint: Blueprint, strategy: Zebra, profile: Profile, training: Training
     ) -> _Profiler:
-        attention, expert = len(strategy.roles.attention_cells), len(strategy.roles.expert_cells)
+        attention, expert = (
+            len(strategy.roles.attention_ep_ranks),
+            len(strategy.roles.expert_ep_ranks),
+        )
         batch = training.micro_batch * (attention + expert)
         num_stripes = strategy.num_micro_batches or default_stripes(attention, expert, batch)
         shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=num_stripes)
@@ -161,7 +164,7 @@ class _Profiler:
     def measure(self, model: nn.Module, finders: Sequence[Finder]) -> Seen:
         """Collective."""
         rank, roles = dist.get_rank(), self.strategy.roles
-        first_attention, first_expert = roles.attention_cells[0], roles.expert_cells[0]
+        first_attention, first_expert = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
         here = _agreed(lambda: self._here(model, finders, rank == first_attention))
         dense = here[first_attention].dense
         assert dense is not None
@@ -248,7 +251,7 @@ class _Profiler:
         numels = {True: 0, False: 0}
         for _, shape, _, is_trained in self.blueprint.found[0].expert:
             numels[is_trained] += torch.Size(shape).numel()
-        kept = self.num_stripes * dense.blocks_bytes + HEAD_COPIES * dense.others_bytes
+        kept = self.num_stripes * dense.blocks_bytes + HEAD_REPLICAS * dense.others_bytes
         return Memory(
             expert_bytes=of_weights.of(numels[True], numels[False], num_groups),
             rows_bytes=seen.rows_bytes,
@@ -265,14 +268,14 @@ def _agreed(measure: Callable[[], RecordT]) -> list[RecordT]:
         own: RecordT | str = measure()
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
-    told = gather_objects(own, None)
-    faults = [f"rank {rank}: {each}" for rank, each in enumerate(told) if isinstance(each, str)]
+    gathered = gather_objects(own, None)
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if isinstance(each, str)]
     if faults:
         raise ValueError(
             f"{WHERE}.profile could not be measured ({'; '.join(faults)}); set {WHERE}.moved in "
             "its place, a number for each MoE layer"
         )
-    return [each for each in told if not isinstance(each, str)]
+    return [each for each in gathered if not isinstance(each, str)]
 
 
 def free_bytes_of(device: torch.device) -> int:
@@ -294,7 +297,7 @@ def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
     return [own.free_bytes // share + own.model_bytes for own, share in zip(here, shares)]
 
 
-# What a person is told.
+# What a person is notified.
 
 
 def _seen_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
@@ -364,7 +367,7 @@ EARLY = (
         lambda strategy: strategy.attention_device,
         "roles are given before devices are known",
         "set it to null, and give attention_size, expert_size and, where attention ranks are not "
-        "the first, attention_cells",
+        "the first, attention_ep_ranks",
     ),
     Refusal(
         f"{WHERE} without attention_size or expert_size",

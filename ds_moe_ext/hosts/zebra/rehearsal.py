@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model run before training, on a copy, to see what its parts take: HeterMoE's profiler.
+"""A model run before training, on a replica, to see what its parts take: HeterMoE's profiler.
 
-Spec rules 35 to 38. The copy has the host's device and types. Its experts give rows back as they
+Spec rules 35 to 38. The replica has the host's device and types. Its experts give rows back as they
 are, so that all but experts is measured with routing in it, but without what travels. The model
 itself is only read: weights, buffers and gradients stay as they are.
 
@@ -39,7 +39,7 @@ from ds_moe_ext.moe.sharding import WHOLE
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planning.bench import clock_of
 from ds_moe_ext.planning.probe import expert_sweep
-from ds_moe_ext.planning.strategy import Job, Site
+from ds_moe_ext.planning.strategy import Job, LayerContext
 from ds_moe_ext.planning.zebra_planner import Timed
 from ds_moe_ext.strategies.ep import ExpertParallel
 
@@ -74,7 +74,7 @@ class Scene:
 
     def clear(self) -> None:
         """Give the device back what nobody uses any more."""
-        gc.collect()  # copies of models may hold themselves
+        gc.collect()  # replicas of models may hold themselves
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -220,10 +220,10 @@ def _shell(
 def _alone(found: Found, function: ExpertFunction, options: LayerOptions) -> RoutedOf:
     """Makes the program of a layer whose experts are all on one rank."""
     strategy = ExpertParallel()
-    home = Placement.owned_by(np.zeros(found.num_experts, np.int64), 1)
-    (plan,) = strategy.plan(Job.at_start([home], np.zeros(1, np.int64)))
-    site = Site(plan, ParallelLayout(Grid(1, 1), rank=0), layer=0)
-    return lambda _: RoutedExperts(strategy, site, function, options=options)
+    owner = Placement.owned_by(np.zeros(found.num_experts, np.int64), 1)
+    (plan,) = strategy.plan(Job.at_start([owner], np.zeros(1, np.int64)))
+    layer_context = LayerContext(plan, ParallelLayout(Grid(1, 1), rank=0), layer=0)
+    return lambda _: RoutedExperts(strategy, layer_context, function, options=options)
 
 
 def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:

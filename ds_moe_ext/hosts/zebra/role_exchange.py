@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks of a striped step, done: what attention ranks compute, rows between them and expert
-ranks, experts that serve, and copies of experts. See ``schedule/stripes.py``.
+ranks, experts that serve, and replicas of experts. See ``schedule/stripes.py``.
 
 What is done is done by the stages of the layer; here they are laid to the tasks of a step, where a
-rank may have no tokens, or no experts. Copies are gathered once a step; gradients of copies are
-summed over the stripes where they compute, and go home together. Shape letters: T tokens, N rows
-sent, R rows received, D model width.
+rank may have no tokens, or no experts. Replicas are gathered once a step; gradients of replicas are
+summed over the stripes where they compute, and go to the owner together. Shape letters: T tokens, N
+rows sent, R rows received, D model width.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from ds_moe_ext.core.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import one_of_each
-from ds_moe_ext.hosts.zebra.passage import AddGrad, Answer, Question, RandomState, Stripe
-from ds_moe_ext.moe.copies import Copies
-from ds_moe_ext.moe.copy_memory import CopyMemory, Weights
-from ds_moe_ext.moe.copy_memory import whole as whole_grads
+from ds_moe_ext.hosts.zebra.stripe_pass import AddGrad, Answer, Question, RandomState, Stripe
+from ds_moe_ext.moe.replica_memory import ReplicaMemory, Weights
+from ds_moe_ext.moe.replica_memory import whole as whole_grads
+from ds_moe_ext.moe.replicas import Replicas
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.executor import OnDevice, lanes_for, to_the_end
+from ds_moe_ext.schedule.executor import OnDevice, streams_for, to_the_end
 from ds_moe_ext.schedule.stages import Saved, Stage, Uncut
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.schedule.task import ChunkRange
 
-STRIPE = Span(0, 1)  # of a stripe all tokens travel at once
+STRIPE = ChunkRange(0, 1)  # of a stripe all tokens travel at once
 
 Written = tuple[tuple[Any, ...], Saved]
 
@@ -50,7 +50,7 @@ class GradientSums:
             self._sums[key] += grad
         else:
             first = self._sums[key]
-            lanes_for(first.device, overlaps=True).keep((first,))  # another may have made it
+            streams_for(first.device, overlaps=True).keep((first,))  # another may have made it
             self._sums[key] = first + grad
             self._own.add(key)
 
@@ -79,12 +79,14 @@ class StripeAttention(Uncut):
     layer: int
     stripes: Sequence[Stripe]  # of this rank
 
-    def forward(self, span: Span, _: Any, returned: Any, *rest: Any) -> Written:
-        question = self.stripes[span.start].forward(self.layer, returned)
+    def forward(self, chunk_range: ChunkRange, _: Any, returned: Any, *rest: Any) -> Written:
+        question = self.stripes[chunk_range.start].forward(self.layer, returned)
         return (None, question), ()
 
-    def backward(self, span: Span, saved: Saved, _: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        return None, self.stripes[span.start].backward(self.layer, grad_TD)
+    def backward(
+        self, chunk_range: ChunkRange, saved: Saved, _: Any, grad_TD: Tensor
+    ) -> tuple[Any, ...]:
+        return None, self.stripes[chunk_range.start].backward(self.layer, grad_TD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +96,15 @@ class StripeHead(Uncut):
     num_layers: int
     stripes: Sequence[Stripe]  # of this rank
 
-    def forward(self, span: Span, _: Any, returned: Any, *rest: Any) -> Written:
-        stripe = self.stripes[span.start]
+    def forward(self, chunk_range: ChunkRange, _: Any, returned: Any, *rest: Any) -> Written:
+        stripe = self.stripes[chunk_range.start]
         stripe.finish(self.num_layers, returned)
         return (tuple(stripe.seeds),), ()
 
-    def backward(self, span: Span, saved: Saved, seeds: Sequence[float]) -> tuple[Any, ...]:
-        return None, self.stripes[span.start].turn(self.num_layers - 1, seeds)
+    def backward(
+        self, chunk_range: ChunkRange, saved: Saved, seeds: Sequence[float]
+    ) -> tuple[Any, ...]:
+        return None, self.stripes[chunk_range.start].turn_around(self.num_layers - 1, seeds)
 
 
 # Rows there and back.
@@ -114,9 +118,9 @@ class StripeDispatch(Uncut):
     dispatch: Stage  # likewise
     device: torch.device  # of the rows
     is_graded: bool  # gradients will come
-    tell: Callable[[Tensor], None]  # what rows are like
+    notify: Callable[[Tensor], None]  # what rows are like
 
-    def forward(self, span: Span, question: Question | None) -> Written:
+    def forward(self, chunk_range: ChunkRange, question: Question | None) -> Written:
         if question is None:
             nothing = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
             (route,), _ = self.order.forward(STRIPE, nothing)
@@ -124,13 +128,13 @@ class StripeDispatch(Uncut):
         else:
             x_TD = question.x_TD
             (route,), _ = self.order.forward(STRIPE, question.expert_TK, x_TD)
-        self.tell(x_TD)
+        self.notify(x_TD)
         (arrived_RD,), saved = self.dispatch.forward(STRIPE, x_TD, route)
         # Whether the other side wants gradients nobody knows here; it takes them in any case.
         return (arrived_RD.requires_grad_(self.is_graded), route), saved
 
     def backward(
-        self, span: Span, saved: Saved, grad_RD: Tensor | None, route: LayerRoute
+        self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor | None, route: LayerRoute
     ) -> tuple[Any, ...]:
         return self.dispatch.backward(STRIPE, saved, _or_none(grad_RD, route))
 
@@ -141,17 +145,17 @@ class StripeCombine(Uncut):
 
     combine: Stage
 
-    def forward(self, span: Span, *reads: Any) -> Written:
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Written:
         *computed, route = reads
         own_RD = next((rows for rows in computed if rows is not None), None)
         (returned_ND,), saved = self.combine.forward(STRIPE, _or_none(own_RD, route), route)
         own = route.on(STRIPE)
         if own.is_full:
-            _ = own.row_N  # made in this lane, in which the adjoint of the dispatch reads it
+            _ = own.row_N  # made in this stream, in which the adjoint of the dispatch reads it
         return (Answer(returned_ND, own),), (len(computed), *saved)
 
     def backward(
-        self, span: Span, saved: Saved, grad_ND: Tensor | None, route: LayerRoute
+        self, chunk_range: ChunkRange, saved: Saved, grad_ND: Tensor | None, route: LayerRoute
     ) -> tuple[Any, ...]:
         grads = self.combine.backward(STRIPE, saved[1:], _or_none(grad_ND, route))
         return grads * int(saved[0])
@@ -172,10 +176,16 @@ class StripeExpert(Uncut):
     expert: Stage  # of the layer
     add_grad: AddGrad | None  # takes the gradients of its weights; None where there are none
     recomputes: bool = False  # forward keeps its rows alone, and backward computes the rest again
-    is_joined: bool = False  # weights are joined from homes and copies; so their gradients go there
+    is_joined: bool = (
+        False  # weights are joined from owners and copies; so their gradients go there
+    )
 
     def forward(
-        self, span: Span, rows_RD: Tensor, route: LayerRoute, weights: tuple[Tensor, ...]
+        self,
+        chunk_range: ChunkRange,
+        rows_RD: Tensor,
+        route: LayerRoute,
+        weights: tuple[Tensor, ...],
     ) -> Written:
         if self.add_grad is None or not self.recomputes:
             written, saved = self.expert.forward(STRIPE, rows_RD, route, weights)
@@ -184,7 +194,7 @@ class StripeExpert(Uncut):
         written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
         return written, (weights, rows_RD, route, state)
 
-    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
         weights, kept = saved[0], saved[1:]
         if self.recomputes:
             rows_RD, route, state = kept
@@ -200,60 +210,61 @@ class StripeExpert(Uncut):
         return (grad_rows_RD,)
 
 
-# Copies of experts.
+# Replicas of experts.
 
 
 @dataclass(frozen=True, eq=False)
 class Held(OnDevice):
-    """The copies of a layer: who holds which experts by now, at home or as copies; and the copies
-    of this rank, by expert."""
+    """The replicas of a layer: who holds which experts by now, at the owner or as copies; and the
+    replicas of this rank, by expert."""
 
     target: Placement
-    copies: Mapping[int, Weights]
+    replicas: Mapping[int, Weights]
 
     def tensors(self) -> Iterable[Tensor]:
-        return (tensor for copy in self.copies.values() for tensor in copy)
+        return (tensor for copy in self.replicas.values() for tensor in copy)
 
 
 @dataclass(frozen=True, eq=False)
 class StripeGather:
-    """Reads the weights at home, and what is held and a stripe's route where rows are known; writes
-    what is held then. Collective over the ZP group; a rank without a part returns at once."""
+    """Reads the weights at their owners, and what is held and a stripe's route where rows are
+    known; writes what is held then. Collective over the ZP group; a rank without a part returns at
+    once."""
 
-    copies: Copies  # of the layer
+    replicas: Replicas  # of the layer
     add_grad: AddGrad | None  # takes the gradients of its weights; None where there are none
 
-    def forward(self, span: Span, weights: Weights, *given: Any) -> Written:
-        copies, plan = self.copies, self.copies.plan
+    def forward(self, chunk_range: ChunkRange, weights: Weights, *given: Any) -> Written:
+        replicas, plan = self.replicas, self.replicas.plan
         if given:
             held, route = given
-            wanted = held.target.with_copies(route.target.holds_EC)
-            part = copies.place.part(held.target, wanted)
+            wanted = held.target.with_replicas(route.target.holds_EC)
+            part = replicas.coordinates.part(held.target, wanted)
         else:
-            copies.learn_types(weights)
-            held, wanted, part = Held(plan.home, {}), plan.target, copies.transfers.whole
-        room = CopyMemory().make_room(part.received, copies.like)
-        there = {**copies.by_expert(weights, plan.home), **held.copies}
-        copies.moved(to_the_end(sparse_all_gather(part, there, room, copies.place.group)))
-        return (Held(wanted, {**held.copies, **room}),), (weights, wanted)
+            replicas.learn_types(weights)
+            held, wanted, part = Held(plan.owner, {}), plan.target, replicas.transfers.whole
+        room = ReplicaMemory().make_room(part.received, replicas.like)
+        there = {**replicas.by_expert(weights, plan.owner), **held.replicas}
+        replicas.moved(to_the_end(sparse_all_gather(part, there, room, replicas.coordinates.group)))
+        return (Held(wanted, {**held.replicas, **room}),), (weights, wanted)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
         """That of the last one, which holds what all have gathered."""
         return pieces[-1][1]
 
-    def backward(self, span: Span, saved: Saved, *told: Any) -> tuple[Any, ...]:
-        """Sum the gradients of all copies at home."""
-        copies, (weights, target) = self.copies, saved
-        if not copies.is_trained:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *reported: Any) -> tuple[Any, ...]:
+        """Sum the gradients of all replicas at the owner."""
+        replicas, (weights, target) = self.replicas, saved
+        if not replicas.is_trained:
             return (None,)
-        own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
-        copies.lanes.keep(one_of_each(waiting.values()))
-        part, place = copies.transfers.part_to(target), copies.place
+        own, waiting = replicas.by_expert(weights, replicas.plan.owner), replicas.all_waiting({})
+        replicas.streams.keep(one_of_each(waiting.values()))
+        part, coordinates = replicas.transfers.part_to(target), replicas.coordinates
         reduction = sparse_reduce_scatter(
-            part, {**own, **waiting}, place.group, in_float32=place.in_float32
+            part, {**own, **waiting}, coordinates.group, in_float32=coordinates.in_float32
         )
         arrived = to_the_end(reduction)
-        copies.moved(arrived.traffic)
+        replicas.moved(arrived.traffic)
         for expert, grads in arrived.grads.items():
             _add_grads(self.add_grad, own[expert], grads)
         return (None,)
@@ -261,34 +272,38 @@ class StripeGather:
 
 @dataclass(frozen=True, eq=False)
 class StripeJoin(Uncut):
-    """Reads the weights at home, what is held and the route of a stripe; writes the weights of all
-    that compute here, by slot."""
+    """Reads the weights at their owners, what is held and the route of a stripe; writes the weights
+    of all that compute here, by slot."""
 
-    copies: Copies  # of the layer
+    replicas: Replicas  # of the layer
     add_grad: AddGrad | None  # as of ``StripeGather``
 
-    def forward(self, span: Span, weights: Weights, held: Held, route: LayerRoute) -> Written:
-        copies = self.copies
-        there = {**copies.by_expert(weights, copies.plan.home), **held.copies}
-        experts = route.target.experts_of(copies.place.cell).tolist()
-        # A rank that is home to none of them has gradients, too.
-        learns, some = self.add_grad is not None, copies.some_are_trained
+    def forward(
+        self, chunk_range: ChunkRange, weights: Weights, held: Held, route: LayerRoute
+    ) -> Written:
+        replicas = self.replicas
+        there = {**replicas.by_expert(weights, replicas.plan.owner), **held.replicas}
+        experts = route.target.experts_of(replicas.coordinates.ep_rank).tolist()
+        # A rank that owns none of them has gradients, too.
+        learns, some = self.add_grad is not None, replicas.some_are_trained
         joined = tuple(
             weight.detach().requires_grad_(learns and (some or like.requires_grad))
             for expert in experts
-            for weight, like in zip(there[expert], copies.like)
+            for weight, like in zip(there[expert], replicas.like)
         )
         return (joined,), (weights, route.target)
 
-    def backward(self, span: Span, saved: Saved, grads: Weights) -> tuple[Any, ...]:
-        copies, (weights, target) = self.copies, saved
-        own = copies.by_expert(weights, copies.plan.home)
-        for expert, found in copies.by_expert(grads, target).items() if copies.is_trained else ():
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grads: Weights) -> tuple[Any, ...]:
+        replicas, (weights, target) = self.replicas, saved
+        own = replicas.by_expert(weights, replicas.plan.owner)
+        for expert, found in (
+            replicas.by_expert(grads, target).items() if replicas.is_trained else ()
+        ):
             if expert in own:
                 _add_grads(self.add_grad, own[expert], found)
             else:
-                copies.let_wait({expert: whole_grads(found, copies.like)})
-        return None, ()  # not None: every rank that computes takes part in the way home
+                replicas.let_wait({expert: whole_grads(found, replicas.like)})
+        return None, ()  # not None: every rank that computes takes part in the way to the owner
 
 
 def _add_grads(

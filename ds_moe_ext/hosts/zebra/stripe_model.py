@@ -27,7 +27,6 @@ from ds_moe_ext.hosts.attachment.host_layer import Hosted
 from ds_moe_ext.hosts.attachment.modules import Compilable, eager, stepped_into
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.zebra.batches import BatchExchange, Call, Outcome
-from ds_moe_ext.hosts.zebra.passage import AddGrad, Here, Passage, RandomNumbers, Stripe
 from ds_moe_ext.hosts.zebra.role_exchange import (
     GradientSums,
     StripeAttention,
@@ -38,16 +37,17 @@ from ds_moe_ext.hosts.zebra.role_exchange import (
     StripeHead,
     StripeJoin,
 )
+from ds_moe_ext.hosts.zebra.stripe_pass import AddGrad, Here, RandomNumbers, Stripe, StripePass
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.report import record
 from ds_moe_ext.schedule import stripes as tasks
 from ds_moe_ext.schedule import task as ops
-from ds_moe_ext.schedule.executor import Lanes, lanes_for
+from ds_moe_ext.schedule.executor import ScheduleStreams, streams_for
 from ds_moe_ext.schedule.orders import WEIGHTS
 from ds_moe_ext.schedule.program import Pass, in_backward
-from ds_moe_ext.schedule.stages import Binding, Crew, Stage
-from ds_moe_ext.schedule.task import Lane, Op, Schedule, Value
+from ds_moe_ext.schedule.stages import Binding, LayerStages, Stage
+from ds_moe_ext.schedule.task import Op, Schedule, Stream, Value
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def stripe(
             "striping say num_stripes, or settled, which knows the micro-batch"
         )
     stack = stack_of(blueprint, layers, gradients.device, here)
-    layout = layers[0].routed.site.layout
+    layout = layers[0].routed.layer_context.layout
     batches = BatchExchange(
         layout.group("ep", tasks.A2E),
         group_among(blueprint.grid.along("ep"), backend="gloo"),
@@ -143,7 +143,9 @@ class _StripedModel:
         stripes = [self._stripe(calls, add_grad, scale) for calls in shared.calls if calls]
         control = self.batches.control if self.checks else None
         self.stack.run(len(shared.calls), stripes, add_grad, counts=is_training, control=control)
-        outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
+        outcomes = [
+            [stripe_pass.output for stripe_pass in stripe.stripe_passes] for stripe in stripes
+        ]
         returned = self.batches.return_scalars(shared, outcomes)
         loss = returned.loss
         if is_graded:
@@ -155,16 +157,16 @@ class _StripedModel:
 
     def _stripe(self, calls: Sequence[Call], add_grad: AddGrad | None, scale: float) -> Stripe:
         roles, stack = self.stack.roles, self.stack
-        share = len(roles.attention_cells) / roles.size
+        share = len(roles.attention_ep_ranks) / roles.size
 
         def outcome(call: Call) -> Outcome:
             return Outcome.of(self.forward(*call.args, **call.kwargs))
 
-        passages = [
-            Passage(functools.partial(outcome, call), add_grad, stack.threads, stack.here)
+        stripe_passes = [
+            StripePass(functools.partial(outcome, call), add_grad, stack.threads, stack.here)
             for call in calls
         ]
-        return Stripe(passages, [scale * share * call.weight for call in calls])
+        return Stripe(stripe_passes, [scale * share * call.weight for call in calls])
 
 
 class _HandOver(torch.autograd.Function):
@@ -237,15 +239,15 @@ def blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Modu
 def cut_at(block: nn.Module, here: Here) -> None:
     """Cut the graph of autograd where a block begins and ends."""
     original = block.forward
-    enter, leave = eager(Passage.enter), eager(Passage.leave)
+    enter, leave = eager(StripePass.enter), eager(StripePass.leave)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        passage = here.passage
-        if passage is None or in_backward():
+        stripe_pass = here.stripe_pass
+        if stripe_pass is None or in_backward():
             return original(*args, **kwargs)
-        args, kwargs = enter(passage, (args, kwargs))
-        return leave(passage, original(*args, **kwargs))
+        args, kwargs = enter(stripe_pass, (args, kwargs))
+        return leave(stripe_pass, original(*args, **kwargs))
 
     block.forward = stepped_into(forward)
 
@@ -259,13 +261,13 @@ class Pausing:
 
     def __call__(self, layer: int, hosted: Hosted) -> RunRows:
         """In the place of a layer's experts."""
-        num_experts = hosted.routed.site.plan.home.num_experts
+        num_experts = hosted.routed.layer_context.plan.owner.num_experts
 
         def paused(
             x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
         ) -> Tensor:
-            passage = self.here.passage
-            if passage is None:
+            stripe_pass = self.here.stripe_pass
+            if stripe_pass is None:
                 raise RuntimeError(
                     f"the experts of MoE layer {layer} were called outside of its forward; under "
                     "strategy zebra call the model itself, on all ranks together"
@@ -273,7 +275,7 @@ class Pausing:
             if self.capacity_factor is not None:
                 capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
                 expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
-            ask = functools.partial(passage.experts, layer)
+            ask = functools.partial(stripe_pass.experts, layer)
             given = expert_TK, score_TK
             (y_TD,) = hosted.routed.shown(lambda *rows: (ask(*rows),), x_TD, *given)
             return y_TD
@@ -294,7 +296,7 @@ class _Numbers(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _schedule_of(
-    num_layers: int, num_stripes: int, numbers: _Numbers, side: Lane, *, is_graded: bool
+    num_layers: int, num_stripes: int, numbers: _Numbers, side: Stream, *, is_graded: bool
 ) -> Schedule:
     """The part of one side; without its backward where there is none."""
     own = tasks.part_of(tasks.striped_step(num_layers, num_stripes, **numbers._asdict()), side)
@@ -318,7 +320,7 @@ class Stack:
     weights: Callable[[int], tuple[Tensor, ...]]  # of each layer's experts here, at present
     roles: Roles  # of the ranks of a group
     device: torch.device
-    lanes: Lanes  # where its tasks run
+    streams: ScheduleStreams  # where its tasks run
     recomputes: bool = False  # experts compute again in backward what lies between their rows
     here: Here = field(default_factory=Here)  # where the model finds out what it computes
     threads: ThreadPoolExecutor = field(default_factory=_threads)  # for the model
@@ -326,7 +328,7 @@ class Stack:
     @property
     def is_attention(self) -> bool:
         """Whether this rank runs the model."""
-        return self.roles.is_attention(self.layers[0].site.layout.rank)
+        return self.roles.is_attention(self.layers[0].layer_context.layout.rank)
 
     def run(
         self,
@@ -352,63 +354,68 @@ class Stack:
         schedule = _schedule_of(
             len(self.layers), num_stripes, self._numbers(), side, is_graded=is_graded
         )
-        crews = [self._crew(layer, stripes, add_grad, counts=counts) for layer in self.layers]
-        head = {tasks.HEAD: StripeHead(len(crews), stripes)}
-        crews.append(Crew(head, crews[-1].observers, "the end"))
+        layers_stages = [
+            self._layer_stages(layer, stripes, add_grad, counts=counts) for layer in self.layers
+        ]
+        head = {tasks.HEAD: StripeHead(len(layers_stages), stripes)}
+        layers_stages.append(LayerStages(head, layers_stages[-1].observers, "the end"))
         try:
             given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
-            binding = Binding.of(schedule, lambda task: crews[task.layer])
-            one_pass = Pass(binding, self.lanes, keeps=is_graded)
+            binding = Binding.of(schedule, lambda task: layers_stages[task.layer])
+            one_pass = Pass(binding, self.streams, keeps=is_graded)
             # Ranks of both roles draw one number of theirs.
             with RandomNumbers().own(), torch.no_grad():
                 one_pass(given)
         finally:
             for stripe in stripes:
-                for passage in stripe.passages:
-                    passage.abandon()
+                for stripe_pass in stripe.stripe_passes:
+                    stripe_pass.abandon()
         if control is not None:
             check_orders(schedule, control)
         return schedule
 
     def _numbers(self) -> _Numbers:
-        plans, cells = [layer.site.plan for layer in self.layers], list(self.roles.attention_cells)
+        plans, ep_ranks = (
+            [layer.layer_context.plan for layer in self.layers],
+            list(self.roles.attention_ep_ranks),
+        )
         revised = [plan.revise for plan in plans]
-        # The rows of a stripe may ask for copies anywhere.
-        offloaded = [plan.revise or plan.target.holds_EC[:, cells].any() for plan in plans]
-        copied = [plan.has_copies for plan in plans]
+        # The rows of a stripe may ask for replicas anywhere.
+        offloaded = [plan.revise or plan.target.holds_EC[:, ep_ranks].any() for plan in plans]
+        copied = [plan.has_replicas for plan in plans]
         kinds = (offloaded, copied, revised)
         return _Numbers(*(frozenset(n for n, has in enumerate(kind) if has) for kind in kinds))
 
-    def _crew(
+    def _layer_stages(
         self,
         layer: RoutedExperts,
         stripes: Sequence[Stripe],
         add_grad: AddGrad | None,
         *,
         counts: bool,
-    ) -> Crew:
+    ) -> LayerStages:
         """Who does the tasks of a layer: its own stages, stripe by stripe."""
         is_graded = add_grad is not None
-        own = layer.crew_between_sides(self.device, counts=counts, is_graded=is_graded)
+        own = layer.stages_between_sides(self.device, counts=counts, is_graded=is_graded)
         order, dispatch, expert, combine = (
             own.stages[op] for op in (ops.ORDER, ops.DISPATCH, ops.EXPERT, ops.COMBINE)
         )
-        has_copies = layer.site.plan.has_copies
-        serving = StripeExpert(expert, add_grad, self.recomputes, has_copies)
+        has_replicas = layer.layer_context.plan.has_replicas
+        serve_expert = StripeExpert(expert, add_grad, self.recomputes, has_replicas)
         stages: dict[Op, Stage] = {
-            tasks.ATTENTION: StripeAttention(layer.site.layer, stripes),
+            tasks.ATTENTION: StripeAttention(layer.layer_context.layer, stripes),
             tasks.DISPATCH: StripeDispatch(
                 order, dispatch, self.device, is_graded, layer.rows_are_like
             ),
-            tasks.EXPERT: serving,
-            tasks.OFFLOADED: serving,
+            tasks.EXPERT: serve_expert,
+            tasks.OFFLOADED: serve_expert,
             tasks.COMBINE: StripeCombine(combine),
         }
-        if has_copies:
-            assert layer.copies is not None, "its strategy uses what they travel by"
+        if has_replicas:
+            assert layer.replicas is not None, "its strategy uses what they travel by"
             gather, join = (
-                StripeGather(layer.copies, add_grad),
-                StripeJoin(layer.copies, add_grad),
+                StripeGather(layer.replicas, add_grad),
+                StripeJoin(layer.replicas, add_grad),
             )
             stages |= {
                 ops.GATHER: gather,
@@ -432,16 +439,16 @@ def stack_of(
     """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
     strategy = blueprint.strategy
     assert strategy.roles is not None, "else nobody asks"
-    layout = layers[0].routed.site.layout
-    for lane in (tasks.A2E, tasks.E2A):
-        connect(layout.group("ep", lane), device)
+    layout = layers[0].routed.layer_context.layout
+    for stream in (tasks.A2E, tasks.E2A):
+        connect(layout.group("ep", stream), device)
     hosted = [layer.hosted for layer in layers]
     return Stack(
         layers=[layer.routed for layer in layers],
         weights=lambda layer: hosted[layer].weights(),
         roles=strategy.roles,
         device=device,
-        lanes=lanes_for(device, overlaps=True),
+        streams=streams_for(device, overlaps=True),
         recomputes=strategy.striping.recomputes,
         here=here,
     )
@@ -450,12 +457,12 @@ def stack_of(
 def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
-    lines = (f"{lane.name}: {issued.in_lane(lane)}" for lane in tasks.SHARED)
-    told = gather_objects("; ".join(lines), control)
-    if len(set(told)) > 1:
+    lines = (f"{stream.name}: {issued.in_stream(stream)}" for stream in tasks.SHARED)
+    gathered = gather_objects("; ".join(lines), control)
+    if len(set(gathered)) > 1:
         raise RuntimeError(
             "ranks of a ZP group issued collectives in different orders: "
-            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
+            + " | ".join(f"place {place} {text}" for place, text in enumerate(gathered))
         )
 
 
@@ -467,30 +474,44 @@ class BothSides:
     place: int  # of this rank there
     roles: Roles
 
-    def __call__(self, spans: Sequence[record.Span]) -> list[record.Span]:
+    def __call__(self, traced_tasks: Sequence[record.TracedTask]) -> list[record.TracedTask]:
         """The same and the expert rank's, on this rank's clock: the first exchange ended at one
         moment for both. In the order in which they began; the rank's own know where those are now
         that they waited for. Collective."""
-        teller = self.roles.expert_cells[0]
-        own = list(spans)
-        theirs = gather_objects(own if self.place == teller else [], self.control)[teller]
-        if self.place == teller:
+        sender = self.roles.expert_ep_ranks[0]
+        own = list(traced_tasks)
+        theirs = gather_objects(own if self.place == sender else [], self.control)[sender]
+        if self.place == sender:
             return own
         later_s = _first_end_s(own) - _first_end_s(theirs)
         moved = (
-            replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s, bound_by=None)
-            for span in theirs
-            if span.lane == tasks.EXPERT_SIDE.name
+            replace(
+                traced_task,
+                start_s=traced_task.start_s + later_s,
+                end_s=traced_task.end_s + later_s,
+                bound_by=None,
+            )
+            for traced_task in theirs
+            if traced_task.stream == tasks.EXPERT_SIDE.name
         )
         both = [*own, *moved]
         order = sorted(range(len(both)), key=lambda old: both[old].start_s)
         new = {old: place for place, old in enumerate(order)}
         return [
-            span if span.bound_by is None else replace(span, bound_by=new[span.bound_by])
-            for span in (both[old] for old in order)
+            traced_task
+            if traced_task.bound_by is None
+            else replace(traced_task, bound_by=new[traced_task.bound_by])
+            for traced_task in (both[old] for old in order)
         ]
 
 
-def _first_end_s(spans: Sequence[record.Span]) -> float:
+def _first_end_s(traced_tasks: Sequence[record.TracedTask]) -> float:
     """When the first exchange of the step had ended."""
-    return min((span.end_s for span in spans if span.name == tasks.DISPATCH.name), default=0.0)
+    return min(
+        (
+            traced_task.end_s
+            for traced_task in traced_tasks
+            if traced_task.name == tasks.DISPATCH.name
+        ),
+        default=0.0,
+    )

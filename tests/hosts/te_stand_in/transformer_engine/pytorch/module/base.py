@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all linears have: fp8's quantizers and copies of weights, parameters, products.
+"""What all linears have: fp8's quantizers and replicas of weights, parameters, products.
 
 Methods without an underscore that are not of the real one: ``take``, ``add_parameters``,
 ``prepare``, ``multiply``, ``store_wgrads``.
@@ -116,12 +116,12 @@ class TransformerEngineBaseModule(nn.Module):
     def set_extra_state(self, state: Tensor | None) -> None:
         if state is None or state.numel() == 0:
             return
-        told = pickle.loads(state.detach().cpu().numpy().tobytes())
-        self.fp8_meta.update(told["extra_fp8_variables"], recipe=told["recipe"])
-        self.init_fp8_meta_tensors(told["recipe"])
-        for way in ("fwd", "bwd") if told["recipe"].delayed() else ():
-            self.fp8_meta[f"scaling_{way}"].scale.copy_(told[f"scale_{way}"])
-            self.fp8_meta[f"scaling_{way}"].amax_history.copy_(told[f"amax_history_{way}"])
+        reported = pickle.loads(state.detach().cpu().numpy().tobytes())
+        self.fp8_meta.update(reported["extra_fp8_variables"], recipe=reported["recipe"])
+        self.init_fp8_meta_tensors(reported["recipe"])
+        for way in ("fwd", "bwd") if reported["recipe"].delayed() else ():
+            self.fp8_meta[f"scaling_{way}"].scale.copy_(reported[f"scale_{way}"])
+            self.fp8_meta[f"scaling_{way}"].amax_history.copy_(reported[f"amax_history_{way}"])
 
     # Construction.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams against threads against one stream: the same program, the same numbers.
+"""Streams against threads against one cuda_stream: the same program, the same numbers.
 
 On a CPU the same bodies run on worker threads, so that the tests themselves are tested.
 """
@@ -23,14 +23,14 @@ from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.moe.slot_rows import SlotSortings
 from ds_moe_ext.schedule.executor import (
     CudaStreams,
-    InlineLanes,
+    InlineStreams,
     OnDevice,
-    ThreadLanes,
-    lanes_for,
+    ThreadStreams,
+    streams_for,
 )
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.stages import Saved, Stage
-from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Lane, Op, Span
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, ChunkRange, Op, Stream
 from ds_moe_ext.testing import relative_error
 from tests.flows import flow
 from tests.gpu.layers import (
@@ -50,7 +50,7 @@ BIG = Case(num_tokens=768, width=128, expert_width=256)
 
 
 def big(device: torch.device) -> Case:
-    """On a CPU, where lanes are threads, few tokens show the same."""
+    """On a CPU, where streams are threads, few tokens show the same."""
     return BIG if device.type == "cuda" else replace(BIG, num_tokens=96)
 
 
@@ -70,8 +70,8 @@ def test_streams_equal_threads(
 ) -> None:
     case = Case(degrees=degrees, dtype=dtype, hot=1.0)
     ours = Runner.of(case, device, side_by_side(device)).step(*inputs(case, device))
-    for lanes in (ThreadLanes(), InlineLanes()):
-        reference = Runner.of(case, CPU, lanes).step(*inputs(case, CPU))
+    for streams in (ThreadStreams(), InlineStreams()):
+        reference = Runner.of(case, CPU, streams).step(*inputs(case, CPU))
         errors = [relative_error(a.cpu(), b) for a, b in zip(ours, reference)]
         assert max(errors) <= TOLERANCES[dtype], errors
 
@@ -93,7 +93,7 @@ def test_streams_equal_one_stream_bit_by_bit(
 
 
 def late(device: torch.device) -> None:
-    """Let this lane fall behind the others."""
+    """Let this stream fall behind the others."""
     if device.type == "cuda":
         torch.cuda._sleep(SLEEP_CYCLES)
     else:
@@ -111,7 +111,7 @@ def tensors_in(parts: Any) -> Iterator[Tensor]:
 
 
 def overwrite_what_is_free(like: Sequence[Tensor]) -> None:
-    """Fill blocks that this lane's stream may allocate, of the sizes that values have."""
+    """Fill blocks that this stream's cuda_stream may allocate, of the sizes that values have."""
     # All are held before any is freed, so that each gets another block.
     filler = [torch.empty_like(tensor) for tensor in like for _ in range(3)]
     for block in filler:
@@ -120,21 +120,23 @@ def overwrite_what_is_free(like: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Hostile:
-    """A stage whose lane comes late or not, and which overwrites all memory that looks free."""
+    """A stage whose stream comes late or not, and which overwrites all memory that looks free."""
 
     stage: Stage
     device: torch.device
     is_late: bool
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
-        return self._surrounded(reads, functools.partial(self.stage.forward, span, *reads))
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+        return self._surrounded(reads, functools.partial(self.stage.forward, chunk_range, *reads))
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         parts = (*saved, *grads)
-        return self._surrounded(parts, functools.partial(self.stage.backward, span, saved, *grads))
+        return self._surrounded(
+            parts, functools.partial(self.stage.backward, chunk_range, saved, *grads)
+        )
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        return self.stage.recut(span, pieces)
+    def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
+        return self.stage.recut(chunk_range, pieces)
 
     def _surrounded(self, parts: Any, work: Any) -> Any:
         like = list(tensors_in(parts))
@@ -146,24 +148,24 @@ class Hostile:
         return result
 
 
-def hostile(program: Program, device: torch.device, late_lane: Lane) -> Program:
+def hostile(program: Program, device: torch.device, late_stream: Stream) -> Program:
     stages: Mapping[Op, Stage] = {
-        op: Hostile(stage, device, op.lane == late_lane)
-        for op, stage in program.crew.stages.items()
+        op: Hostile(stage, device, op.stream == late_stream)
+        for op, stage in program.layer_stages.stages.items()
     }
-    return replace(program, crew=replace(program.crew, stages=stages))
+    return replace(program, layer_stages=replace(program.layer_stages, stages=stages))
 
 
 @DEVICES
-@pytest.mark.parametrize("late_lane", [COMPUTE, INTER], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("late_stream", [COMPUTE, INTER], ids=lambda stream: stream.name)
 @pytest.mark.parametrize("degrees", [(1, 1), (4, 4), (3, 2), (2, 4)], ids=str)
 def test_freed_memory_is_not_reused_too_early(
-    device: torch.device, degrees: tuple[int, int], late_lane: Lane
+    device: torch.device, degrees: tuple[int, int], late_stream: Stream
 ) -> None:
     case = replace(big(device), degrees=degrees)
     num_passes = 20 if device.type == "cuda" else 2
     reference = Runner.of(case, device, one_by_one(device))
-    change = functools.partial(hostile, device=device, late_lane=late_lane)
+    change = functools.partial(hostile, device=device, late_stream=late_stream)
     runner = Runner.of(case, device, side_by_side(device), change)
     batches = [inputs(case, device, seed) for seed in range(min(num_passes, 3))]
     expected = [reference.step(x, grad) for x, grad in batches]
@@ -174,13 +176,13 @@ def test_freed_memory_is_not_reused_too_early(
 
 
 @DEVICES
-@pytest.mark.parametrize("late_lane", [COMPUTE, INTER], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("late_stream", [COMPUTE, INTER], ids=lambda stream: stream.name)
 def test_freed_memory_is_not_reused_too_early_without_gradients(
-    device: torch.device, late_lane: Lane
+    device: torch.device, late_stream: Stream
 ) -> None:
     """No backward pass holds values back: they are freed much sooner."""
     case = replace(BIG, degrees=(4, 4))
-    change = functools.partial(hostile, device=device, late_lane=late_lane)
+    change = functools.partial(hostile, device=device, late_stream=late_stream)
     runner = Runner.of(case, device, side_by_side(device), change)
     reference = Runner.of(case, device, one_by_one(device))
     batches = [inputs(case, device, seed)[0] for seed in range(3)]
@@ -193,16 +195,16 @@ def test_freed_memory_is_not_reused_too_early_without_gradients(
 
 @DEVICES
 def test_callers_stream_is_waited_for_and_waits(device: torch.device) -> None:
-    """Inputs are late on the caller's stream, which is not the default one; what it gets it uses
-    at once and overwrites."""
+    """Inputs are late on the caller's cuda_stream, which is not the default one; what it gets it
+    uses at once and overwrites."""
     case = replace(BIG, degrees=(3, 2))
     x, grad = inputs(case, device)
     reference = Runner.of(case, device, one_by_one(device)).step(x, grad)
     runner = Runner.of(case, device, side_by_side(device))
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # None: does nothing
+    cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if cuda_stream is not None:
+        cuda_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(cuda_stream):  # None: does nothing
         for _ in range(5):
             late_x, late_grad = torch.zeros_like(x), torch.zeros_like(grad)
             late(device)
@@ -232,10 +234,10 @@ def test_recomputed_in_backward(device: torch.device, degrees: tuple[int, int]) 
 
 
 @DEVICES
-def test_the_host_works_beside_the_lanes(device: torch.device) -> None:
+def test_the_host_works_beside_the_streams(device: torch.device) -> None:
     """It sees on the device what was written before it, and what it writes there is seen."""
     schedule = flow("a inter", "b host a", "c compute a", "d compute b c", "e host d")
-    lanes = side_by_side(device)
+    streams = side_by_side(device)
     written = torch.zeros(4, device=device)
     threads: dict[int, int] = {}
     made: list[Tensor] = []
@@ -258,27 +260,27 @@ def test_the_host_works_beside_the_lanes(device: torch.device) -> None:
 
     for _ in range(5):
         made.clear()
-        lanes.run(schedule, do)
+        streams.run(schedule, do)
         written.zero_()  # the caller's next work comes after all that
     assert sums == [24.0, 36.0] * 5
     assert threads[2] == threads[3] == threading.get_ident()
     assert threads[1] == threads[4] != threading.get_ident()
 
 
-# Marks and lanes.
+# Marks and streams.
 
 
 @DEVICES
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
     case = replace(BIG, degrees=(2, 2))
-    lanes = side_by_side(device) if overlaps else one_by_one(device)
+    streams = side_by_side(device) if overlaps else one_by_one(device)
     seen = TasksSeen(is_wanted=True)
 
     def watched(program: Program) -> Program:
-        return replace(program, crew=replace(program.crew, observers=(seen,)))
+        return replace(program, layer_stages=replace(program.layer_stages, observers=(seen,)))
 
-    runner = Runner.of(case, device, lanes, watched)
+    runner = Runner.of(case, device, streams, watched)
     runner.step(*inputs(case, device))
     timed = seen.take()
     program = runner.program
@@ -289,17 +291,17 @@ def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_lanes_of_a_device_that_overlap_are_other_ones() -> None:
-    assert type(lanes_for(CUDA, True)) is not type(lanes_for(CUDA, False))
-    assert lanes_for(CUDA, True) is lanes_for(CUDA, True)
+def test_streams_of_a_device_that_overlap_are_other_ones() -> None:
+    assert type(streams_for(CUDA, True)) is not type(streams_for(CUDA, False))
+    assert streams_for(CUDA, True) is streams_for(CUDA, True)
 
 
 @pytest.mark.gpu
-def test_lanes_that_send_go_first() -> None:
-    streams = CudaStreams(CUDA)
-    assert [streams.made_for(lane).priority for lane in (INTER, INTRA, PARAM)] == [-1] * 3
-    assert streams.made_for(HOST).priority == 0
-    assert streams.current().priority == 0
+def test_streams_that_send_go_first() -> None:
+    cuda_streams = CudaStreams(CUDA)
+    assert [cuda_streams.made_for(stream).priority for stream in (INTER, INTRA, PARAM)] == [-1] * 3
+    assert cuda_streams.made_for(HOST).priority == 0
+    assert cuda_streams.current().priority == 0
 
 
 @pytest.mark.gpu
@@ -343,24 +345,24 @@ class Late:
 
     stage: Stage
 
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
         torch.cuda._sleep(5 * SLEEP_CYCLES)
-        return self.stage.forward(span, *reads)
+        return self.stage.forward(chunk_range, *reads)
 
 
 @pytest.mark.gpu
-def test_lanes_overlap() -> None:
+def test_streams_overlap() -> None:
     """Late dispatches of later chunks run beside the late experts of earlier ones."""
     case = replace(BIG, degrees=(4, 4))
     x, _ = inputs(case, CUDA)
 
     def both_late(program: Program) -> Program:
-        own = program.crew.stages
+        own = program.layer_stages.stages
         stages = {op: Late(stage) for op, stage in own.items()}
-        return replace(program, crew=replace(program.crew, stages=stages))
+        return replace(program, layer_stages=replace(program.layer_stages, stages=stages))
 
-    def seconds(lanes: Any) -> float:
-        runner = Runner.of(case, CUDA, lanes, both_late)
+    def seconds(streams: Any) -> float:
+        runner = Runner.of(case, CUDA, streams, both_late)
         found_s = []
         for _ in range(6):  # at first memory is allocated, for which the device may wait
             with torch.no_grad():

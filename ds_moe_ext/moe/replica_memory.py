@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers of copies: who sends what by a plan, where it arrives, and what it travels as.
+"""Transfers of replicas: who sends what by a plan, where it arrives, and what it travels as.
 
-Copies are no parameters. Autograd may save views of them, so that the memory can be freed and had
-again behind its back, as long as the same values are put in (see ``CopyMemory.release``). Shape
-letters: C cells, E experts.
+Replicas are no parameters. Autograd may save views of them, so that the memory can be freed and had
+again behind its back, as long as the same values are put in (see ``ReplicaMemory.release``). Shape
+letters: C EP ranks, E experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.core.comm import Traffic, sparse_all_gather
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.transfer import SMALL, Cargo, Move, Part, part_of, star_of
+from ds_moe_ext.core.transfer import SMALL, Move, Part, TransferSize, part_of, star_of
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.schedule.executor import Event, OnDevice, Steps
@@ -42,43 +42,43 @@ def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class LayerCoordinates:
     """Where this rank stands among those that hold a layer's experts."""
 
     layer: int  # number of the layer
-    cell: int  # this rank's cell
-    node_C: np.ndarray  # node of each cell
-    group: dist.ProcessGroup  # the cells, in a communicator that only the parameter lane uses
-    # sums of gradients on their way home are kept so; the same in all cells
+    ep_rank: int  # this rank's EP rank
+    node_C: np.ndarray  # node of each EP rank
+    group: dist.ProcessGroup  # the EP ranks, in a communicator that only the parameter stream uses
+    # sums of gradients on their way to the owner are kept so; the same in all EP ranks
     in_float32: bool = False
-    broadcasts: bool = False  # what goes to all cells travels by broadcasts
-    cargo: Cargo = SMALL  # how large an expert is
+    broadcasts: bool = False  # what goes to all EP ranks travels by broadcasts
+    transfer_size: TransferSize = SMALL  # how large an expert is
 
     @property
     def has_stars(self) -> bool:
-        """Whether what goes to all cells needs no trees. A star brings home all gradients at once,
-        so that their sums could not be kept in 32 bits."""
+        """Whether what goes to all EP ranks needs no trees. A star brings to the owner all
+        gradients at once, so that their sums could not be kept in 32 bits."""
         return self.broadcasts and not self.in_float32
 
     def part(self, held: Placement, wanted: Placement) -> Part:
-        """What this cell does for the others to get their copies."""
+        """What this EP rank does for the others to get their replicas."""
         if self.has_stars:
-            star = star_of(held, wanted, self.node_C, self.cell)
+            star = star_of(held, wanted, self.node_C, self.ep_rank)
             if star is not None:
                 return star
-        return part_of(held, wanted, self.node_C, self.cell, self.cargo)
+        return part_of(held, wanted, self.node_C, self.ep_rank, self.transfer_size)
 
     def experts(self, placement: Placement) -> Sequence[int]:
-        """Experts that a placement has in this cell, by slot."""
-        experts: list[int] = placement.experts_of(self.cell).tolist()
+        """Experts that a placement has in this EP rank, by slot."""
+        experts: list[int] = placement.experts_of(self.ep_rank).tolist()
         return experts
 
 
 class Piece(NamedTuple):
     """Some of the transfers of a plan."""
 
-    part: Part  # what this cell does of them
-    experts: Collection[int]  # whose copies these are
+    part: Part  # what this EP rank does of them
+    experts: Collection[int]  # whose replicas these are
     number: int = 0  # of the piece, for traces
 
 
@@ -87,44 +87,46 @@ class Transfers:
     """What this rank sends and receives by one plan; worked out from the plan alone, so that it can
     be done beforehand."""
 
-    place: Place
+    coordinates: LayerCoordinates
     plan: Plan
-    whole: Part  # of all copies at once
+    whole: Part  # of all replicas at once
     gathers: Sequence[Piece]  # the pieces in which they travel
     reductions: Sequence[Piece]  # the pieces in which their gradients do
-    slots: Mapping[int, int]  # of the experts at home here
+    slots: Mapping[int, int]  # of the experts at their owners here
     planned: Sequence[int]  # experts that compute here, by slot
-    copied: Sequence[int]  # those of them that are at home elsewhere
-    are_behind: bool  # the slots of copies come behind those of the experts at home
+    copied: Sequence[int]  # those of them that are at the owner elsewhere
+    are_behind: bool  # the slots of replicas come behind those of the experts at their owners
 
     @classmethod
-    def of(cls, place: Place, plan: Plan, before: Transfers | None = None) -> Transfers:
+    def of(
+        cls, coordinates: LayerCoordinates, plan: Plan, before: Transfers | None = None
+    ) -> Transfers:
         """The costly part of taking a plan.
 
         Args:
-            before: of an earlier plan, which may know the experts at home.
+            before: of an earlier plan, which may know the experts at their owners.
         """
-        home, target = plan.home, plan.target
-        whole = place.part(home, target)
-        own = before.experts_here(home) if before is not None else place.experts(home)
+        owner, target = plan.owner, plan.target
+        whole = coordinates.part(owner, target)
+        own = before.experts_here(owner) if before is not None else coordinates.experts(owner)
         slots = {expert: slot for slot, expert in enumerate(own)}
-        planned = place.experts(target)
+        planned = coordinates.experts(target)
         copied = [expert for expert in planned if expert not in slots]
         here = slots, planned, copied, [*planned] == [*own, *copied]
         if plan.carried is None:
             whole.prepare()
-            all_ = [Piece(whole, range(home.num_experts))]
-            return cls(place, plan, whole, all_, all_, *here)
-        moved = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
+            all_ = [Piece(whole, range(owner.num_experts))]
+            return cls(coordinates, plan, whole, all_, all_, *here)
+        moved = frozenset(np.flatnonzero((target.holds_EC > owner.holds_EC).any(axis=1)).tolist())
         parts = {moved: whole}  # both splits have often the same pieces, or one with all
 
         def piece(number: int, experts: frozenset[int]) -> Piece:
-            if experts not in parts and place.has_stars and whole.everywhere:
+            if experts not in parts and coordinates.has_stars and whole.everywhere:
                 parts[experts] = _of_star(whole, experts)
             elif experts not in parts:
                 some_EC = np.zeros_like(target.holds_EC)
                 some_EC[list(experts)] = target.holds_EC[list(experts)]
-                parts[experts] = place.part(home, home.with_copies(some_EC))
+                parts[experts] = coordinates.part(owner, owner.with_replicas(some_EC))
             return Piece(parts[experts], experts, number)
 
         gathers, reductions = (
@@ -133,30 +135,32 @@ class Transfers:
         )
         for part in parts.values():
             part.prepare()
-        return cls(place, plan, whole, gathers, reductions, *here)
+        return cls(coordinates, plan, whole, gathers, reductions, *here)
 
     def experts_here(self, placement: Placement) -> Sequence[int]:
         """Experts that a placement has here, by slot."""
         if placement is self.plan.target:
             return self.planned
-        return [*self.slots] if placement is self.plan.home else self.place.experts(placement)
+        return (
+            [*self.slots] if placement is self.plan.owner else self.coordinates.experts(placement)
+        )
 
     def serve(self, plan: Plan) -> bool:
         """Whether another plan asks for the same."""
         mine = self.plan
         return plan.carried == mine.carried and all(
             one.is_like(other)
-            for one, other in ((plan.home, mine.home), (plan.target, mine.target))
+            for one, other in ((plan.owner, mine.owner), (plan.target, mine.target))
         )
 
     def part_to(self, target: Placement) -> Part:
-        """For copies to come from the homes, also where a target has more than the plan's."""
+        """For replicas to come from the owners, also where a target has more than the plan's."""
         if target is self.plan.target:
             return self.whole
-        return self.place.part(self.plan.home, target)
+        return self.coordinates.part(self.plan.owner, target)
 
-    def pieces_home(self, target: Placement) -> Sequence[Piece]:
-        """In which gradients of the copies go home."""
+    def pieces_to_owner(self, target: Placement) -> Sequence[Piece]:
+        """In which gradients of the replicas go to the owner."""
         if target is self.plan.target:
             return self.reductions
         return [Piece(self.part_to(target), range(target.num_experts))]
@@ -176,8 +180,8 @@ def _of_star(star: Part, experts: frozenset[int]) -> Part:
     return replace(star, rounds=tuple(rounds) if everywhere else (), everywhere=everywhere)
 
 
-class CopyMemory(OnDevice):
-    """Memory for this rank's copies of one layer, which can be filled anew or freed.
+class ReplicaMemory(OnDevice):
+    """Memory for this rank's replicas of one layer, which can be filled anew or freed.
 
     Args:
         planned: experts that are to be copied, by slot.
@@ -187,7 +191,8 @@ class CopyMemory(OnDevice):
         gathers: what fills it; whoever reads a copy joins them first.
         is_released: the memory was freed, if there was any: what other ranks copy from here is
             gathered again all the same.
-        stacks: of each name all copies that were planned, ``[S, ...]``; none before there is room.
+        stacks: of each name all replicas that were planned, ``[S, ...]``; none before there is
+            room.
     """
 
     def __init__(self, planned: Sequence[int] = ()) -> None:
@@ -202,7 +207,8 @@ class CopyMemory(OnDevice):
         self.stacks: Weights = ()
 
     def clear(self, planned: Sequence[int]) -> None:
-        """Forget whose copies they are; the memory stays, if it is enough for those planned now."""
+        """Forget whose replicas they are; the memory stays, if it is enough for those planned
+        now."""
         self.held.clear()
         self.gathers.clear()
         if planned is self._planned:  # their slots wait for them
@@ -213,7 +219,7 @@ class CopyMemory(OnDevice):
         self._reserve()
 
     def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
-        """Where the copies of these experts go, besides those that are there."""
+        """Where the replicas of these experts go, besides those that are there."""
         if self._planned and not self._blocks:
             self._slots = self._make(len(self._planned), like)
             self._reserve()
@@ -250,14 +256,14 @@ class CopyMemory(OnDevice):
         self.gathers.clear()
 
     def restore(self) -> dict[int, Weights]:
-        """Have the memory again; where the copies go."""
+        """Have the memory again; where the replicas go."""
         for tensor, size in zip(self.tensors(), self._sizes):
             tensor.untyped_storage().resize_(size)
         self._sizes, self.is_released = [], False
         return {**self.held}
 
 
-# Copies of experts that travel encoded: packed at home, handed on so, unpacked on arrival.
+# Replicas of experts that travel encoded: packed at the owner, handed on so, unpacked on arrival.
 
 
 def gathered(
@@ -269,7 +275,7 @@ def gathered(
 ) -> Steps[Traffic]:
     """As ``sparse_all_gather``, through a codec: buffers have what it makes of the holders' bits.
 
-    The home computes with its own weights as they are, and its copies with decoded ones.
+    The owner computes with its own weights as they are, and its replicas with decoded ones.
     """
     if codec is None or not part.rounds:
         return (yield from sparse_all_gather(part, chunks, buffers, group))
@@ -305,7 +311,7 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
     where they were freed in between, or layers run again.
 
     Args:
-        codec: of copies.
+        codec: of replicas.
         like: weights of an expert, for their widths and types.
         device: where they will be encoded.
 
@@ -320,10 +326,10 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
         first, again = (codec.encode(rows_ND.clone()).contiguous() for _ in range(2))
         if not torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
             raise ValueError(
-                f"{codec} has 'copies' and encodes the same rows in two ways, so that backward "
-                "might have other copies of experts than forward had; let encode give the same for "
-                "the same rows (no random numbers but those of a seed of its own), or set 'copies' "
-                "to false"
+                f"{codec} has 'replicas' and encodes the same rows in two ways, so that backward "
+                "might have other replicas of experts than forward had; let encode give the same "
+                "for the same rows (no random numbers but those of a seed of its own), or set "
+                "'replicas' to false"
             )
 
 
@@ -345,8 +351,8 @@ class GradientPacking:
 
 
 class Codecs(NamedTuple):
-    weights: Codec | None = None  # of copies on their way to their cells; None: as they are
-    gradients: Codec | None = None  # of their gradients on their way home; likewise
+    weights: Codec | None = None  # of replicas on their way to their EP ranks; None: as they are
+    gradients: Codec | None = None  # of their gradients on their way to the owner; likewise
 
     @property
     def packing(self) -> GradientPacking | None:
@@ -356,7 +362,7 @@ class Codecs(NamedTuple):
 AS_THEY_ARE = Codecs()
 
 
-def copy_bytes(like: Weights, codecs: Codecs) -> float:
+def replica_bytes(like: Weights, codecs: Codecs) -> float:
     """Bytes of one expert on its way: the mean of its weights' and their gradients'."""
     there = None if codecs.weights is None else codecs.weights.encode
     back = None if codecs.gradients is None else codecs.gradients.encode_grad
@@ -375,7 +381,7 @@ def _bytes(weight: Tensor, encode: Callable[[Tensor], Tensor] | None) -> int:
 
 
 class Accumulation(Protocol):
-    """What a host has of one layer's experts that are at home on this rank."""
+    """What a host has of one layer's experts that are at the owner on this rank."""
 
     def begin(self) -> None:
         """The first pass of a step is about to leave gradients with the host."""
@@ -394,7 +400,7 @@ class KeptMeanwhile:
     """Of a host that says when it drops what it has: a number is then another.
 
     Args:
-        number: tells it.
+        number: shows it.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
@@ -411,11 +417,11 @@ class KeptInGrad:
     """Of a host that accumulates in ``.grad``, which a user may set to None or to zeros.
 
     The weight that got a gradient last stands for all of the layer's: users drop all or nothing.
-    Where none at home here got any, nothing is known, and nothing is dropped.
+    Where none at the owner here got any, nothing is known, and nothing is dropped.
 
     Args:
         layer: its number, for a person.
-        weights: gives the parameters that are at home, as they are when it is asked.
+        weights: gives the parameters that are at the owner, as they are when it is asked.
     """
 
     def __init__(self, layer: int, weights: Callable[[], Sequence[nn.Parameter]]) -> None:

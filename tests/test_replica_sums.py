@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of an expert's copies, summed in bfloat16 and in float32.
+"""Gradients of an expert's replicas, summed in bfloat16 and in float32.
 
 Shape letters: D model width, F expert width.
 """
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.transfer import Cargo, part_of, star_of
-from ds_moe_ext.moe.copy_memory import Place
+from ds_moe_ext.core.transfer import TransferSize, part_of, star_of
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.replica_memory import LayerCoordinates
 from ds_moe_ext.planning.strategy import Job, Strategy
 from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.strategies.settings import read_settings
@@ -40,12 +40,12 @@ HOT = 0  # copied to all
 class Summed(Copied):
     """Copies whose gradients are summed as a test asks for."""
 
-    sums_copies_in_float32: bool = False
+    sums_replicas_in_float32: bool = False
 
 
 @dataclass
 class Sums:
-    """Takes down what a reduction is given and brings home of the hot expert."""
+    """Takes down what a reduction is given and brings to the owner of the hot expert."""
 
     given: tuple[Tensor, ...] = ()
     came: tuple[Tensor, ...] = ()
@@ -53,21 +53,21 @@ class Sums:
     def __call__(
         self, part: Any, grads: Mapping[int, Sequence[Tensor]], group: Any, **how: Any
     ) -> Steps[Arrived]:
-        if part.cell:  # at home what is given is not read
+        if part.ep_rank:  # at the owner what is given is not read
             self.given = tuple(grad.clone() for grad in grads[HOT])
         arrived = yield from sparse_reduce_scatter(part, grads, group, **how)
-        # Cloned: its home adds its own to them.
+        # Cloned: its owner adds its own to them.
         self.came = tuple(total.clone() for total in arrived.grads.get(HOT, ()))
         return arrived
 
 
 def _layer(rank: int, dtype: torch.dtype, *, in_float32: bool) -> MoELayer:
-    home = Placement.block(RANKS, RANKS)
-    holds_EC = home.holds_EC.copy()
+    owner = Placement.block(RANKS, RANKS)
+    holds_EC = owner.holds_EC.copy()
     holds_EC[HOT] = True
-    strategy = Summed(target=Placement(holds_EC), sums_copies_in_float32=in_float32)
+    strategy = Summed(target=Placement(holds_EC), sums_replicas_in_float32=in_float32)
     layout = ParallelLayout.build(Grid(RANKS, RANKS), strategy.uses(), ranks_per_node=4)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
     generator = torch.Generator().manual_seed(7)
     gate_ED = torch.randn(RANKS, D, generator=generator).to(dtype)
     drawn = (torch.randn(2 * F, D, generator=generator), torch.randn(D, F, generator=generator))
@@ -80,7 +80,7 @@ def _layer(rank: int, dtype: torch.dtype, *, in_float32: bool) -> MoELayer:
         plan=plan,
         layout=layout,
     )
-    layer.routed.allow_copies(
+    layer.routed.allow_replicas(
         tuple(weight.detach().requires_grad_() for weight in layer.expert_weights)
     )
     return layer
@@ -93,14 +93,14 @@ def _trained(
     layer, sums = _layer(rank, dtype, in_float32=in_float32), Sums()
     generator = torch.Generator().manual_seed(100 + rank)
     x, grad = torch.randn(2, 64, D, generator=generator).to(dtype)
-    with mock.patch("ds_moe_ext.moe.copies.sparse_reduce_scatter", sums):
+    with mock.patch("ds_moe_ext.moe.replicas.sparse_reduce_scatter", sums):
         torch.sum(layer(x.requires_grad_()).y * grad).backward()
     grads = [weight.grad for weight in layer.expert_weights if weight.grad is not None]
     return sums, grads, layer.routed.describe()
 
 
 def _errors(dtype: torch.dtype, *, in_float32: bool) -> list[float]:
-    """Of the sums that came home against those in float64, weight by weight; relative."""
+    """Of the sums that came to the owner against those in float64, weight by weight; relative."""
     found = [sums for sums, _, _ in pool_of(RANKS).run(_trained, dtype, in_float32)]
     errors = []
     for number, came in enumerate(found[HOT].came):
@@ -125,19 +125,22 @@ def test_other_types_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 def test_ranks_compare_how_they_sum() -> None:
-    told = {
+    results = {
         way: {text for _, _, text in pool_of(RANKS).run(_trained, torch.bfloat16, way)}
         for way in (True, False)
     }
-    assert [len(texts) for texts in told.values()] == [1, 1]
-    assert told[True] != told[False]
+    assert [len(texts) for texts in results.values()] == [1, 1]
+    assert results[True] != results[False]
 
 
 def _most_segments(rank: int, world_size: int, in_float32: bool) -> int:
-    with mock.patch("ds_moe_ext.moe.layer.Place", partial(Place, cargo=Cargo(start_bytes=1))):
-        copies = _layer(rank, torch.bfloat16, in_float32=in_float32).routed.copies
-    assert copies is not None
-    rounds = copies.transfers.whole.rounds
+    with mock.patch(
+        "ds_moe_ext.moe.layer.LayerCoordinates",
+        partial(LayerCoordinates, transfer_size=TransferSize(start_bytes=1)),
+    ):
+        replicas = _layer(rank, torch.bfloat16, in_float32=in_float32).routed.replicas
+    assert replicas is not None
+    rounds = replicas.transfers.whole.rounds
     return max(move.segment.of for each in rounds for move in (*each.sends, *each.receives))
 
 
@@ -148,17 +151,19 @@ def test_experts_travel_whole_where_sums_are_in_float32() -> None:
 
 
 def test_sums_in_float32_go_along_trees_where_broadcasts_copy() -> None:
-    """The home does not receive the gradients of all ranks at once."""
-    home, everywhere = Placement.block(4, 4), Placement(np.ones((4, 4), dtype=bool))
+    """The owner does not receive the gradients of all ranks at once."""
+    owner, everywhere = Placement.block(4, 4), Placement(np.ones((4, 4), dtype=bool))
     node_C, group = np.zeros(4, dtype=np.int64), cast(dist.ProcessGroup, None)
-    grid = home, everywhere, node_C
-    for cell in range(4):
+    grid = owner, everywhere, node_C
+    for ep_rank in range(4):
         in_float32, plain = (
-            Place(0, cell, node_C, group, way, broadcasts=True).part(home, everywhere)
+            LayerCoordinates(0, ep_rank, node_C, group, way, broadcasts=True).part(
+                owner, everywhere
+            )
             for way in (True, False)
         )
-        assert in_float32 == part_of(*grid, cell)
-        assert plain == star_of(*grid, cell)
+        assert in_float32 == part_of(*grid, ep_rank)
+        assert plain == star_of(*grid, ep_rank)
         assert in_float32.everywhere == plain.everywhere
 
 
@@ -173,16 +178,16 @@ def strategy_of(**block: Any) -> Strategy:
 
 @pytest.mark.parametrize("name", ["fssdp", "prophet"])
 def test_strategies_that_copy_have_a_key(name: str) -> None:
-    asked = {name: {"sum_copies_in_float32": True}}
-    assert not strategy_of(strategy=name).sums_copies_in_float32
-    assert strategy_of(strategy=name, **asked).sums_copies_in_float32
-    assert strategy_of(strategy="esp", balance=name, **asked).sums_copies_in_float32
-    assert not strategy_of(strategy="esp", **asked).sums_copies_in_float32
+    asked = {name: {"sum_replicas_in_float32": True}}
+    assert not strategy_of(strategy=name).sums_replicas_in_float32
+    assert strategy_of(strategy=name, **asked).sums_replicas_in_float32
+    assert strategy_of(strategy="esp", balance=name, **asked).sums_replicas_in_float32
+    assert not strategy_of(strategy="esp", **asked).sums_replicas_in_float32
 
 
 @pytest.mark.parametrize("name", ["ep", "esp", "zebra"])
 def test_others_have_none(name: str) -> None:
-    with pytest.raises(ValueError, match=f"ds_moe_ext.{name} has no key 'sum_copies_in_float32'"):
-        strategy_of(strategy=name, **{name: {"sum_copies_in_float32": True}})
+    with pytest.raises(ValueError, match=f"ds_moe_ext.{name} has no key 'sum_replicas_in_float32'"):
+        strategy_of(strategy=name, **{name: {"sum_replicas_in_float32": True}})
     with pytest.raises(ValueError, match="it goes into the block ds_moe_ext"):
-        strategy_of(strategy=name, sum_copies_in_float32=True)
+        strategy_of(strategy=name, sum_replicas_in_float32=True)

@@ -24,7 +24,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NONE = -1  # of layers: a rank is done
 
 
-class Likeness(NamedTuple):
+class BatchSignature(NamedTuple):
     """What rows are like, for those who have none of them."""
 
     width: int = 0  # elements of a row
@@ -34,7 +34,7 @@ class Likeness(NamedTuple):
     cast_dtype: int = 0  # to which type
 
     @classmethod
-    def of(cls, x_TD: Tensor, top_k: int) -> Likeness:
+    def of(cls, x_TD: Tensor, top_k: int) -> BatchSignature:
         kind = x_TD.device.type
         casts = torch.is_autocast_enabled(kind)
         cast = DTYPES.index(torch.get_autocast_dtype(kind)) if casts else 0
@@ -50,19 +50,19 @@ class Likeness(NamedTuple):
         return torch.autocast(device.type, dtype, bool(self.casts))
 
 
-Serve = Callable[["Turns"], None]
+Serve = Callable[["JoinedPasses"], None]
 """Runs a layer without rows; it asks ``agree_on_rows`` what they would be like."""
 
 
 @dataclass(eq=False)
-class Turns:
+class JoinedPasses:
     """A grid's ranks, which agree on each layer that they run."""
 
     group: dist.ProcessGroup  # these ranks, over gloo
     serve: Sequence[Serve]  # of each layer
     depth: int = 0  # blocks that this rank is in
     _agreed: int = NONE  # the layer that all run now
-    _likeness: list[Likeness] = field(default_factory=list)  # of its rows, once agreed on
+    _signature: list[BatchSignature] = field(default_factory=list)  # of its rows, once agreed on
 
     @property
     def is_open(self) -> bool:
@@ -80,20 +80,20 @@ class Turns:
         while self._begins(layer) != layer:
             self._serve()
 
-    def agree_on_rows(self, own: Likeness | None) -> Likeness:
+    def agree_on_rows(self, own: BatchSignature | None) -> BatchSignature:
         """What the rows of the layer are like, of those who have some; asked once by each rank.
 
         Args:
             own: None where this rank has none.
         """
-        if not self._likeness:
-            told = torch.tensor(own or Likeness(), dtype=torch.int64)
-            self._likeness.append(Likeness(*max_in_place(told, self.group).tolist()))
-        return self._likeness[0]
+        if not self._signature:
+            reported = torch.tensor(own or BatchSignature(), dtype=torch.int64)
+            self._signature.append(BatchSignature(*max_in_place(reported, self.group).tolist()))
+        return self._signature[0]
 
     def ends(self) -> None:
         self._agreed = NONE
-        self._likeness.clear()
+        self._signature.clear()
 
     def serve_until_all_are_done(self) -> None:
         """Run what others run, until none runs any."""

@@ -25,22 +25,22 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.zebra import stripe_model
-from ds_moe_ext.hosts.zebra.passage import Answer, Here, Passage, Question
 from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
+from ds_moe_ext.hosts.zebra.stripe_pass import Answer, Here, Question, StripePass
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
-from ds_moe_ext.moe.route import one_cell_route
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.moe.route import one_rank_route
+from ds_moe_ext.schedule.task import ChunkRange
 from ds_moe_ext.testing import dense_experts
 
 VOCABULARY, LENGTH, D, F, EXPERTS, TOP_K = 19, 5, 8, 6, 4, 2
-STRIPE = Span(0, 1)
+STRIPE = ChunkRange(0, 1)
 
 
 # Models.
 
 
 class Experts(nn.Module):
-    """All experts on the spot; or, in a passage, a question."""
+    """All experts on the spot; or, in a stripe pass, a question."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Experts(nn.Module):
         self.layer, self.here = 0, Here()
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
-        passage = self.here.passage
-        if passage is None:
+        stripe_pass = self.here.stripe_pass
+        if stripe_pass is None:
             return dense_experts(x_TD, expert_TK, score_TK, self.up_EFD, self.down_EDF)
-        return passage.experts(self.layer, x_TD, expert_TK, score_TK)
+        return stripe_pass.experts(self.layer, x_TD, expert_TK, score_TK)
 
 
 class Attention(nn.Module):
@@ -360,7 +360,7 @@ class Local:
 
     def forward(self, question: Question) -> Computed:
         own = self.layers[question.layer]
-        route = one_cell_route(question.expert_TK, self._placement).on(STRIPE)
+        route = one_rank_route(question.expert_TK, self._placement).on(STRIPE)
         with torch.set_grad_enabled(self.add is not None):
             weights = (own.up_EFD, own.down_EDF)
             slots = [weight[e] for e in range(EXPERTS) for weight in weights]
@@ -388,7 +388,7 @@ def step(
     """The losses of pieces in the order of Theorem 1; ``add`` gets the gradients."""
     here, local = Here(), Local(model, add)
     pieces = [
-        Passage(partial(model, batch), add, own, here) for batch, own in zip(batches, threads)
+        StripePass(partial(model, batch), add, own, here) for batch, own in zip(batches, threads)
     ]
     with cut(model, here):
         try:
@@ -398,7 +398,7 @@ def step(
                 piece.abandon()
 
 
-def _in_turns(pieces: Sequence[Passage], local: Local, seeds: Sequence[float]) -> list[Tensor]:
+def _in_turns(pieces: Sequence[StripePass], local: Local, seeds: Sequence[float]) -> list[Tensor]:
     computed: list[list[Computed]] = []
     for layer in range(len(local.layers)):
         before = computed[-1] if computed else None
@@ -410,7 +410,7 @@ def _in_turns(pieces: Sequence[Passage], local: Local, seeds: Sequence[float]) -
     for piece, last, seed in zip(pieces, computed[-1], seeds):
         assert piece.forward(last.answer) is None
         if local.add is not None:
-            grads.append(piece.turn(seed))
+            grads.append(piece.turn_around(seed))
     for layer in reversed(range(len(computed) if grads else 0)):
         grads_TD = [local.backward(*pair) for pair in zip(computed[layer], grads)]
         grads = [piece.backward(layer, grad) for piece, grad in zip(pieces, grads_TD)]
@@ -519,19 +519,19 @@ def test_attention_runs_backward_once_a_layer_and_piece(threads: Threads) -> Non
 @pytest.mark.parametrize("kept", ["remote", "local"])
 def test_both_branches_are_needed(kept: str, threads: Threads) -> None:
     """What came back is added to what residual, scores and balance left; either alone is wrong."""
-    through = Passage._through
+    through = StripePass._through
 
-    def one_branch(passage: Passage, roots: Sequence[Any], first: int) -> None:
-        of_experts = {block.x.node for block in passage._blocks if block.x is not None}
+    def one_branch(stripe_pass: StripePass, roots: Sequence[Any], first: int) -> None:
+        of_experts = {block.x.node for block in stripe_pass._blocks if block.x is not None}
         is_block = any(edge.node in of_experts for edge, _ in roots)
         if is_block:
             wanted = kept == "remote"
             roots = [root for root in roots if (root[0].node in of_experts) == wanted]
-        through(passage, roots, first)
+        through(stripe_pass, roots, first)
 
     model = built(partial(Model, Block, Block, Block))
     expected = plain(model, batches_of(2))[1]
-    with mock.patch.object(Passage, "_through", one_branch):
+    with mock.patch.object(StripePass, "_through", one_branch):
         found = in_turns(model, batches_of(2), threads)[1]
     assert worst(found, expected) > 1e-3
 
@@ -666,13 +666,13 @@ def test_an_error_of_the_model_reaches_the_caller(threads: Threads) -> None:
     ended: list[str] = []
     hidden = model.hidden
 
-    def told(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def reported(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         try:
             return hidden(x_BTD)
         finally:
             ended.append(threading.current_thread().name)
 
-    model.hidden = told
+    model.hidden = reported
     second.register_forward_hook(partial(_fails, []))
     with pytest.raises(KeyError, match="of the user"):
         failing_step(model, threads)

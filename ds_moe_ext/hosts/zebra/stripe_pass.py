@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stripe on its attention rank: its pieces go through the user's model, stage by stage, there and
-back, each a ``Passage``; and the coroutine in which a piece runs.
+back, each a ``StripePass``; and the coroutine in which a piece runs.
 
 The model runs unchanged in a coroutine, which pauses at the experts of every layer. A *block* is
 the module that a layer with experts stands in: the graph of autograd is cut where blocks begin and
@@ -71,34 +71,34 @@ class _Block:
 
 
 class _OfThread(threading.local):
-    passage: Passage | None = None
+    stripe_pass: StripePass | None = None
 
 
 class Here:
-    """The passage whose model runs: forward in the thread that asks, or backward in any, for
+    """The stripe pass whose model runs: forward in the thread that asks, or backward in any, for
     autograd has threads of its own."""
 
     def __init__(self) -> None:
         self._of_thread = _OfThread()
-        self._in_backward: Passage | None = None
+        self._in_backward: StripePass | None = None
 
     @property
-    def passage(self) -> Passage | None:
-        return self._of_thread.passage or self._in_backward
+    def stripe_pass(self) -> StripePass | None:
+        return self._of_thread.stripe_pass or self._in_backward
 
     @contextmanager
-    def forward_of(self, passage: Passage) -> Iterator[None]:
-        """The calling thread runs the model of a passage, inside the block."""
-        self._of_thread.passage = passage
+    def forward_of(self, stripe_pass: StripePass) -> Iterator[None]:
+        """The calling thread runs the model of a stripe pass, inside the block."""
+        self._of_thread.stripe_pass = stripe_pass
         try:
             yield
         finally:
-            self._of_thread.passage = None
+            self._of_thread.stripe_pass = None
 
     @contextmanager
-    def backward_of(self, passage: Passage) -> Iterator[None]:
-        """Backward of a passage runs, inside the block."""
-        self._in_backward = passage
+    def backward_of(self, stripe_pass: StripePass) -> Iterator[None]:
+        """Backward of a stripe pass runs, inside the block."""
+        self._in_backward = stripe_pass
         try:
             yield
         finally:
@@ -109,14 +109,14 @@ AddGrad = Callable[[Tensor, Tensor], None]
 """Takes a parameter and a gradient of it."""
 
 
-class Passage:
+class StripePass:
     """A pass of one piece.
 
     Args:
         call: the user's model, on the piece; what it gives has a ``loss``.
         add_grad: takes gradients of parameters; None where backward does not come.
         threads: for its coroutine.
-        here: where the model finds the passage.
+        here: where the model finds the stripe pass.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class Passage:
         """Run on, to the experts of the next layer; None at the end."""
         torch.clear_autocast_cache()  # of all threads: casts of weights are nodes of other pieces
         with self._random.own():
-            turn = self._coroutine.resume(answer)
-        if isinstance(turn, Returned):
+            turn_around = self._coroutine.resume(answer)
+        if isinstance(turn_around, Returned):
             return None
-        question: Question = turn.question
+        question: Question = turn_around.question
         return question
 
-    def turn(self, seed: float) -> Tensor:
+    def turn_around(self, seed: float) -> Tensor:
         """Backward from the loss, whose gradient is ``seed``, to the outputs of the last layer's
         experts; their gradient, ``[N, D]`` in send order."""
         loss, self._loss = self._loss, None
@@ -314,7 +314,7 @@ IN_ORDER = (
 class Stripe:
     """The pieces that run by turns, and travel together."""
 
-    passages: Sequence[Passage]  # one a piece
+    stripe_passes: Sequence[StripePass]  # one a piece
     seeds: Sequence[float]  # gradient of the loss of each
     _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
     _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
@@ -344,27 +344,32 @@ class Stripe:
                     f"all {layer}{IN_ORDER}"
                 )
 
-    def turn(self, layer: int, seeds: Sequence[float]) -> Tensor:
+    def turn_around(self, layer: int, seeds: Sequence[float]) -> Tensor:
         """Backward from the losses to what the last layer's experts returned."""
-        pairs = zip(self.passages, seeds)
-        return self._joined(layer, [passage.turn(seed) for passage, seed in pairs])
+        pairs = zip(self.stripe_passes, seeds)
+        return self._joined(layer, [stripe_pass.turn_around(seed) for stripe_pass, seed in pairs])
 
     def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
         """Backward of a layer's block, and on to what the experts before it returned."""
         parts = grad_TD.split(self._lengths[layer])
-        found = [passage.backward(layer, grad) for passage, grad in zip(self.passages, parts)]
+        found = [
+            stripe_pass.backward(layer, grad)
+            for stripe_pass, grad in zip(self.stripe_passes, parts)
+        ]
         grads = [grad for grad in found if grad is not None]
         return self._joined(layer - 1, grads) if grads else None
 
     def _resumed(self, layer: int, returned: Answer | None) -> list[Question | None]:
-        answers: list[Answer | None] = [returned] * len(self.passages)
-        if returned is not None and len(self.passages) > 1:
+        answers: list[Answer | None] = [returned] * len(self.stripe_passes)
+        if returned is not None and len(self.stripe_passes) > 1:
             lengths, rows = self._lengths[layer - 1], []
             for n, stop in enumerate(np.cumsum(lengths).tolist()):
                 answers[n], own = _within(returned, stop - lengths[n], stop)
                 rows.append(own)
             self._rows[layer - 1] = rows
-        return [passage.forward(answer) for passage, answer in zip(self.passages, answers)]
+        return [
+            stripe_pass.forward(answer) for stripe_pass, answer in zip(self.stripe_passes, answers)
+        ]
 
     def _joined(self, layer: int, grads: Sequence[Tensor]) -> Tensor:
         """Gradients of rows in the order in which those of all pieces returned."""
@@ -428,12 +433,12 @@ class Coroutine:
         else:
             self._is_running = True
             self._threads.submit(self._run, state)
-        turn = self._turns.get()
-        if isinstance(turn, BaseException):
+        turn_around = self._turns.get()
+        if isinstance(turn_around, BaseException):
             self._is_running = False
-            raise turn
-        self._is_running = isinstance(turn, Asked)
-        return turn
+            raise turn_around
+        self._is_running = isinstance(turn_around, Asked)
+        return turn_around
 
     def abandon(self) -> None:
         """End it where it has paused."""

@@ -24,14 +24,14 @@ TWO = replace(ONE, num_layers=2)
 
 
 def hooked(chunk: nn.Module) -> None:
-    """Linear modules of experts tell of their inputs."""
+    """Linear modules of experts report of their inputs."""
     for name, module in chunk.named_modules():
         if name.endswith("local_experts.1.linear_fc1"):
             module.register_forward_hook(print)
 
 
 def hooked_above(chunk: nn.Module) -> None:
-    """Experts tell as a whole, which goes on."""
+    """Experts report as a whole, which goes on."""
     for name, module in chunk.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(print)
@@ -45,22 +45,22 @@ def warned(
     rank: int, world_size: int, run: MegatronRun, spoil: Callable[[nn.Module], None]
 ) -> list[str]:
     """What is, by us."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with spoiled(spoil), megatron(run, block(megatron={"layer": "program"})):
             Training(run)
-    return [text for one in told if (text := str(one.message)).startswith("ds_moe_ext")]
+    return [text for one in caught if (text := str(one.message)).startswith("ds_moe_ext")]
 
 
 @pytest.mark.parametrize(
-    ("run", "spoil", "says"),
+    ("run", "spoil", "expected"),
     [
         (FUSED, untouched, "clamp_value is 0.05, but .* use --no-bias-swiglu-fusion"),
         (TWO, hooked, r"hooks of .*\.local_experts\.1\.linear_fc1 and 1 more are never called"),
     ],
 )
-def test_what_is_not_done_is_told_once(run: MegatronRun, spoil: Any, says: str) -> None:
-    with pytest.warns(UserWarning, match=says):
+def test_what_is_not_done_is_reported_once(run: MegatronRun, spoil: Any, expected: str) -> None:
+    with pytest.warns(UserWarning, match=expected):
         (text,) = pool_of(1).run(warned, run, spoil)[0]
         warnings.warn(text, stacklevel=1)
 
@@ -72,7 +72,7 @@ def test_what_is_not_done_is_told_once(run: MegatronRun, spoil: Any, says: str) 
         (replace(TWO, optimizer="distributed", overlap_param_gather=True), hooked_above),
     ],
 )
-def test_what_is_done_is_not_told(run: MegatronRun, spoil: Any) -> None:
+def test_what_is_done_is_not_reported(run: MegatronRun, spoil: Any) -> None:
     run = replace(run, overlap_grad_reduce=run.overlap_param_gather)
     assert pool_of(1).run(warned, run, spoil)[0] == []
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts for one step: gathered from their homes, their gradients summed there.
+"""Replicas of experts for one step: gathered from their owners, their gradients summed there.
 
-``Copies`` are those of one layer: what the passes of a step share, and what is begun for its
-neighbours. ``Prefetch`` is one pass of the layer: its copies on their way here, and their
-gradients on their way home.
+``Replicas`` are those of one layer: what the passes of a step share, and what is begun for its
+neighbours. ``Prefetch`` is one pass of the layer: its replicas on their way here, and their
+gradients on their way to the owner.
 
-All transfers of a model run in the lane of parameters, in the order in which they were begun,
+All transfers of a model run in the stream of parameters, in the order in which they were begun,
 which is the same on all ranks.
 """
 
@@ -25,63 +25,63 @@ from ds_moe_ext.core.comm import Traffic, add_each, max_in_place, sparse_reduce_
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import one_of_each, restacked
 from ds_moe_ext.core.transfer import Part
-from ds_moe_ext.moe.copy_memory import (
+from ds_moe_ext.moe.joined_passes import DTYPES
+from ds_moe_ext.moe.observation import TasksSeen, notify
+from ds_moe_ext.moe.replica_memory import (
     AS_THEY_ARE,
     Accumulation,
     Codecs,
-    CopyMemory,
     KeptMeanwhile,
+    LayerCoordinates,
     Piece,
-    Place,
+    ReplicaMemory,
     Transfers,
     Weights,
     are_stacked,
-    copy_bytes,
     gathered,
+    replica_bytes,
     whole,
 )
-from ds_moe_ext.moe.observation import TasksSeen, tell
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.planning.strategy import Destination, Plan
-from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for
+from ds_moe_ext.schedule.executor import Event, Mark, ScheduleStreams, Steps, streams_for
 from ds_moe_ext.schedule.orders import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.schedule.stages import Done, Saved, SavesAlike
-from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
+from ds_moe_ext.schedule.task import GATHER, PARAM, ChunkRange, Op, Task, Value
 
 T = TypeVar("T")
 BYTES = 2  # of an element, as experts mostly travel
 
 
-class Copies:
-    """One layer's copies on this rank.
+class Replicas:
+    """One layer's replicas on this rank.
 
     Args:
         place: where this rank stands.
         plan: the present plan.
         like: weights of any one expert, for their shapes, type and device.
-        observers: told when copies and gradients travelled.
-        codecs: what copies travel as.
+        observers: reported when replicas and gradients travelled.
+        codecs: what replicas travel as.
 
     Attributes:
         is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
-            of copies wait for it.
-        accumulation: tells whether the host has dropped what earlier passes of a step left.
+            of replicas wait for it.
+        accumulation: shows whether the host has dropped what earlier passes of a step left.
         transfers: of the present plan.
         traffic: payload of this rank so far.
-        learns: see ``RoutedExperts.allow_copies``.
+        learns: see ``RoutedExperts.allow_replicas``.
         some_are_trained: of the layer's experts some are, on whatever rank, and some are not.
-        before: the copies of the layer whose backward pass follows this one's.
+        before: the replicas of the layer whose backward pass follows this one's.
         after: those of the layer whose forward pass follows.
         coming: the pass that has begun in forward, until its program takes it on.
-        returning: the pass whose gradients are not all on their way home.
-        released: passes whose copies were freed and whose backward is still to come.
+        returning: the pass whose gradients are not all on their way to the owner.
+        released: passes whose replicas were freed and whose backward is still to come.
         latest_back: the pass whose backward came last to its join.
     """
 
     def __init__(
         self,
-        place: Place,
+        coordinates: LayerCoordinates,
         plan: Plan,
         like: Weights,
         observers: tuple[TasksSeen, ...] = (),
@@ -91,30 +91,34 @@ class Copies:
         # By elements, since not all ranks know the type yet; see ``learn_types``. Whole where sums
         # are in float32 or encoded: along a chain each rank adds two numbers and rounds, whatever
         # the type, and a codec wants rows.
-        is_whole = place.in_float32 or codecs.gradients is not None
+        is_whole = coordinates.in_float32 or codecs.gradients is not None
         expert_bytes = 0 if is_whole else BYTES * sum(weight.numel() for weight in like)
-        self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
+        self.coordinates = replace(
+            coordinates, transfer_size=replace(coordinates.transfer_size, expert_bytes=expert_bytes)
+        )
         self.plan, self.like, self._observers = plan, like, observers
-        self.transfers = self._prepared = Transfers.of(self.place, plan)
+        self.transfers = self._prepared = Transfers.of(self.coordinates, plan)
         self.learns: Weights | None = None
         self.some_are_trained = False
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.accumulation: Accumulation = KeptMeanwhile(lambda: 0)
-        self.before: Copies | None = None
-        self.after: Copies | None = None
+        self.before: Replicas | None = None
+        self.after: Replicas | None = None
         self.traffic = Traffic()
-        self._counting = threading.Lock()  # the lane's thread ends some, and its caller others
+        self._counting = threading.Lock()  # the stream's thread ends some, and its caller others
         self._nothing: Tensor | None = None
-        # Of a step; the copies of its micro-batches lie in one memory.
-        self._memory = CopyMemory()
-        self._is_current = False  # the weights at home have not changed since it began to be filled
+        # Of a step; the replicas of its micro-batches lie in one memory.
+        self._memory = ReplicaMemory()
+        self._is_current = (
+            False  # the weights at their owners have not changed since it began to be filled
+        )
         self._versions = 0  # of these, added up
         self._to_gather: deque[Piece] = deque()  # what it still lacks
-        self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
+        self._waiting: dict[int, Weights] = {}  # gradients of replicas from earlier micro-batches
         self._outstanding: list[Event] = []  # what nobody has joined, and maybe no pass will
-        self._kept: Destination | None = None  # with copies that a micro-batch added
-        self._kept_memory: CopyMemory | None = None  # where these lie, once they were asked for
+        self._kept: Destination | None = None  # with replicas that a micro-batch added
+        self._kept_memory: ReplicaMemory | None = None  # where these lie, once they were asked for
         # Of passes that are under way.
         self.coming: Prefetch | None = None
         self.returning: Prefetch | None = None
@@ -132,7 +136,7 @@ class Copies:
         before = self._prepared
         serve = before.serve(plan)
         self._prepared = (
-            replace(before, plan=plan) if serve else Transfers.of(self.place, plan, before)
+            replace(before, plan=plan) if serve else Transfers.of(self.coordinates, plan, before)
         )
 
     def discard(self) -> None:
@@ -141,16 +145,18 @@ class Copies:
         self.forget()
 
     def forget(self) -> None:
-        """The weights at home have changed, so that the copies are stale. Call it after each step.
+        """The weights at their owners have changed, so that the replicas are stale. Call it after
+        each step.
 
         Raises:
-            RuntimeError: gradients of copies are still waiting for a last micro-batch.
+            RuntimeError: gradients of replicas are still waiting for a last micro-batch.
         """
         if self._waiting:
             raise RuntimeError(
-                f"layer {self.place.layer} has gradients of copied experts {sorted(self._waiting)} "
-                "that were not sent home before the optimizer's step: the last micro-batch did not "
-                "pass through it; let every micro-batch use every MoE layer"
+                f"layer {self.coordinates.layer} has gradients of copied experts "
+                f"{sorted(self._waiting)} that were not sent to the owner before the optimizer's "
+                "step: the last micro-batch did not pass through it; let every micro-batch use "
+                "every MoE layer"
             )
         self.join(self._outstanding)
         self._is_current = False
@@ -162,39 +168,39 @@ class Copies:
         """Begin a pass; its gather is launched piece by piece.
 
         Args:
-            weights: of the experts at home on this rank, by slot or stacked.
-            is_training: the copies may serve later micro-batches of the step.
+            weights: of the experts at their owners on this rank, by slot or stacked.
+            is_training: the replicas may serve later micro-batches of the step.
 
         Raises:
             RuntimeError: the weights were changed since an earlier micro-batch of the step.
         """
-        home = tuple(weight.detach() for weight in weights)
+        owner = tuple(weight.detach() for weight in weights)
         if self.plan.rematerialize or not is_training or torch.is_inference_mode_enabled():
             # Outside of training a user may have put other weights in for a while; and what is made
             # in inference mode is of no use to others.
-            memory = CopyMemory(self.transfers.copied)
-            self.coming = Prefetch(self, memory, home, deque(self.transfers.gathers))
+            memory = ReplicaMemory(self.transfers.copied)
+            self.coming = Prefetch(self, memory, owner, deque(self.transfers.gathers))
             return self.coming
         # Micro-batches of one step share the memory and what it still lacks: the first gathers.
-        versions = sum([weight._version for weight in home])
+        versions = sum([weight._version for weight in owner])
         if not self._is_current:
             self._memory.clear(self.transfers.copied)
             self._to_gather = deque(self.transfers.gathers)
             self._is_current, self._versions = True, versions
-        elif versions != self._versions and self.plan.has_copies:
+        elif versions != self._versions and self.plan.has_replicas:
             raise RuntimeError(
-                f"weights of experts of layer {self.place.layer} were changed between two passes "
-                "of a step, but copies of experts are made once a step, and are of the old ones; "
-                "change weights in the optimizer's step alone, have copies gathered for each pass "
-                "(key rematerialize of strategies that copy), or use strategy 'ep'"
+                f"weights of experts of layer {self.coordinates.layer} were changed between two "
+                "passes of a step, but replicas of experts are made once a step, and are of the "
+                "old ones; change weights in the optimizer's step alone, have replicas gathered "
+                "for each pass (key rematerialize of strategies that replica), or use strategy 'ep'"
             )
-        self.coming = Prefetch(self, self._memory, home, self._to_gather)
+        self.coming = Prefetch(self, self._memory, owner, self._to_gather)
         return self.coming
 
-    # Copies that the rows of a pass ask for, besides those of the plan.
+    # Replicas that the rows of a pass ask for, besides those of the plan.
 
     def serving(self, destination: Destination) -> Destination:
-        """Where the rows of a training pass go that asks for more copies than were planned: those
+        """Where the rows of a training pass go that asks for more replicas than were planned: those
         that an earlier micro-batch of the step has added, or else these, which serve later ones.
         So a pass that is computed again goes where it went."""
         if self.plan.rematerialize or torch.is_inference_mode_enabled():
@@ -202,17 +208,17 @@ class Copies:
         self._kept = self._kept or destination
         return self._kept
 
-    def added(self, target: Placement) -> tuple[CopyMemory, bool]:
-        """Where copies lie that a pass adds to the plan's, and whether they are there already, or
+    def added(self, target: Placement) -> tuple[ReplicaMemory, bool]:
+        """Where replicas lie that a pass adds to the plan's, and whether they are there already, or
         on their way."""
         if self._kept is None or self._kept.target is not target:
-            return CopyMemory(), False
-        memory, is_there = self._kept_memory or CopyMemory(), self._kept_memory is not None
+            return ReplicaMemory(), False
+        memory, is_there = self._kept_memory or ReplicaMemory(), self._kept_memory is not None
         self._kept_memory = memory
         return memory, is_there
 
     def widest(self, target: Placement) -> Placement:
-        """Of a pass's target and that of the step's other passes the one with more copies."""
+        """Of a pass's target and that of the step's other passes the one with more replicas."""
         return target if self._kept is None else self._kept.target
 
     # What the tasks of this layer begin for its neighbours.
@@ -222,15 +228,15 @@ class Copies:
         if self.after is not None and self.after.coming is not None:
             self.after.coming.launch()
 
-    def send_home(self, piece: int) -> None:
-        """Send gradients of copies home: the first piece of this layer's, the second one of those
-        of the layer after it."""
-        copies = self.after if piece else self
-        if copies is not None and copies.returning is not None:
-            copies.returning.send()
+    def send_to_owner(self, piece: int) -> None:
+        """Send gradients of replicas to the owner: the first piece of this layer's, the second one
+        of those of the layer after it."""
+        replicas = self.after if piece else self
+        if replicas is not None and replicas.returning is not None:
+            replicas.returning.send()
 
     def recall_before(self) -> None:
-        """Gather again for the layer before this one, if its copies were freed: those of the same
+        """Gather again for the layer before this one, if its replicas were freed: those of the same
         pass, as a pipeline has several under way; of the latest where this layer's were kept."""
         released = [] if self.before is None else self.before.released
         if released:
@@ -240,7 +246,7 @@ class Copies:
     # Gradients that wait for the last micro-batch.
 
     def let_wait(self, grads: Mapping[int, Weights]) -> None:
-        """Keep gradients of copies until they are asked for; summed in 32 bits at least."""
+        """Keep gradients of replicas until they are asked for; summed in 32 bits at least."""
         for expert, own in grads.items():
             before = self._waiting.get(expert)
             if before is None:
@@ -256,12 +262,12 @@ class Copies:
         self.let_wait(grads)
 
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
-        """Gradients of copies with those of earlier micro-batches, which wait no longer."""
+        """Gradients of replicas with those of earlier micro-batches, which wait no longer."""
         if not self._waiting:
             return {**grads}
         self.let_wait(grads)
         waiting, self._waiting = self._waiting, {}
-        self.lanes.keep(one_of_each(waiting.values()))  # which another lane may have summed
+        self.streams.keep(one_of_each(waiting.values()))  # which another stream may have summed
         return {
             expert: tuple(total.to(weight.dtype) for total, weight in zip(totals, self.like))
             for expert, totals in waiting.items()
@@ -272,23 +278,23 @@ class Copies:
         if self._waiting and not self.accumulation.is_kept():
             self._waiting.clear()
 
-    # The lane of parameters, and who wants to know what travels there.
+    # The stream of parameters, and who wants to know what travels there.
 
     @property
-    def lanes(self) -> Lanes:
-        return lanes_for(self.like[0].device, overlaps=True)
+    def streams(self) -> ScheduleStreams:
+        return streams_for(self.like[0].device, overlaps=True)
 
     def submit(self, part: Part, steps: Steps[None]) -> Event:
-        """Queue what moves a part of the transfers in the lane of parameters."""
+        """Queue what moves a part of the transfers in the stream of parameters."""
         # What is passed on at once cannot pause, and what is watched is there when it ends.
         may_pause = len(part.rounds) == 1 and not self.is_watched
-        event = self.lanes.begin(PARAM, steps, may_pause=may_pause)
+        event = self.streams.begin(PARAM, steps, may_pause=may_pause)
         self._outstanding.append(event)
         return event
 
     def join(self, events: Sequence[Event]) -> None:
         """Make the caller's next work see what was queued."""
-        self.lanes.join(events)
+        self.streams.join(events)
         self._outstanding = [event for event in self._outstanding if event not in events]
 
     def moved(self, traffic: Traffic) -> None:
@@ -297,23 +303,24 @@ class Copies:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody wants to know when copies and gradients travel."""
+        """Whether somebody wants to know when replicas and gradients travel."""
         return any([each.is_on for each in self._observers])
 
     def began(self) -> Mark | None:
-        """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
-        return self.lanes.mark() if self.is_watched else None
+        """This moment in the stream that calls; None if nobody wants to know: marks cost a
+        little."""
+        return self.streams.mark() if self.is_watched else None
 
     def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
-        """Tell the observers of a task that began then and ends now."""
+        """Report the observers of a task that began then and ends now."""
         if start is None:
             return
-        layer, span = self.place.layer, Span(piece, piece + 1)
+        layer, chunk_range = self.coordinates.layer, ChunkRange(piece, piece + 1)
         reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
-        task = Task(op, layer, span, reads, writes)
+        task = Task(op, layer, chunk_range, reads, writes)
         if is_adjoint:
-            task = Task(op, layer, span, writes, reads, adjoint_of=(0,))
-        tell(self._observers, task, start, self.lanes)
+            task = Task(op, layer, chunk_range, writes, reads, adjoint_of=(0,))
+        notify(self._observers, task, start, self.streams)
 
     # What the weights are like.
 
@@ -326,19 +333,21 @@ class Copies:
         }
 
     def learn_types(self, weights: Weights) -> None:
-        """Those of weights, of which a rank may be home to none: a host may have cast them since
-        it was told. Collective over the cells, the first time.
+        """Those of weights, of which a rank may own none: a host may have cast them since
+        it was reported. Collective over the EP ranks, the first time.
 
         Args:
-            weights: at home.
+            weights: at the owner.
         """
         if self._knows_types:
             return
         self._knows_types = True
         like = self.like
         own = [DTYPES.index(weight.dtype) for weight in weights[: len(like)]] or [0] * len(like)
-        told = torch.tensor(own, device=like[0].device)
-        dtypes = [DTYPES[number] for number in max_in_place(told, self.place.group).tolist()]
+        reported = torch.tensor(own, device=like[0].device)
+        dtypes = [
+            DTYPES[number] for number in max_in_place(reported, self.coordinates.group).tolist()
+        ]
         if dtypes != [weight.dtype for weight in like]:
             self.like = tuple(
                 w.new_empty((), dtype=dtype).expand(w.shape).requires_grad_(w.requires_grad)
@@ -362,9 +371,9 @@ class Copies:
         )
 
     @property
-    def copy_bytes(self) -> float:
+    def replica_bytes(self) -> float:
         """Of one expert on its way, the mean of there and, as gradients, back."""
-        return copy_bytes(self.like, self.codecs)
+        return replica_bytes(self.like, self.codecs)
 
     @property
     def nothing(self) -> Tensor:
@@ -388,36 +397,37 @@ def _own_sum(grad: Tensor) -> Tensor:
     return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def in_order(layers: Iterable[Copies]) -> None:
-    """Tell the copies of a model's layers, given in forward order, which come before and after."""
+def in_order(layers: Iterable[Replicas]) -> None:
+    """Report the replicas of a model's layers, given in forward order, which come before and
+    after."""
     before = None
-    for copies in layers:
-        copies.before, copies.after = before, None
+    for replicas in layers:
+        replicas.before, replicas.after = before, None
         if before is not None:
-            before.after = copies
-        before = copies
+            before.after = replicas
+        before = replicas
 
 
 class Prefetch:
-    """The copies of one pass, from launch to the gradients' return.
+    """The replicas of one pass, from launch to the gradients' return.
 
     Attributes:
         target: who holds what in this pass: the plan's target, and more if the rows asked for it.
-        preceding: of the layer before, in the same pass, if its copies were freed.
-        start: gives the node of autograd by which gradients come home, while it is there.
+        preceding: of the layer before, in the same pass, if its replicas were freed.
+        start: gives the node of autograd by which gradients come to the owner, while it is there.
     """
 
     def __init__(
-        self, copies: Copies, memory: CopyMemory, home: Weights, to_gather: deque[Piece]
+        self, replicas: Replicas, memory: ReplicaMemory, owner: Weights, to_gather: deque[Piece]
     ) -> None:
-        self.copies, self.target = copies, copies.plan.target
-        self.memory, self._home = memory, home
-        self._is_home_stacked = are_stacked(home, copies.like)
+        self.replicas, self.target = replicas, replicas.plan.target
+        self.memory, self._owner = memory, owner
+        self._is_owner_stacked = are_stacked(owner, replicas.like)
         self._to_gather = to_gather
-        self._added = memory  # where copies lie that the rows asked for
+        self._added = memory  # where replicas lie that the rows asked for
         self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
         self._reductions: list[Event] = []
-        self._arrived: dict[int, Weights] = {}  # sums of gradients, by expert at home
+        self._arrived: dict[int, Weights] = {}  # sums of gradients, by expert at the owner
         self.preceding: Prefetch | None = None
         self.start: Callable[[], Any] = lambda: None
 
@@ -427,7 +437,7 @@ class Prefetch:
         """Launch the next piece of the gather, if one is left."""
         if self._to_gather:
             piece = self._to_gather.popleft()
-            room = self.memory.make_room(piece.part.received, self.copies.like)
+            room = self.memory.make_room(piece.part.received, self.replicas.like)
             self._gather(piece.part, self.memory, room, number=piece.number)
 
     def launch_rest(self) -> None:
@@ -435,95 +445,96 @@ class Prefetch:
             self.launch()
 
     def weights(self, target: Placement) -> Weights:
-        """Weights of all experts that compute here in this pass, by slot; or stacked, those at home
-        and then the copies, where both are. Waits for the copies.
+        """Weights of all experts that compute here in this pass, by slot; or stacked, those at
+        their owners and then the replicas, where both are. Waits for the replicas.
 
         Args:
             target: who holds what; more than was launched if the rows asked for it.
         """
         self.launch_rest()
-        copies = self.copies
+        replicas = self.replicas
         if target is not self.target:
             is_there = False
-            if not copies.plan.rematerialize:
-                self._added, is_there = copies.added(target)
+            if not replicas.plan.rematerialize:
+                self._added, is_there = replicas.added(target)
             if not is_there:
-                part = copies.place.part(self.target, target)
+                part = replicas.coordinates.part(self.target, target)
                 held = {**self.memory.held}
-                copies.join(self.memory.gathers)  # which may be passed on
-                room = self._added.make_room(part.received, copies.like)
+                replicas.join(self.memory.gathers)  # which may be passed on
+                room = self._added.make_room(part.received, replicas.like)
                 self._gather(part, self._added, room, held)
             self.target = target
         self._wait()
         if self._computes_stacks:
-            return tuple([stack.detach() for stack in (*self._home, *self.memory.stacks)])
-        experts = copies.transfers.experts_here(target)
-        there = {**self._added.held, **self.memory.held, **self._at_home(experts)}
+            return tuple([stack.detach() for stack in (*self._owner, *self.memory.stacks)])
+        experts = replicas.transfers.experts_here(target)
+        there = {**self._added.held, **self.memory.held, **self._at_owner(experts)}
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
     def replicas(self) -> dict[int, Weights]:
-        """Weights of the experts that compute here and are at home elsewhere, as planned. Waits for
-        them."""
+        """Weights of the experts that compute here and are at the owner elsewhere, as planned.
+        Waits for them."""
         self.launch_rest()
         self._wait()
-        return {expert: self.memory.held[expert] for expert in self.copies.transfers.copied}
+        return {expert: self.memory.held[expert] for expert in self.replicas.transfers.copied}
 
     @property
     def _computes_stacks(self) -> bool:
-        """Whether all that computes here is stacked: those at home, and as planned the copies."""
-        copies = self.copies
-        is_planned = self.target is copies.plan.target and copies.transfers.are_behind
-        return self._is_home_stacked and is_planned
+        """Whether all that computes here is stacked: those at their owners, and as planned the
+        replicas."""
+        replicas = self.replicas
+        is_planned = self.target is replicas.plan.target and replicas.transfers.are_behind
+        return self._is_owner_stacked and is_planned
 
-    def _at_home(self, experts: Iterable[int]) -> dict[int, Weights]:
-        """Weights of those of them that are at home here."""
-        slots, size = self.copies.transfers.slots, len(self.copies.like)
+    def _at_owner(self, experts: Iterable[int]) -> dict[int, Weights]:
+        """Weights of those of them that are at the owner here."""
+        slots, size = self.replicas.transfers.slots, len(self.replicas.like)
         here = [(expert, slots[expert]) for expert in experts if expert in slots]
-        if self._is_home_stacked:
-            return {expert: tuple([own[slot] for own in self._home]) for expert, slot in here}
-        return {expert: self._home[slot * size : (slot + 1) * size] for expert, slot in here}
+        if self._is_owner_stacked:
+            return {expert: tuple([own[slot] for own in self._owner]) for expert, slot in here}
+        return {expert: self._owner[slot * size : (slot + 1) * size] for expert, slot in here}
 
     def _gather(
         self,
         part: Part,
-        memory: CopyMemory,
+        memory: ReplicaMemory,
         room: Mapping[int, Weights],
         held: Mapping[int, Weights] | None = None,
         *,
         number: int = 0,
     ) -> None:
-        """Begin to fill the room with copies; what is ``held`` here besides may be passed on."""
+        """Begin to fill the room with replicas; what is ``held`` here besides may be passed on."""
         if not part.rounds:
             return
-        copies, chunks = self.copies, {**self._at_home(part.sent), **(held or {})}
+        replicas, chunks = self.replicas, {**self._at_owner(part.sent), **(held or {})}
 
         def steps() -> Steps[None]:
-            # In the parameter lane: the room was made in the thread that calls, so the lane's
+            # In the parameter stream: the room was made in the thread that calls, so the stream's
             # stream must keep it from being used again before it has passed.
-            start = copies.began()
-            copies.lanes.keep((memory,))
-            group, codec = copies.place.group, copies.codecs.weights
-            copies.moved((yield from gathered(part, chunks, room, group, codec)))
-            copies.saw(GATHER, start, piece=number)
+            start = replicas.began()
+            replicas.streams.keep((memory,))
+            group, codec = replicas.coordinates.group, replicas.codecs.weights
+            replicas.moved((yield from gathered(part, chunks, room, group, codec)))
+            replicas.saw(GATHER, start, piece=number)
 
-        memory.gathers.append(copies.submit(part, steps()))
+        memory.gathers.append(replicas.submit(part, steps()))
 
     def _wait(self) -> None:
-        copies, memories = self.copies, dict.fromkeys((self.memory, self._added))
-        copies.join([event for memory in memories for event in memory.gathers])
-        copies.lanes.keep(memories)
+        replicas, memories = self.replicas, dict.fromkeys((self.memory, self._added))
+        replicas.join([event for memory in memories for event in memory.gathers])
+        replicas.streams.keep(memories)
 
     # Backward.
 
     def release(self) -> None:
-        """Free the copies until this pass's backward, which has them again."""
+        """Free the replicas until this pass's backward, which has them again."""
         self.memory.release()
-        self.copies.released.append(self)
+        self.replicas.released.append(self)
 
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""
         if self.memory.is_released:
-            part = self.copies.transfers.part_to(self.target)
+            part = self.replicas.transfers.part_to(self.target)
             # Autograd does not take what is written to ``data`` for a change of what it has saved:
             # the values are the same.
             room = {
@@ -533,131 +544,133 @@ class Prefetch:
             self._gather(part, self.memory, room)
 
     def have_again(self) -> None:
-        """Wait for the copies, as backward comes now."""
-        if self in self.copies.released:
-            self.copies.released.remove(self)
+        """Wait for the replicas, as backward comes now."""
+        if self in self.replicas.released:
+            self.replicas.released.remove(self)
         self.recall()
         self._wait()
 
     def collect(self, grads: Weights) -> tuple[Tensor | None, ...] | None:
-        """Have gradients of the copies ready to be sent; those that are known here now.
+        """Have gradients of the replicas ready to be sent; those that are known here now.
 
         Args:
             grads: of all experts that computed here, as ``weights`` gave theirs.
 
         Returns:
-            Those of the experts at home, as their weights came, and of the ticket. None if no
-            expert is trained, or none in this backward pass: where a user asks for gradients of
+            Those of the experts at their owners, as their weights came, and of the ticket. None if
+            no expert is trained, or none in this backward pass: where a user asks for gradients of
             inputs alone, as ``torch.autograd.grad`` has it, nobody adds those of experts up.
         """
-        copies, node = self.copies, self.start()
-        copies.latest_back = self
-        if not copies.is_trained or node is None or not torch._C._will_engine_execute_node(node):
+        replicas, node = self.replicas, self.start()
+        replicas.latest_back = self
+        if not replicas.is_trained or node is None or not torch._C._will_engine_execute_node(node):
             return None
-        own, of_copies = self._apart(grads)
-        copies.drop_what_the_host_dropped()
-        if copies.is_last_pass() or copies.plan.rematerialize:
-            self._make_ready(copies.all_waiting(of_copies))
+        own, of_replicas = self._apart(grads)
+        replicas.drop_what_the_host_dropped()
+        if replicas.is_last_pass() or replicas.plan.rematerialize:
+            self._make_ready(replicas.all_waiting(of_replicas))
         else:
-            copies.let_wait_for_more(of_copies)
-        if copies.plan.rematerialize:
+            replicas.let_wait_for_more(of_replicas)
+        if replicas.plan.rematerialize:
             self.memory.release()
-        copies.returning = self
-        return *own, copies.nothing
+        replicas.returning = self
+        return *own, replicas.nothing
 
     def _apart(
         self, grads: Sequence[Tensor | None]
     ) -> tuple[Sequence[Tensor | None], dict[int, Weights]]:
-        """Gradients at home, as their weights came, and those of the copies, by expert."""
-        copies, num_names = self.copies, len(self.copies.like)
+        """Gradients at their owners, as their weights came, and those of the replicas, by
+        expert."""
+        replicas, num_names = self.replicas, len(self.replicas.like)
         if self._computes_stacks:
             stacks = whole(grads[num_names:], self.memory.stacks)
             by_slot = zip(*(stack.unbind() for stack in stacks))
-            return grads[:num_names], dict(zip(copies.transfers.copied, by_slot))
-        by_expert = copies.by_expert(grads, self.target)
-        slots = copies.transfers.slots
+            return grads[:num_names], dict(zip(replicas.transfers.copied, by_slot))
+        by_expert = replicas.by_expert(grads, self.target)
+        slots = replicas.transfers.slots
         own = [grad for expert in slots for grad in by_expert[expert]]
-        if self._is_home_stacked:
+        if self._is_owner_stacked:
             own = [_restacked(own[number::num_names]) for number in range(num_names)]
         return own, {
-            expert: whole(found, copies.like)
+            expert: whole(found, replicas.like)
             for expert, found in by_expert.items()
             if expert not in slots
         }
 
     def _make_ready(self, grads: Mapping[int, Weights]) -> None:
-        """Divide a step's gradients of copies into the pieces in which they are sent."""
-        copies = self.copies
-        widest = copies.widest(self.target)
+        """Divide a step's gradients of replicas into the pieces in which they are sent."""
+        replicas = self.replicas
+        widest = replicas.widest(self.target)
         if widest is not self.target:  # of a pass whose backward may never have come
-            nothing = whole([None] * len(copies.like), copies.like)
-            here = set(copies.transfers.experts_here(widest)).difference(copies.transfers.slots)
+            nothing = whole([None] * len(replicas.like), replicas.like)
+            here = set(replicas.transfers.experts_here(widest)).difference(replicas.transfers.slots)
             grads = {**dict.fromkeys(here, nothing), **grads}
-        for piece in copies.transfers.pieces_home(widest):
+        for piece in replicas.transfers.pieces_to_owner(widest):
             some = {expert: own for expert, own in grads.items() if expert in piece.experts}
             self._to_send.append((piece, some))
 
     def send(self) -> None:
-        """Send the next piece of the gradients home, if one is left."""
+        """Send the next piece of the gradients to the owner, if one is left."""
         if self._to_send:
             piece, grads = self._to_send.popleft()
             if piece.part.rounds:
                 reduction = self._reduce(grads, piece)
-                self._reductions.append(self.copies.submit(piece.part, reduction))
+                self._reductions.append(self.replicas.submit(piece.part, reduction))
 
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
-        copies, start, part = self.copies, self.copies.began(), piece.part
-        copies.lanes.keep(one_of_each(grads.values()))
+        replicas, start, part = self.replicas, self.replicas.began(), piece.part
+        replicas.streams.keep(one_of_each(grads.values()))
         arrived = yield from sparse_reduce_scatter(
             part,
-            {**dict.fromkeys(part.sent, copies.like), **grads},
-            copies.place.group,
-            in_float32=copies.place.in_float32,
-            packing=copies.codecs.packing,
+            {**dict.fromkeys(part.sent, replicas.like), **grads},
+            replicas.coordinates.group,
+            in_float32=replicas.coordinates.in_float32,
+            packing=replicas.codecs.packing,
         )
-        copies.moved(arrived.traffic)
+        replicas.moved(arrived.traffic)
         self._arrived.update(arrived.grads)
-        copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
+        replicas.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 
     def send_back(self, grads: Mapping[int, Weights]) -> None:
-        """Send gradients of ``replicas`` home: of all passes of a step, in the last of these."""
+        """Send gradients of ``replicas`` owner: of all passes of a step, in the last of these."""
         self._make_ready(grads)
         while self._to_send:
             self.send()
 
     def sums(self) -> dict[int, Weights]:
-        """What has come of ``send_back`` from all replicas, by expert at home. Waits for it."""
-        copies = self.copies
-        copies.join(self._reductions)
+        """What has come of ``send_back`` from all replicas, by expert at the owner. Waits for
+        it."""
+        replicas = self.replicas
+        replicas.join(self._reductions)
         arrived, self._arrived, self._reductions = self._arrived, {}, []
-        copies.lanes.keep(one_of_each(arrived.values()))
+        replicas.streams.keep(one_of_each(arrived.values()))
         return arrived
 
-    def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The finished gradients of the experts at home. Waits for all that was sent.
+    def arrive_at_owner(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The finished gradients of the experts at their owners. Waits for all that was sent.
 
         Args:
             grads: as ``collect`` gave them, without the ticket's.
         """
-        copies = self.copies
-        copies.returning = None
+        replicas = self.replicas
+        replicas.returning = None
         while self._to_send:
             self.send()
         if not self._reductions:
             return list(grads)
-        copies.join(self._reductions)
+        replicas.join(self._reductions)
         arrived, self._arrived = self._arrived, {}
-        copies.lanes.keep(one_of_each(arrived.values()))
-        if self._is_home_stacked:
+        replicas.streams.keep(one_of_each(arrived.values()))
+        if self._is_owner_stacked:
             # Added where they lie: the program made these stacks for this alone.
-            stacks, slots = [stack.contiguous() for stack in grads], copies.transfers.slots
+            stacks, slots = [stack.contiguous() for stack in grads], replicas.transfers.slots
             own_sums = [stack[slots[expert]] for expert in arrived for stack in stacks]
             add_each(own_sums, [total for sums in arrived.values() for total in sums])
             return stacks
         finished: list[Tensor] = []
         totals: list[Tensor] = []
         more: list[Tensor] = []
-        for expert, own in copies.by_expert(grads, copies.plan.home).items():
+        for expert, own in replicas.by_expert(grads, replicas.plan.owner).items():
             sums = arrived.get(expert)
             if sums is not None:  # into the sum, which is ours, and not into autograd's
                 totals += sums
@@ -673,28 +686,28 @@ def _restacked(grads_S: Sequence[Tensor | None]) -> Tensor | None:
     return restacked(given_S) if given_S else None
 
 
-# Where a pass meets its copies: an autograd node before the program, and two of its stages.
+# Where a pass meets its replicas: an autograd node before the program, and two of its stages.
 
 
 def started(prefetch: Prefetch, weights: Weights) -> Weights:
-    """The weights of the experts at home as the program wants them.
+    """The weights of the experts at their owners as the program wants them.
 
     Args:
         prefetch: of the pass.
-        weights: of the experts at home on this rank, by slot or stacked.
+        weights: of the experts at their owners on this rank, by slot or stacked.
 
     Returns:
         They, and a ticket: an empty tensor that makes every rank take part in backward.
     """
-    copies = prefetch.copies
-    ticket = copies.nothing.detach().requires_grad_(copies.is_trained)
+    replicas = prefetch.replicas
+    ticket = replicas.nothing.detach().requires_grad_(replicas.is_trained)
     started: Weights = _Start.apply(prefetch, ticket, *weights)
     return started
 
 
 class _Start(torch.autograd.Function):
     """Its backward ends the pass. Not a task of the program: it comes when the host's block ends,
-    so that gradients have until then to come home."""
+    so that gradients have until then to come to the owner."""
 
     @staticmethod
     def forward(ctx: Any, prefetch: Prefetch, ticket: Tensor, *weights: Tensor) -> Weights:
@@ -705,33 +718,34 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.prefetch.come_home(grads[:-1])
+        return None, None, *ctx.prefetch.arrive_at_owner(grads[:-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Join(SavesAlike):
-    """Reads the weights at home and the route; writes the weights of all that compute here."""
+    """Reads the weights at their owners and the route; writes the weights of all that compute
+    here."""
 
-    copies: Copies
+    replicas: Replicas
 
-    def forward(self, span: Span, weights: Weights, layer_route: LayerRoute) -> Done:
-        copies = self.copies
-        assert copies.coming is not None, "no pass has begun"
-        prefetch, copies.coming = copies.coming, None
-        if copies.before is not None and copies.before.released:
-            prefetch.preceding = copies.before.released[-1]
+    def forward(self, chunk_range: ChunkRange, weights: Weights, layer_route: LayerRoute) -> Done:
+        replicas = self.replicas
+        assert replicas.coming is not None, "no pass has begun"
+        prefetch, replicas.coming = replicas.coming, None
+        if replicas.before is not None and replicas.before.released:
+            prefetch.preceding = replicas.before.released[-1]
         return (prefetch.weights(layer_route.target),), (prefetch,)
 
-    def backward(self, span: Span, saved: Saved, grads: Weights) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, grads: Weights) -> tuple[Any, ...]:
         return (saved[0].collect(grads),)
 
 
 class HaveAgain(SavesAlike):
     """In backward, by what ``Join`` saved of the pass; in forward nothing was freed yet."""
 
-    def forward(self, span: Span, *reads: Any) -> Done:
+    def forward(self, chunk_range: ChunkRange, *reads: Any) -> Done:
         return (None,), ()
 
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+    def backward(self, chunk_range: ChunkRange, saved: Saved, *grads: Any) -> tuple[Any, ...]:
         saved[0].have_again()
         return ()

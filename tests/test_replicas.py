@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with copies of experts against the dense reference: float64, 1e-12.
+"""Layers with replicas of experts against the dense reference: float64, 1e-12.
 
-Shape letters: W ranks, T tokens, E experts, D model width, F expert width, C cells.
+Shape letters: W ranks, T tokens, E experts, D model width, F expert width, C EP ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.row_levels import RowLevels, WholePrices
-from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseHome, NearestCopy
-from ds_moe_ext.core.transfer import SMALL, Cargo
-from ds_moe_ext.moe.copies import Copies, in_order
-from ds_moe_ext.moe.copy_memory import Place, Transfers
+from ds_moe_ext.core.share import SWEEPS, LevelShare, LocalElseOwner, NearestReplica
+from ds_moe_ext.core.transfer import SMALL, TransferSize
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.replica_memory import LayerCoordinates, Transfers
+from ds_moe_ext.moe.replicas import Replicas, in_order
 from ds_moe_ext.planning.priced_plans import Repair
 from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.planning.strategy import Carried, Destination, Job, Plan
@@ -45,39 +45,40 @@ class Case:
     """Who holds what, by seed, and how a pass goes."""
 
     num_experts: int = 6
-    copies: float = 0.4  # share of (expert, cell) pairs beside the homes that hold a copy
-    even: bool = True  # homes
+    replicas: float = 0.4  # share of (expert, EP rank) pairs beside the owners that hold a copy
+    even: bool = True  # owners
     hot: float = 0.0
     degrees: tuple[int, int] = (1, 1)
     rematerialize: bool = False
-    revised: bool = False  # more copies once the rows are known
+    revised: bool = False  # more replicas once the rows are known
     repaired: bool = False  # those that a priced share lacks, if it was planned for other rows
     ranks_per_node: int = 2
     num_micro_batches: int = 2
     num_tokens: int = 14
     num_layers: int = 1
-    starts_early: bool = False  # all layers' copies are launched before the first layer runs
+    starts_early: bool = False  # all layers' replicas are launched before the first layer runs
     reaches_x: bool = True  # what goes in has a gradient
     is_trained: bool = True  # experts are
     holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of some experts, in place of chance
-    goes_home: bool = False  # what has no copy at its sender
-    follows: bool = False  # a step by other copies
-    cargo: Cargo = SMALL  # sizes from which on copies travel in segments
+    goes_to_owner: bool = False  # what has no copy at its sender
+    follows: bool = False  # a step by other replicas
+    transfer_size: TransferSize = SMALL  # sizes from which on replicas travel in segments
     seed: int = 0
 
-    def home(self, layer: int, num_cells: int) -> Placement:
+    def owner(self, layer: int, num_ep_ranks: int) -> Placement:
         rng = np.random.default_rng([self.seed, layer])
-        owner_E = np.arange(self.num_experts) * num_cells // self.num_experts
+        owner_E = np.arange(self.num_experts) * num_ep_ranks // self.num_experts
         return Placement.owned_by(
-            owner_E if self.even else rng.integers(num_cells, size=self.num_experts), num_cells
+            owner_E if self.even else rng.integers(num_ep_ranks, size=self.num_experts),
+            num_ep_ranks,
         )
 
-    def target(self, layer: int, num_cells: int) -> Placement:
+    def target(self, layer: int, num_ep_ranks: int) -> Placement:
         rng = np.random.default_rng([self.seed + 1, layer])
-        held_EC = rng.random((self.num_experts, num_cells)) < self.copies
-        for expert, cells in self.holders:
-            held_EC[expert, list(cells)] = True
-        return Placement(self.home(layer, num_cells).holds_EC | held_EC)
+        held_EC = rng.random((self.num_experts, num_ep_ranks)) < self.replicas
+        for expert, ep_ranks in self.holders:
+            held_EC[expert, list(ep_ranks)] = True
+        return Placement(self.owner(layer, num_ep_ranks).holds_EC | held_EC)
 
 
 def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destination:
@@ -85,16 +86,16 @@ def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destina
     holds_EC = held.holds_EC.copy()
     holds_EC[rows_CE.sum(axis=0).argmax()] = True
     target = Placement(holds_EC)
-    return Destination(target, NearestCopy(target, node_C))
+    return Destination(target, NearestReplica(target, node_C))
 
 
-def repair_of(home: Placement, target: Placement, node_C: np.ndarray, seed: int) -> Repair:
-    """Of a share that was planned for rows which never come; copies cost nothing."""
-    levels = RowLevels(target, node_C, WholePrices.of(np.ones(target.num_cells), 0.1, 0.2))
+def repair_of(owner: Placement, target: Placement, node_C: np.ndarray, seed: int) -> Repair:
+    """Of a share that was planned for rows which never come; replicas cost nothing."""
+    levels = RowLevels(target, node_C, WholePrices.of(np.ones(target.num_ep_ranks), 0.1, 0.2))
     planned_CE = np.random.default_rng(seed).integers(0, 9, target.holds_EC.T.shape)
     share = LevelShare.planned(levels, planned_CE, sweeps=SWEEPS)
     levels_of = partial(RowLevels, node_C=node_C, prices=levels.prices)
-    return Repair(home=home, share=share, levels_of=levels_of, copy_price=0, num_slots=2)
+    return Repair(owner=owner, share=share, levels_of=levels_of, copy_price=0, num_slots=2)
 
 
 def repaired(repair: Repair, rows_CE: np.ndarray) -> Destination:
@@ -149,18 +150,18 @@ def _grad_of(leaf: Tensor) -> Tensor:
 def layer_of(
     case: Case, number: int, layout: ParallelLayout, strategy: Copied
 ) -> tuple[MoELayer, np.ndarray]:
-    """A layer on this rank, and the experts at home here."""
-    num_cells = layout.grid.num_cells
-    target = case.target(number, num_cells)
+    """A layer on this rank, and the experts at their owners here."""
+    num_ep_ranks = layout.grid.num_ep_ranks
+    target = case.target(number, num_ep_ranks)
     strategy = replace(strategy, target=target)
     if case.revised:
         strategy = replace(strategy, revise=partial(revised, target, node_C=layout.node_C))
-    home = case.home(number, num_cells)
+    owner = case.owner(number, num_ep_ranks)
     if case.repaired:
-        repair = repair_of(home, target, layout.node_C, case.seed)
+        repair = repair_of(owner, target, layout.node_C, case.seed)
         strategy = replace(strategy, revise=partial(repaired, repair))
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    mine = home.experts_of(layout.index("ep"))
+    (plan,) = strategy.plan(Job.at_start([owner], layout.node_C))
+    mine = owner.experts_of(layout.index("ep"))
     gate_ED, up, down = weights_of(case, number)
     own = (weight[expert] for expert in mine for weight in (up, down))
     layer = MoELayer(
@@ -174,8 +175,13 @@ def layer_of(
         layer=number,
     )
     like = (up[0].clone(), down[0].clone())
-    with mock.patch("ds_moe_ext.moe.layer.Place", partial(Place, cargo=case.cargo)):
-        layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
+    with mock.patch(
+        "ds_moe_ext.moe.layer.LayerCoordinates",
+        partial(LayerCoordinates, transfer_size=case.transfer_size),
+    ):
+        layer.routed.allow_replicas(
+            tuple(weight.requires_grad_(case.is_trained) for weight in like)
+        )
     return layer, mine
 
 
@@ -184,22 +190,22 @@ def layers_of(case: Case, world_size: int) -> list[tuple[MoELayer, np.ndarray]]:
         forward=case.degrees[0],
         backward=case.degrees[1],
         rematerialize=case.rematerialize,
-        goes_home=case.goes_home,
+        goes_to_owner=case.goes_to_owner,
     )
     layout = ParallelLayout.build(
         Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
     )
     layers = [layer_of(case, number, layout, strategy) for number in range(case.num_layers)]
-    plans = [layer.routed.site.plan for layer, _ in layers]
+    plans = [layer.routed.layer_context.plan for layer, _ in layers]
     for (layer, _), plan, following in zip(layers, plans, (*plans[1:], None)):
         layer.routed.take(plan, following)
-    in_order(copies_of(layer) for layer, _ in layers)
+    in_order(replicas_of(layer) for layer, _ in layers)
     return layers
 
 
-def copies_of(layer: MoELayer) -> Copies:
-    assert layer.routed.copies is not None
-    return layer.routed.copies
+def replicas_of(layer: MoELayer) -> Replicas:
+    assert layer.routed.replicas is not None
+    return layer.routed.replicas
 
 
 def forward(case: Case, layers: Sequence[MoELayer], x: Tensor) -> Tensor:
@@ -213,13 +219,13 @@ def forward(case: Case, layers: Sequence[MoELayer], x: Tensor) -> Tensor:
 
 
 def take_another_step(case: Case, layers: Sequence[MoELayer], rank: int) -> None:
-    """One by other copies, of which nothing may be left but the programs."""
-    plans = [layer.routed.site.plan for layer in layers]
+    """One by other replicas, of which nothing may be left but the programs."""
+    plans = [layer.routed.layer_context.plan for layer in layers]
     other = replace(case, seed=case.seed + 50)
     others = []
     for number, plan in enumerate(plans):
-        target = other.target(number, plan.home.num_cells)
-        share = NearestCopy(target, layers[number].routed.site.layout.node_C)
+        target = other.target(number, plan.owner.num_ep_ranks)
+        share = NearestReplica(target, layers[number].routed.layer_context.layout.node_C)
         others.append(replace(plan, target=target, share=share))
     for layer, plan, following in zip(layers, others, (*others[1:], None)):
         layer.routed.take(plan, following)
@@ -234,7 +240,8 @@ def take_another_step(case: Case, layers: Sequence[MoELayer], rank: int) -> None
 
 
 def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
-    """Outputs, gradients of x, then of each layer its gradients and the experts at home here."""
+    """Outputs, gradients of x, then of each layer its gradients and the experts at their owners
+    here."""
     pairs = layers_of(case, world_size)
     layers = [layer for layer, _ in pairs]
     if case.follows:
@@ -242,7 +249,7 @@ def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
     results, inputs = [], []
     for number in range(case.num_micro_batches):
         for layer in layers:
-            copies_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
+            replicas_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
         x, grad = tokens_of(case, rank, number)
         y = forward(case, layers, x.requires_grad_(case.reaches_x))
         torch.sum(y * grad).backward()
@@ -286,30 +293,30 @@ def check(case: Case, world_size: int) -> None:
 
 
 CASES = {
-    "some copies": Case(),
-    "no copies": Case(copies=0.0),
-    "all everywhere": Case(copies=1.0),
-    "uneven homes": Case(even=False, seed=3),
+    "some replicas": Case(),
+    "no replicas": Case(replicas=0.0),
+    "all everywhere": Case(replicas=1.0),
+    "uneven owners": Case(even=False, seed=3),
     "few experts": Case(num_experts=2, even=False, seed=5),
     "one hot expert": Case(hot=50.0, seed=1),
     "one micro-batch": Case(num_micro_batches=1),
     "rematerialized": Case(rematerialize=True),
     "rematerialized, one micro-batch": Case(rematerialize=True, num_micro_batches=1),
     "revised": Case(revised=True, hot=3.0),
-    "revised from none": Case(revised=True, copies=0.0),
+    "revised from none": Case(revised=True, replicas=0.0),
     "revised and rematerialized": Case(revised=True, rematerialize=True),
-    "repaired": Case(repaired=True, copies=0.1, hot=3.0, num_experts=8, num_micro_batches=3),
+    "repaired": Case(repaired=True, replicas=0.1, hot=3.0, num_experts=8, num_micro_batches=3),
     "repaired, chunks, three layers": Case(
-        repaired=True, copies=0.1, hot=9.0, degrees=(2, 3), num_layers=3, even=False
+        repaired=True, replicas=0.1, hot=9.0, degrees=(2, 3), num_layers=3, even=False
     ),
-    "repaired, rematerialized": Case(repaired=True, copies=0.1, hot=3.0, rematerialize=True),
+    "repaired, rematerialized": Case(repaired=True, replicas=0.1, hot=3.0, rematerialize=True),
     "chunks": Case(degrees=(2, 2)),
-    "chunks that differ": Case(degrees=(3, 2), copies=0.7),
+    "chunks that differ": Case(degrees=(3, 2), replicas=0.7),
     "three layers": Case(num_layers=3),
     "three layers, started early": Case(num_layers=3, starts_early=True),
     "three layers, rematerialized": Case(num_layers=3, rematerialize=True),
-    "three layers, rematerialized, few copies": Case(
-        num_layers=3, rematerialize=True, copies=0.1, even=False, seed=2
+    "three layers, rematerialized, few replicas": Case(
+        num_layers=3, rematerialize=True, replicas=0.1, even=False, seed=2
     ),
     "three layers, rematerialized, revised": Case(num_layers=3, rematerialize=True, revised=True),
     "three layers, rematerialized, started early": Case(
@@ -318,34 +325,40 @@ CASES = {
     "frozen experts": Case(num_layers=2, is_trained=False),
     "frozen experts, rematerialized": Case(num_layers=2, is_trained=False, rematerialize=True),
     "x without gradient": Case(num_layers=2, reaches_x=False),
-    "after other copies": Case(num_layers=2, follows=True),
-    "after other copies, rematerialized": Case(num_layers=2, follows=True, rematerialize=True),
+    "after other replicas": Case(num_layers=2, follows=True),
+    "after other replicas, rematerialized": Case(num_layers=2, follows=True, rematerialize=True),
     "one node": Case(ranks_per_node=8),
     "a node each": Case(ranks_per_node=1),
 }
 
-IN_SEGMENTS = Cargo(start_bytes=5)  # an expert has 288 weights
+IN_SEGMENTS = TransferSize(start_bytes=5)  # an expert has 288 weights
 CASES |= {
-    f"in segments, {name}": replace(CASES[name], cargo=IN_SEGMENTS)
+    f"in segments, {name}": replace(CASES[name], transfer_size=IN_SEGMENTS)
     for name in (
         "all everywhere",
-        "uneven homes",
+        "uneven owners",
         "rematerialized",
         "revised",
         "three layers, rematerialized, revised",
-        "after other copies",
+        "after other replicas",
         "one node",
         "a node each",
     )
 }
 
 GUARDED = {
-    *("no copies", "uneven homes", "one micro-batch", "rematerialized, one micro-batch", "chunks"),
-    *("revised from none", "three layers", "frozen experts", "after other copies", "one node"),
-    *("in segments, uneven homes", "in segments, rematerialized", "in segments, one node"),
-    *("in segments, a node each", "in segments, after other copies"),
-    *("rematerialized", "revised", "repaired", "three layers, started early", "some copies"),
-    *("three layers, rematerialized", "three layers, rematerialized, few copies"),
+    *(
+        "no replicas",
+        "uneven owners",
+        "one micro-batch",
+        "rematerialized, one micro-batch",
+        "chunks",
+    ),
+    *("revised from none", "three layers", "frozen experts", "after other replicas", "one node"),
+    *("in segments, uneven owners", "in segments, rematerialized", "in segments, one node"),
+    *("in segments, a node each", "in segments, after other replicas"),
+    *("rematerialized", "revised", "repaired", "three layers, started early", "some replicas"),
+    *("three layers, rematerialized", "three layers, rematerialized, few replicas"),
     *("frozen experts, rematerialized", "in segments, revised"),
 }
 """By cases that have what they have, and more."""
@@ -370,7 +383,7 @@ def test_equals_dense(name: str, world_size: int) -> None:
 def _segments(rank: int, world_size: int, case: Case) -> set[int]:
     """In how many of them what this rank sends and receives travels."""
     ((layer, _),) = layers_of(case, world_size)
-    rounds = copies_of(layer).transfers.whole.rounds
+    rounds = replicas_of(layer).transfers.whole.rounds
     return {move.segment.of for each in rounds for move in (*each.sends, *each.receives)}
 
 
@@ -385,30 +398,30 @@ def _segments(rank: int, world_size: int, case: Case) -> set[int]:
         ("a node each", 4, {1, 10}),
     ],
 )
-def test_copies_in_segments_are(name: str, world_size: int, of: set[int]) -> None:
+def test_replicas_in_segments_are(name: str, world_size: int, of: set[int]) -> None:
     found = pool_of(world_size).run(_segments, CASES[f"in segments, {name}"])
     assert set().union(*found) == of
 
 
 def _sent_by_passes(rank: int, world_size: int, case: Case) -> list[tuple[bool, int]]:
-    """Behind the forward of each micro-batch: whether more copies are there than were planned, and
-    what has been sent of them."""
+    """Behind the forward of each micro-batch: whether more replicas are there than were planned,
+    and what has been sent of them."""
     ((layer, _),) = layers_of(case, world_size)
-    copies, found = copies_of(layer), []
+    replicas, found = replicas_of(layer), []
     for number in range(case.num_micro_batches):
-        copies.is_last_pass = lambda now=number: now == case.num_micro_batches - 1
+        replicas.is_last_pass = lambda now=number: now == case.num_micro_batches - 1
         x, grad = tokens_of(case, rank, number)
         y = forward(case, [layer], x)
-        sent = copies.traffic.sent_bytes
-        planned = layer.routed.site.plan.target
-        found.append((copies.widest(planned) is not planned, sent))
+        sent = replicas.traffic.sent_bytes
+        planned = layer.routed.layer_context.plan.target
+        found.append((replicas.widest(planned) is not planned, sent))
         torch.sum(y * grad).backward()
     layer.routed.after_step()
     return found
 
 
-def test_copies_that_were_added_serve_later_micro_batches() -> None:
-    """They are sent once; the gradients of all go home behind the last one."""
+def test_replicas_that_were_added_serve_later_micro_batches() -> None:
+    """They are sent once; the gradients of all go to the owner behind the last one."""
     case = replace(CASES["repaired"], num_micro_batches=4)
     ranks = pool_of(4).run(_sent_by_passes, case)
     for passes in ranks:
@@ -424,16 +437,16 @@ def _behind_an_evaluation(rank: int, world_size: int, case: Case) -> list[Tensor
     ((layer, mine),) = layers_of(case, world_size)
     with torch.inference_mode():
         layer(tokens_of(case, rank, 0)[0])
-    assert copies_of(layer)._kept is None
+    assert replicas_of(layer)._kept is None
     for number in range(case.num_micro_batches):
-        copies_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
+        replicas_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
         x, grad = tokens_of(case, rank, number)
         torch.sum(forward(case, [layer], x) * grad).backward()
     layer.routed.after_step()
     return gradients_of(layer, mine)
 
 
-def test_copies_that_an_evaluation_adds_serve_no_training() -> None:
+def test_replicas_that_an_evaluation_adds_serve_no_training() -> None:
     case = CASES["repaired"]
     reference = dense(case, 2)["weights"]
     sums = [torch.zeros_like(weight) for weight in reference]
@@ -455,7 +468,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize("holders", PLACEMENTS)
 def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
     """Pro-Prophet's placements of four experts on four devices."""
-    check(Case(num_experts=4, copies=0.0, holders=holders, goes_home=True), 4)
+    check(Case(num_experts=4, replicas=0.0, holders=holders, goes_to_owner=True), 4)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -463,14 +476,14 @@ def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
     st.builds(
         Case,
         num_experts=st.integers(1, 9).filter(lambda number: number >= TOP_K),
-        copies=st.sampled_from([0.0, 0.2, 0.8]),
+        replicas=st.sampled_from([0.0, 0.2, 0.8]),
         even=st.booleans(),
         hot=st.sampled_from([0.0, 3.0, 50.0]),
         degrees=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         rematerialize=st.booleans(),
         revised=st.booleans(),
         repaired=st.booleans(),
-        goes_home=st.booleans(),
+        goes_to_owner=st.booleans(),
         ranks_per_node=st.integers(1, 4),
         num_micro_batches=st.integers(1, 3),
         num_tokens=st.sampled_from([0, 1, 9]),
@@ -478,7 +491,7 @@ def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         starts_early=st.booleans(),
         reaches_x=st.booleans(),
         is_trained=st.booleans(),
-        cargo=st.sampled_from([SMALL, IN_SEGMENTS, Cargo(start_bytes=1)]),
+        transfer_size=st.sampled_from([SMALL, IN_SEGMENTS, TransferSize(start_bytes=1)]),
         seed=st.integers(0, 100),
     )
 )
@@ -486,33 +499,33 @@ def test_any_case_equals_dense(case: Case) -> None:
     check(case, 4)
 
 
-# The pieces in which a plan's copies travel are what each would be alone.
+# The pieces in which a plan's replicas travel are what each would be alone.
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-@pytest.mark.parametrize("num_cells", [2, 3, 8])
+@pytest.mark.parametrize("num_ep_ranks", [2, 3, 8])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_pieces_are_those_of_their_experts_alone(
-    everywhere: bool, num_cells: int, broadcasts: bool
+    everywhere: bool, num_ep_ranks: int, broadcasts: bool
 ) -> None:
-    rng = np.random.default_rng(num_cells)
-    node_C, nobody = np.arange(num_cells) // 2, cast(Any, None)
+    rng = np.random.default_rng(num_ep_ranks)
+    node_C, nobody = np.arange(num_ep_ranks) // 2, cast(Any, None)
     for _ in range(20):
-        home = Placement.owned_by(rng.integers(0, num_cells, 6), num_cells)
+        owner = Placement.owned_by(rng.integers(0, num_ep_ranks, 6), num_ep_ranks)
         copied = tuple(rng.permutation(6)[: rng.integers(1, 6)].tolist())
-        copies_EC = np.zeros_like(home.holds_EC)
-        copies_EC[list(copied)] = everywhere or rng.random((len(copied), num_cells)) < 0.7
-        target = home.with_copies(copies_EC)
+        replicas_EC = np.zeros_like(owner.holds_EC)
+        replicas_EC[list(copied)] = everywhere or rng.random((len(copied), num_ep_ranks)) < 0.7
+        target = owner.with_replicas(replicas_EC)
         splits = [Split(copied[:at], copied[at:]) for at in rng.integers(0, len(copied) + 1, 2)]
-        plan = Plan(home, target, LocalElseHome(home, target), carried=Carried(*splits))
-        for cell in range(num_cells):
-            place = Place(0, cell, node_C, nobody, broadcasts=broadcasts)
-            trips = Transfers.of(place, plan)
-            assert trips.whole == place.part(home, target)
-            for pieces, split in zip((trips.gathers, trips.reductions), splits):
+        plan = Plan(owner, target, LocalElseOwner(owner, target), carried=Carried(*splits))
+        for ep_rank in range(num_ep_ranks):
+            coordinates = LayerCoordinates(0, ep_rank, node_C, nobody, broadcasts=broadcasts)
+            transfers = Transfers.of(coordinates, plan)
+            assert transfers.whole == coordinates.part(owner, target)
+            for pieces, split in zip((transfers.gathers, transfers.reductions), splits):
                 assert [piece.number for piece in pieces] == [0, 1]
                 for piece, experts in zip(pieces, split):
-                    some_EC = np.zeros_like(copies_EC)
-                    some_EC[list(experts)] = copies_EC[list(experts)]
+                    some_EC = np.zeros_like(replicas_EC)
+                    some_EC[list(experts)] = replicas_EC[list(experts)]
                     assert piece.experts == frozenset(experts)
-                    assert piece.part == place.part(home, home.with_copies(some_EC))
+                    assert piece.part == coordinates.part(owner, owner.with_replicas(some_EC))

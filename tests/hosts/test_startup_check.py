@@ -39,12 +39,12 @@ ZEBRA = replace(
 
 UNLIKE: Mapping[str, tuple[Job, Job, str]] = {
     "strategy": (JOB, fssdp(), 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1'),
-    "copies": (
-        fssdp(copies_per_rank=1),
-        fssdp(copies_per_rank=2),
-        "ds_moe_ext.fssdp.copies_per_rank is 1 on rank 0 and 2 on rank 1",
+    "replicas": (
+        fssdp(replicas_per_rank=1),
+        fssdp(replicas_per_rank=2),
+        "ds_moe_ext.fssdp.replicas_per_rank is 1 on rank 0 and 2 on rank 1",
     ),
-    "homes": (
+    "owners": (
         fssdp(reshard_interval=2),
         fssdp(),
         "ds_moe_ext.fssdp.reshard_interval is 2 on rank 0 and null on rank 1",
@@ -77,7 +77,7 @@ UNLIKE: Mapping[str, tuple[Job, Job, str]] = {
 }
 
 
-def told_at_start(rank: int, job: Job, world_size: int) -> str:
+def logged_at_start(rank: int, job: Job, world_size: int) -> str:
     """What ends this rank's ``deepspeed.initialize``; empty if nothing does."""
     import deepspeed
 
@@ -85,7 +85,7 @@ def told_at_start(rank: int, job: Job, world_size: int) -> str:
     if job.dtype == "half a model":
         model.get_submodule("model.layers.0.mlp.gate").bfloat16()
     if not job.block:
-        time.sleep(0.5)  # the rank that comes first is not told: it goes on, as it was asked to
+        time.sleep(0.5)  # the rank that comes first is not reported: it goes on, as it was asked to
     try:
         deepspeed.initialize(
             model=model,
@@ -98,41 +98,45 @@ def told_at_start(rank: int, job: Job, world_size: int) -> str:
 
 
 def unlike_starts(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
-    """Of each case what was said, and after how many seconds."""
+    """Of each case what was stated, and after how many seconds."""
     found = {}
     for name, (first, second, _) in UNLIKE.items():
         began_s = time.monotonic()
-        found[name] = told_at_start(rank, (first, second)[rank], world_size), began_s
+        found[name] = logged_at_start(rank, (first, second)[rank], world_size), began_s
         found[name] = found[name][0], time.monotonic() - began_s
     return found
 
 
 def test_ranks_that_differ() -> None:
-    told = pool_of(2).run(unlike_starts)
-    for name, (_, _, says) in UNLIKE.items():
-        (first, first_s), (second, second_s) = (rank[name] for rank in told)
-        assert says in first and says in second, (name, first, second)
+    results = pool_of(2).run(unlike_starts)
+    for name, (_, _, expected) in UNLIKE.items():
+        (first, first_s), (second, second_s) = (rank[name] for rank in results)
+        assert expected in first and expected in second, (name, first, second)
         assert first.startswith("Disagreement: ") and "\n" not in first
         assert first == second or "absent" in name
         assert max(first_s, second_s) < SOON_S
 
 
 def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
-    def told(**block: Any) -> Mapping[str, str]:
+    def reported(**block: Any) -> Mapping[str, str]:
         document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
         return startup_check.settings_of(read_settings(document)[0], document["ds_moe_ext"])
 
-    plain = told()
-    assert told(report={"path": "a", "enabled": False, "max_steps": 9}) == plain
-    assert told(trace={"first_step": 1}, options={}, gate=None, esp={}) == plain
-    assert told(trace={"path": "a"}) == told(trace={"path": "b"}) != plain  # all ranks send tasks
-    assert told(trace={"path": "a", "first_step": 1}) != told(trace={"path": "a"})
-    assert told(fssdp={"window": 2}) == plain  # of a strategy that is not asked for
-    assert told(report={"trace_step": 7}) != plain
-    assert told(balance="fssdp", fssdp={"window": 2}) != told(balance="fssdp")
+    plain = reported()
+    assert reported(report={"path": "a", "enabled": False, "max_steps": 9}) == plain
+    assert reported(trace={"first_step": 1}, options={}, gate=None, esp={}) == plain
+    assert (
+        reported(trace={"path": "a"}) == reported(trace={"path": "b"}) != plain
+    )  # all ranks send tasks
+    assert reported(trace={"path": "a", "first_step": 1}) != reported(trace={"path": "a"})
+    assert reported(fssdp={"window": 2}) == plain  # of a strategy that is not asked for
+    assert reported(report={"trace_step": 7}) != plain
+    assert reported(balance="fssdp", fssdp={"window": 2}) != reported(balance="fssdp")
     (measured,) = list(Path("configs/hardware").glob("*.json"))[:1]
     (tmp_path / "other.json").write_bytes(measured.read_bytes())
-    assert told(hardware=str(measured)) == told(hardware=str(tmp_path / "other.json")) != plain
+    assert (
+        reported(hardware=str(measured)) == reported(hardware=str(tmp_path / "other.json")) != plain
+    )
 
 
 # One rank fails.
@@ -162,20 +166,25 @@ def failing_starts(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
             if rank == 1:
                 stack.enter_context(mock.patch(target, side_effect=error))
             try:
-                told = told_at_start(rank, JOB, world_size)
+                text = logged_at_start(rank, JOB, world_size)
             except (KeyError, OSError) as own:
-                told = f"{type(own).__name__}: {own}"
-        found[name] = told, time.monotonic() - began_s
+                text = f"{type(own).__name__}: {own}"
+        found[name] = text, time.monotonic() - began_s
     return found
 
 
 def test_a_rank_that_fails_ends_the_start_of_all() -> None:
     first, second = pool_of(2).run(failing_starts)
     for name, (_, error) in FAILURES.items():
-        (told, seconds), (own, _) = first[name], second[name]
+        (reported, seconds), (own, _) = first[name], second[name]
         assert own == f"{type(error).__name__}: {error}"
-        assert "rank 1" in told and str(error) in told and "\n" not in told, (name, told)
-        assert told.startswith("ValueError" if isinstance(error, ValueError) else "RuntimeError")
+        assert "rank 1" in reported and str(error) in reported and "\n" not in reported, (
+            name,
+            reported,
+        )
+        assert reported.startswith(
+            "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+        )
         assert seconds < SOON_S
 
 
@@ -186,12 +195,12 @@ def without_a_compiler(rank: int, world_size: int) -> str:
     row_levels.is_compiled.cache_clear()
     try:
         with lacks if rank == 1 else nullcontext():
-            told = told_at_start(rank, fssdp(share="priced"), world_size)
+            reported = logged_at_start(rank, fssdp(share="priced"), world_size)
             assert row_levels.is_compiled() == (rank == 0)
     finally:
         compiled.library.cache_clear()
         row_levels.is_compiled.cache_clear()
-    return told
+    return reported
 
 
 def test_a_rank_that_cannot_compile_starts_with_the_others() -> None:
@@ -242,7 +251,7 @@ FSSDP = {**BLOCK, "strategy": "fssdp"}
 class Unlike(NamedTuple):
     """What rank 1 does otherwise than rank 0 under Megatron, and what both say."""
 
-    says: str
+    expected: str
     block: dict[str, Any] = BLOCK
     run: MegatronRun = RUN
 
@@ -257,28 +266,28 @@ UNDER_MEGATRON = {
 
 
 def unlike_under_megatron(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
-    """Of each case what was said, and after how many seconds."""
+    """Of each case what was stated, and after how many seconds."""
     found = {}
     for name, unlike in UNDER_MEGATRON.items():
-        began_s, told = time.monotonic(), ""
+        began_s, reported = time.monotonic(), ""
         if rank == 1 and not unlike.block["enabled"]:
-            time.sleep(0.5)  # who comes first is not told
+            time.sleep(0.5)  # who comes first is not reported
         run, settings = (unlike.run, unlike.block) if rank == 1 else (RUN, BLOCK)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a block that is not enabled
                 train(rank, world_size, run, settings)
         except ValueError as error:
-            told = str(error)
-        found[name] = told, time.monotonic() - began_s
+            reported = str(error)
+        found[name] = reported, time.monotonic() - began_s
     return found
 
 
 def test_ranks_that_differ_under_megatron() -> None:
     first, second = pool_of(2).run(unlike_under_megatron)
     for name, unlike in UNDER_MEGATRON.items():
-        for told, seconds in (first[name], second[name]):
-            assert unlike.says in told and "\n" not in told, (name, told)
+        for reported, seconds in (first[name], second[name]):
+            assert unlike.expected in reported and "\n" not in reported, (name, reported)
             assert seconds < SOON_S
     assert first["flags"][0].startswith("rank 1 cannot start, nor can the others: ds_moe_ext is")
 
@@ -303,18 +312,18 @@ def wait_for_the_last(rank: int, world_size: int) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_person_is_told_who_is_waited_for() -> None:
-    told = [text for rank in pool_of(3).run(wait_for_the_last) for text in rank]
-    assert len(told) == 1
-    assert "waits in a test for rank 2; it will wait for 120 s" in told[0]
+def test_a_person_is_reported_who_is_waited_for() -> None:
+    results = [text for rank in pool_of(3).run(wait_for_the_last) for text in rank]
+    assert len(results) == 1
+    assert "waits in a test for rank 2; it will wait for 120 s" in results[0]
 
 
 def wait_in_vain(rank: int, world_size: int) -> str:
     if rank == 1:
         return ""
     start = Start("a test")
-    assert start.board is not None
-    object.__setattr__(start.board, "timeout_s", 0.5)
+    assert start.store is not None
+    object.__setattr__(start.store, "timeout_s", 0.5)
     with impatient(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -326,8 +335,8 @@ def wait_in_vain(rank: int, world_size: int) -> str:
 
 
 def test_nobody_waits_longer_than_the_world_does() -> None:
-    told, nothing = pool_of(2).run(wait_in_vain)
-    assert "in vain, for rank 1" in told and nothing == ""
+    results, nothing = pool_of(2).run(wait_in_vain)
+    assert "in vain, for rank 1" in results and nothing == ""
     pool_of(2).close()  # its ranks have not counted one start alike
 
 
@@ -360,6 +369,8 @@ def start_in_turns(rank: int, world_size: int) -> int:
 
 
 def test_ranks_that_are_off_do_not_wait() -> None:
-    told, nothing = pool_of(2).run(stand_aside_first)
-    assert told.startswith("ds_moe_ext is enabled on rank 0, but off on rank 1") and nothing == ""
+    results, nothing = pool_of(2).run(stand_aside_first)
+    assert (
+        results.startswith("ds_moe_ext is enabled on rank 0, but off on rank 1") and nothing == ""
+    )
     assert pool_of(2).run(start_in_turns) == [3, 3]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visits: a token's row goes once to each cell that has some of its experts.
+"""Pairs: a token's row goes once to each EP rank that has some of its experts.
 
-A *visit* is one (token, cell) pair: the row that travels for all choices of the token there. Which
-visit each row at the experts is of is told to that cell; the rest is index work, on the device. By
-way of the nodes one row goes to each node, to the cell of the sender's own place there, which hands
-it on. Shape letters: T tokens, K choices a token, F finest chunks, C cells, V nodes, G cells of a
-node, X cells and then nodes, U visits that leave this rank, R rows at the experts, J groups, D
-model width; of a node's trip, H visits of its node that come to this cell, to be handed on, and W
-visits of this cell that arrive.
+A *pair* is one (token, EP rank) pair: the row that travels for all choices of the token there.
+Which pair each row at the experts is of is reported to that EP rank; the rest is index work, on the
+device. By way of the nodes one row goes to each node, to the EP rank of the sender's own place
+there, which hands it on. Shape letters: T tokens, K choices a token, F finest chunks, C EP ranks, V
+nodes, G EP ranks of a node, X EP ranks and then nodes, U pairs that leave this rank, R rows at the
+experts, J groups, D model width; of a node's trip, H pairs of its node that come to this EP rank,
+to be handed on, and W pairs of this EP rank that arrive.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ from torch import Tensor
 from ds_moe_ext.core.all_to_all import Channel, Nodes, Reach
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import block_index, on_device, starts_of, sums_of_groups
-from ds_moe_ext.schedule.task import Cut, Span
+from ds_moe_ext.schedule.task import ChunkRange, Cut
 
 
 @dataclass(frozen=True, eq=False)
 class ByNodes:
-    """The way by the nodes, of one cell: its rows go over to the cells of its own place, and from
-    there on within the node."""
+    """The way by the nodes, of an EP rank: its rows go over to the EP ranks of its own place, and
+    from there on within the node."""
 
-    nodes: Nodes  # of the cells
-    cell: int  # which
+    nodes: Nodes  # of the EP ranks
+    ep_rank: int  # which
     _on: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @cached_property
     def _seat(self) -> tuple[int, int]:
-        return self.nodes.find(self.cell)
+        return self.nodes.find(self.ep_rank)
 
     @cached_property
-    def cell_VG(self) -> np.ndarray:
-        """The cells by node and place, nodes in the order of the cells of one's own place."""
+    def ep_rank_VG(self) -> np.ndarray:
+        """The EP ranks by node and place, nodes in the order of the EP ranks of one's own place."""
         _, place = self._seat
         ranks_VG = self.nodes.ranks_VG
         return ranks_VG[np.argsort(ranks_VG[:, place])]
 
     def on(self, device: torch.device) -> Tensor:
-        """``cell_VG``, flat, int64; made once."""
+        """``ep_rank_VG``, flat, int64; made once."""
         if device not in self._on:
-            self._on[device] = on_device(self.cell_VG.ravel(), device)
+            self._on[device] = on_device(self.ep_rank_VG.ravel(), device)
         return self._on[device]
 
     @cached_property
     def sender_C(self) -> np.ndarray:
-        """The cells in the order in which their visits arrive: place by place."""
+        """The EP ranks in the order in which their pairs arrive: place by place."""
         return np.sort(self.nodes.ranks_VG, axis=0).ravel(order="F")
 
     def numbers(self, num_CX: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Visits as in ``NodeTrip``, of those from each cell to each, and then to each node as its
-        own place has these in order."""
+        """Pairs as in ``NodeTransfer``, of those from each EP rank to each, and then to each node
+        as its own place has these in order."""
         _, place = self._seat
-        num_cells, relay_V = len(num_CX), self.cell_VG[:, place]
-        here = int(np.flatnonzero(relay_V == self.cell)[0])
+        num_ep_ranks, relay_V = len(num_CX), self.ep_rank_VG[:, place]
+        here = int(np.flatnonzero(relay_V == self.ep_rank)[0])
         return (
-            num_CX[self.cell, num_cells:],
-            num_CX[relay_V, num_cells + here],
-            num_CX[np.ix_(relay_V, self.cell_VG[here])].sum(axis=0),
-            num_CX[self.cell_VG, self.cell].sum(axis=0),
+            num_CX[self.ep_rank, num_ep_ranks:],
+            num_CX[relay_V, num_ep_ranks + here],
+            num_CX[np.ix_(relay_V, self.ep_rank_VG[here])].sum(axis=0),
+            num_CX[self.ep_rank_VG, self.ep_rank].sum(axis=0),
         )
 
 
 class Goals(NamedTuple):
     """Where the tokens of a rank go; known before the ranks have counted."""
 
-    cell_TK: Tensor  # cell of each choice, int64; ``C`` of those that were dropped
-    # whether a token has a choice in a cell; one column more, of those that were dropped
+    ep_rank_TK: Tensor  # EP rank of each choice, int64; ``C`` of those that were dropped
+    # whether a token has a choice in an ETP group; one column more, of those that were dropped
     goes_TC1: Tensor
     # the same by node and place, nodes in the order in which one's own place sends to them; None
     # where no row goes by the nodes
@@ -86,16 +86,16 @@ class Goals(NamedTuple):
     def of(cls, expert_TK: Tensor, target: Placement, by_nodes: ByNodes | None = None) -> Goals:
         """Of chosen experts, -1 where there is none, with one holder each."""
         device = expert_TK.device
-        cell_TK = _cell_E1(target, device)[expert_TK]
-        shape = len(expert_TK), target.num_cells + 1
-        goes_TC1 = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, cell_TK, 1)
+        ep_rank_TK = _ep_rank_E1(target, device)[expert_TK]
+        shape = len(expert_TK), target.num_ep_ranks + 1
+        goes_TC1 = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, ep_rank_TK, 1)
         if by_nodes is None:
-            return cls(cell_TK, goes_TC1, None)
+            return cls(ep_rank_TK, goes_TC1, None)
         goes_TVG = goes_TC1.index_select(1, by_nodes.on(device))
-        return cls(cell_TK, goes_TC1, goes_TVG.view(-1, *by_nodes.cell_VG.shape))
+        return cls(ep_rank_TK, goes_TC1, goes_TVG.view(-1, *by_nodes.ep_rank_VG.shape))
 
     def by_chunk(self, cut: Cut) -> Tensor:
-        """Visits of each chunk to each cell, and node if rows go there, int64 ``[F, X]``."""
+        """Pairs of each chunk to each EP rank, and node if rows go there, int64 ``[F, X]``."""
         goes_TX = self.goes_TC1[:, :-1]
         if self.goes_TVG is not None:
             goes_TX = torch.cat((goes_TX, self.goes_TVG.any(dim=2)), dim=1)
@@ -106,9 +106,9 @@ class Goals(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # a placement a layer
-def _cell_E1(target: Placement, device: torch.device) -> Tensor:
-    """The cell of each expert, and of no expert ``C``, which -1 finds."""
-    return on_device(np.append(target.owner_E, target.num_cells), device)
+def _ep_rank_E1(target: Placement, device: torch.device) -> Tensor:
+    """The EP rank of each expert, and of no expert ``C``, which -1 finds."""
+    return on_device(np.append(target.owner_E, target.num_ep_ranks), device)
 
 
 class Groups(NamedTuple):
@@ -143,19 +143,19 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """Visits that leave: goal by goal, which are cells or nodes, and there token by token."""
+    """Pairs that leave: goal by goal, which are EP ranks or nodes, and there token by token."""
 
     goes_TC: Tensor  # whether a token goes to a goal
-    num_visits: int  # in all
+    num_pairs: int  # in all
 
     @cached_property
     def place_U(self) -> Tensor:
-        """Where each visit is in the flattened ``[C, T]``, int32."""
+        """Where each pair is in the flattened ``[C, T]``, int32."""
         goes_N = self.goes_TC.T.flatten()
         place_N = torch.arange(goes_N.numel(), dtype=torch.int32, device=goes_N.device)
-        # Numbers of visits, from 1 on; what does not go, goes to 0.
+        # Numbers of pairs, from 1 on; what does not go, goes to 0.
         number_N = goes_N.cumsum(dim=0) * goes_N
-        return place_N.new_empty(1 + self.num_visits).scatter_(0, number_N, place_N)[1:]
+        return place_N.new_empty(1 + self.num_pairs).scatter_(0, number_N, place_N)[1:]
 
     @cached_property
     def token_U(self) -> Tensor:
@@ -163,7 +163,7 @@ class Leaving:
 
     @cached_property
     def by_token(self) -> Groups:
-        """Visits token by token, in the order of goals."""
+        """Pairs token by token, in the order of goals."""
         return Groups.of(self.token_U, len(self.goes_TC))
 
     def tensors(self) -> list[Tensor]:
@@ -171,40 +171,40 @@ class Leaving:
 
 
 @dataclass(frozen=True, eq=False)
-class SpanVisits:
-    """Visits of the tokens of one span."""
+class ChunkPairs:
+    """Pairs of the tokens of one chunk range."""
 
     leaving: Leaving  # of this rank's tokens
-    sent_C: tuple[int, ...]  # visits to each cell
-    received_C: tuple[int, ...]  # visits from each cell
-    # visit of each row at the experts, in the order of arrival, int32; rows in slot order
-    visit_R: Tensor
+    sent_C: tuple[int, ...]  # pairs to each EP rank
+    received_C: tuple[int, ...]  # pairs from each EP rank
+    # pair of each row at the experts, in the order of arrival, int32; rows in slot order
+    pair_R: Tensor
 
     @cached_property
-    def by_visit(self) -> Groups:
-        """Rows at the experts, visit by visit, in the order of slots."""
-        return Groups.of(self.visit_R, sum(self.received_C))
+    def by_pair(self) -> Groups:
+        """Rows at the experts, pair by pair, in the order of slots."""
+        return Groups.of(self.pair_R, sum(self.received_C))
 
     def tensors(self) -> list[Tensor]:
         return [*self.leaving.tensors(), *_tensors(self)]
 
 
-def _tensors(record: Leaving | SpanVisits) -> list[Tensor]:
+def _tensors(record: Leaving | ChunkPairs) -> list[Tensor]:
     made = (own if isinstance(own, Groups) else (own,) for own in vars(record).values())
     return [x for own in made for x in own if isinstance(x, Tensor)]
 
 
 @dataclass(frozen=True, eq=False)
-class NodeTrip:
-    """A ``Trip`` of visits by way of the nodes: over to a node, on to its cells, and their sums
-    back."""
+class NodeTransfer:
+    """A ``RowTransfer`` of pairs by way of the nodes: over to a node, on to its EP ranks, and their
+    sums back."""
 
     channels: Mapping[Reach, Channel]  # within the nodes and between them
-    goes_UG: Tensor  # to which places of its node each visit goes on, as it leaves
-    # visits to each node, to the cell of one's own place there; in the order of cells
+    goes_UG: Tensor  # to which places of its node each pair goes on, as it leaves
+    # pairs to each node, to the EP rank of one's own place there; in the order of EP ranks
     over_V: tuple[int, ...]
     came_V: tuple[int, ...]  # and from each
-    on_G: tuple[int, ...]  # visits that this cell hands on to each of its node
+    on_G: tuple[int, ...]  # pairs that this EP rank hands on to each of its node
     arrived_G: tuple[int, ...]  # and those that arrive from each
     _on: list[Leaving] = field(default_factory=list)  # what is handed on, once it is known
 
@@ -217,7 +217,7 @@ class NodeTrip:
         handed = rows_H.index_select(0, self._on[0].token_U)
         return self._move(Reach.WITHIN, handed, self.on_G, self.arrived_G)
 
-    def home(self, rows_W: Tensor) -> Tensor:
+    def take_back(self, rows_W: Tensor) -> Tensor:
         """And back: of each row the sum of what comes from the node. Collective; not before the
         first rows went out."""
         handed = self._move(Reach.WITHIN, rows_W, self.arrived_G, self.on_G)
@@ -235,75 +235,82 @@ class NodeTrip:
 
 
 @dataclass(frozen=True, eq=False)
-class Visits:
+class Deduplicated:
     """Of one layer's pass."""
 
     goals: Goals  # of this rank's tokens
     cut: Cut  # of them
-    # visits from each cell, of each chunk, to each cell, and to each node if rows go there, of this
-    # rank's place, on the host
+    # pairs from each EP rank, of each chunk, to each EP rank, and to each node if rows go there, of
+    # this rank's place, on the host
     num_CFX: np.ndarray
-    cell: int  # this rank's
+    ep_rank: int  # this rank's
     by_nodes: ByNodes | None = None  # their way, if rows go so
-    # as in ``SpanVisits``, of all tokens; None until the cells have told each other
-    visit_R: Tensor | None = None
+    # as in ``ChunkPairs``, of all tokens; None until the EP ranks have exchanged reports
+    pair_R: Tensor | None = None
 
     def between(self) -> np.ndarray:
-        """Visits of each chunk from each cell to each, int64 ``[F, C, C]``."""
+        """Pairs of each chunk from each EP rank to each, int64 ``[F, C, C]``."""
         return self.num_CFX[..., : len(self.num_CFX)].swapaxes(0, 1)
 
     def number_TK(self) -> Tensor:
-        """Each choice's visit, in the order in which all visits of its cell arrive there, int32."""
+        """Each choice's pair, in the order in which all pairs of its EP rank arrive there,
+        int32."""
         goes_TC1, device = self.goals.goes_TC1, self.goals.goes_TC1.device
-        num_cells, sender_C = len(self.num_CFX), self._sender_C
-        before = sender_C[: np.flatnonzero(sender_C == self.cell)[0]]
-        before_C = self.num_CFX[before, :, :num_cells].sum(axis=(0, 1))
+        num_ep_ranks, sender_C = len(self.num_CFX), self._sender_C
+        before = sender_C[: np.flatnonzero(sender_C == self.ep_rank)[0]]
+        before_C = self.num_CFX[before, :, :num_ep_ranks].sum(axis=(0, 1))
         number_TC1 = goes_TC1.cumsum(dim=0) + on_device(np.append(before_C, 0) - 1, device)
-        return number_TC1.gather(1, self.goals.cell_TK).int()
+        return number_TC1.gather(1, self.goals.ep_rank_TK).int()
 
-    def on(self, span: Span, visit_R: Tensor) -> SpanVisits:
-        """Those of a span, whose rows are of these among all visits."""
-        chunks = slice(span.start, span.stop)
-        received_CF = self.num_CFX[self._sender_C, :, self.cell]
-        if span.stop - span.start < self.cut.num_chunks:
+    def on(self, chunk_range: ChunkRange, pair_R: Tensor) -> ChunkPairs:
+        """Those of a chunk range, whose rows are of these among all pairs."""
+        chunks = slice(chunk_range.start, chunk_range.stop)
+        received_CF = self.num_CFX[self._sender_C, :, self.ep_rank]
+        if chunk_range.stop - chunk_range.start < self.cut.num_chunks:
             starts_CF = starts_of(received_CF)[:, chunks]
-            own_V = block_index(starts_CF, received_CF[:, chunks], visit_R.device)
-            place = visit_R.new_empty(int(received_CF.sum()))
+            own_V = block_index(starts_CF, received_CF[:, chunks], pair_R.device)
+            place = pair_R.new_empty(int(received_CF.sum()))
             nth_V = torch.arange(len(own_V), dtype=place.dtype, device=place.device)
             place.scatter_(0, own_V.long(), nth_V)
-            visit_R = place.index_select(0, visit_R)
-        sent_X = self.num_CFX[self.cell, chunks].sum(axis=0)
+            pair_R = place.index_select(0, pair_R)
+        sent_X = self.num_CFX[self.ep_rank, chunks].sum(axis=0)
         sent_C, sent_V = np.split(sent_X, [len(self.num_CFX)])
         if self.by_nodes is None:
-            leaving = Leaving(self._of_span(span, self.goals.goes_TC1)[:, :-1], int(sent_C.sum()))
+            leaving = Leaving(
+                self._of_chunk_range(chunk_range, self.goals.goes_TC1)[:, :-1], int(sent_C.sum())
+            )
         else:
-            goes_TV = self._of_span(span, self.goals.goes_TVG).any(dim=2)
+            goes_TV = self._of_chunk_range(chunk_range, self.goals.goes_TVG).any(dim=2)
             leaving = Leaving(goes_TV, int(sent_V.sum()))
-        return SpanVisits(
+        return ChunkPairs(
             leaving,
             sent_C=tuple(sent_C.tolist()),
             received_C=tuple(received_CF[:, chunks].sum(axis=1).tolist()),
-            visit_R=visit_R,
+            pair_R=pair_R,
         )
 
-    def trip(self, span: Span, leaving: Leaving, channels: Mapping[Reach, Channel]) -> NodeTrip:
-        """How those of a span that leave travel by the nodes."""
+    def transfer(
+        self, chunk_range: ChunkRange, leaving: Leaving, channels: Mapping[Reach, Channel]
+    ) -> NodeTransfer:
+        """How those of a chunk range that leave travel by the nodes."""
         assert self.by_nodes is not None
-        goes_VTG = self._of_span(span, self.goals.goes_TVG).swapaxes(0, 1)
+        goes_VTG = self._of_chunk_range(chunk_range, self.goals.goes_TVG).swapaxes(0, 1)
         goes_UG = goes_VTG.flatten(0, 1).index_select(0, leaving.place_U)
-        numbers = self.by_nodes.numbers(self.num_CFX[:, span.start : span.stop].sum(axis=1))
+        numbers = self.by_nodes.numbers(
+            self.num_CFX[:, chunk_range.start : chunk_range.stop].sum(axis=1)
+        )
         over_V, came_V, on_G, arrived_G = (tuple(num.tolist()) for num in numbers)
-        return NodeTrip(channels, goes_UG, over_V, came_V, on_G, arrived_G)
+        return NodeTransfer(channels, goes_UG, over_V, came_V, on_G, arrived_G)
 
-    def _of_span(self, span: Span, of_tokens: Tensor | None) -> Tensor:
+    def _of_chunk_range(self, chunk_range: ChunkRange, of_tokens: Tensor | None) -> Tensor:
         assert of_tokens is not None
-        return of_tokens.narrow(0, self.cut.first(span), self.cut.length(span))
+        return of_tokens.narrow(0, self.cut.first(chunk_range), self.cut.length(chunk_range))
 
     @property
     def _sender_C(self) -> np.ndarray:
-        """The cells, in the order in which their visits arrive."""
+        """The EP ranks, in the order in which their pairs arrive."""
         return np.arange(len(self.num_CFX)) if self.by_nodes is None else self.by_nodes.sender_C
 
     def tensors(self) -> list[Tensor]:
-        held = *self.goals, self.visit_R
+        held = *self.goals, self.pair_R
         return [tensor for tensor in held if tensor is not None]
