@@ -6,7 +6,7 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from ds_moe_ext import _autoload
+from ds_moe_ext import _autoload, older_names
 
 if TYPE_CHECKING:
     from ds_moe_ext.core.placement import Placement
@@ -29,16 +29,8 @@ __all__ = ["attach", "forget", "full_state_dict", "joined", "read_settings", "re
 __all__ += ["ExpertsDescription", "FeedForwardExperts", "InOne", "MoELayer", "OneEach", "Stored"]
 __all__ += ["register_experts"]
 # A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
-__all__ += [
-    "Destination",
-    "Intervals",
-    "Job",
-    "LocalElseOwner",
-    "NearestReplica",
-    "Placement",
-    "Plan",
-]
-__all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
+__all__ += ["Destination", "Intervals", "Job", "LocalElseOwner", "NearestReplica", "Placement"]
+__all__ += ["Plan", "Rule", "Share", "Strategy", "__version__", "register"]
 
 _NAMES = {
     "core.placement": ("Placement",),
@@ -64,6 +56,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    name = older_names.public(name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
     return pkgutil.resolve_name(f"ds_moe_ext.{_MODULE_OF[name]}:{name}")

@@ -20,6 +20,8 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ds_moe_ext import older_names
+
 AUTOMATIC = "auto"  # what people write where null is meant
 MOST = 2**63 - 1  # of integers
 
@@ -65,6 +67,10 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
     hints = _hints_of(typing.cast(type, cls))
     fields = fields_of(cls)
     names = [f.name for f in fields]
+    older = older_names.renamed(values, names, where)
+    values = {**values, **{new: values[old] for new, old in older.items()}}
+    for old in older.values():
+        del values[old]
     for key in values:
         if key not in names:
             raise ValueError(f"{where} has no key {key!r}; {nearest(key, names)}")
@@ -77,7 +83,7 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
     ]
     if missing:
         raise ValueError(f"{where} needs the key {missing[0]!r}; add it")
-    read = {k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()}
+    read = {k: _value(hints[k], v, f"{where}.{older.get(k, k)}") for k, v in values.items()}
     return cls(**read)
 
 

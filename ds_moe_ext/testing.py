@@ -496,7 +496,8 @@ def _faults_of_target(
         yield "rows_from of its share does not hand out all rows of each expert, and once each"
     stray = np.argwhere(sent_SFEC.any(axis=(0, 1)) & ~target.holds_EC)
     if stray.size:
-        yield f"its share sends rows of expert {stray[0][0]} to EP rank {stray[0][1]}, without a copy"
+        expert, ep_rank = stray[0]
+        yield f"its share sends rows of expert {expert} to EP rank {ep_rank}, without a replica"
     for holder in range(num_ep_ranks):
         expected = share.rows_to(holder, rows_CFE)
         for sender, chunk, expert in np.argwhere(expected != sent_SFEC[..., holder]):

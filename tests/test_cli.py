@@ -427,7 +427,7 @@ def test_plan_prints_json(path: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(text)
     done = start(tmp_path, "plan", "heterogeneous-sharding", "--in", path, given=text)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+    assert json.loads(done.stdout) == {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
 
 
 def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
         PYTHONPATH=str(tmp_path),
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == [{"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}]
+    assert json.loads(done.stdout) == [{"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "ds_moe_ext"
 
 LAYERS = """
-_ds_moe_ext_autoload < _autoload < strict files version < schedule < core < planning < moe
-< strategies < report verification < hosts < patches < commands testing < cli run profile_run <
+_ds_moe_ext_autoload < _autoload < older_names < strict files version < schedule < core < planning
+< moe < strategies < report verification < hosts < patches < commands testing
+< cli run profile_run <
 """
 """Rooms, the lowest first: folders or files of the package, itself last. No import goes up."""
 PURE = """
-strict files.documents schedule.task schedule.orders schedule.simulator schedule.step
+strict older_names files.documents schedule.task schedule.orders schedule.simulator schedule.step
 schedule.stripes core.placement core.share core.row_levels core.row_levels_twin core.transfer
 core.hardware planning.loads planning.load_files planning.load_models planning.prices
 planning.layer_costs planning.exchange_costs planning.zebra_costs planning.zebra_planner

@@ -71,9 +71,9 @@ def test_place_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((8, 3), "3 ETP groups of 1 rank(s) do not divide 8 ranks"),
-        ((8, 4, 4), "4 ETP groups of 4 rank(s) do not divide 8 ranks"),
-        ((4, 8), "8 ETP groups of 1 rank(s) do not divide 4 ranks"),
+        ((8, 3), "3 EP ranks of 1 rank(s) do not divide 8 ranks"),
+        ((8, 4, 4), "4 EP ranks of 4 rank(s) do not divide 8 ranks"),
+        ((4, 8), "8 EP ranks of 1 rank(s) do not divide 4 ranks"),
         ((1, 2), "choose sizes whose product divides 1"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_report_has_strings_of_all_kinds() -> None:
         "strategy",
         "kind",
         "name",
-        "stream",
+        "lane",
         "phase",
         "layer",
         "chunk",

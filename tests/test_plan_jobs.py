@@ -120,7 +120,7 @@ H2 = {
     "holders": [[0, 1, 2], [0, 3], [1], [1], [0, 2], [2], [3], [3]],
     "received_per_rank": [1, 1, 1, 1],
 }
-H5 = {"owner": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+H5 = {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
 EVERYWHERE = [0, 1, 2, 3]
 P1 = {
     "holders": [EVERYWHERE, [1], [2], [3]],
@@ -251,9 +251,9 @@ def test_a_list_of_jobs_is_a_list_of_plans() -> None:
 
 def test_layers_of_different_sizes() -> None:
     plan = planned(SHARD, changed(SHARD, load=[[1], [2, 3], [5, 4, 3]]))
-    assert [len(ranks) for ranks in plan["owner"]] == [1, 2, 3]
+    assert [len(ranks) for ranks in plan["home"]] == [1, 2, 3]
     # Six experts on four ranks.
-    assert sorted(chain.from_iterable(plan["owner"])) == [0, 0, 1, 1, 2, 3]
+    assert sorted(chain.from_iterable(plan["home"])) == [0, 0, 1, 1, 2, 3]
 
 
 def test_loads_may_be_means() -> None:

@@ -126,11 +126,11 @@ def longer(values: list[Any]) -> list[Any]:
     ("path", "change", "expected"),
     [
         (("steps_I",), lambda steps: steps[::-1], "report.steps_I[1] is 10, but must be more than"),
-        (("layers", 0, "owner_E", 0), lambda _: 2, "report.layers[0].owner_E[0] names 2, but must"),
+        (("layers", 0, "home_E", 0), lambda _: 2, "report.layers[0].home_E[0] names 2, but must"),
         (
-            ("layers", 0, "owner_E"),
+            ("layers", 0, "home_E"),
             longer,
-            "report.layers[0].owner_E has 5 entries, but must have 4",
+            "report.layers[0].home_E has 5 entries, but must have 4",
         ),
         (("rows_ILE",), longer, "report.rows_ILE has the shape [3, 2, 4], but of this run it is"),
         (("rows_ILE", 0, 0), longer, "report.rows_ILE has lists of different lengths"),

@@ -279,7 +279,7 @@ def begun(rank: int, world_size: int, strategy: Strategy) -> None:
             ExpertParallel(send_once=True, static_capacity=3),
             r"ep\.send_once is true.*ep\.static_capacity is 3.*leave one of them out",
         ),
-        (Copying(send_once=True), r"ep\.send_once is true.*copies.*leave it out, or the replicas"),
+        (Copying(send_once=True), r"ep\.send_once is true.*leave it out, or the replicas"),
         (Restoring(send_once=True), r"stages of its own for restore.*leave it out, or those"),
         (InChunks(forward=2, backward=1), "schedules take no scores there; leave schedules to"),
     ],

@@ -238,7 +238,7 @@ def heterogeneous_sharding(job: ShardingJob) -> Plan:
         overlap_degree=job.overlap_degree,
         node_C=np.arange(job.num_ranks) // job.ranks_per_node,
     )
-    return {"owner": [owner.owner_E.tolist() for owner in owners]}
+    return {"home": [owner.owner_E.tolist() for owner in owners]}
 
 
 # Pro-Prophet, and FasterMoE to compare with.

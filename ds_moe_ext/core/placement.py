@@ -16,12 +16,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from ds_moe_ext.older_names import accepts_older
+
 
 def _frozen(array: np.ndarray) -> np.ndarray:
     array.setflags(write=False)
     return array
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class Placement:
     """Experts of one layer on the EP ranks of one expert-parallel grid.

@@ -13,6 +13,7 @@ import numpy as np
 
 from ds_moe_ext.core.placement import Holders, Placement
 from ds_moe_ext.core.row_levels import Division, RowLevels
+from ds_moe_ext.older_names import accepts_older
 
 SWEEPS = 6
 """Over the copied experts of a layer, once its rows are known."""
@@ -162,6 +163,7 @@ class Share(Rule, Protocol):
         ...
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class LocalElseOwner:
     """A sender with a replica keeps its rows; the others send to the expert's owner (Pro-Prophet).
@@ -513,6 +515,7 @@ def _columns(rows: Sequence[np.ndarray], holders: Holders) -> tuple[np.ndarray, 
     return np.concatenate(columns, axis=1), np.concatenate(totals)
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class NearestReplica:
     """Rows go to the nearest replicas, in even parts (HECATE section 4.5; spec rules 29 and 30).

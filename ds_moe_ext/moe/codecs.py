@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_moe_ext.older_names import accepts_older
+
 
 class Coding(NamedTuple):
     """Of one direction."""
@@ -50,6 +52,7 @@ class Coding(NamedTuple):
         )
 
 
+@accepts_older
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
     """Encodes rows that travel. A subclass is a frozen dataclass: its fields are its JSON keys.

@@ -43,6 +43,7 @@ from ds_moe_ext.moe.transforms import (
     applied,
     placed,
 )
+from ds_moe_ext.older_names import accepts_older
 from ds_moe_ext.planning.model_shape import ModelShape, OnItsWay
 from ds_moe_ext.planning.prices import RowBytes
 from ds_moe_ext.schedule.stages import Done, Saved, Stage
@@ -55,6 +56,7 @@ class Moe(NamedTuple):
     name: str = ""  # dotted module name; empty where no host has given one
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What is there at a hook."""

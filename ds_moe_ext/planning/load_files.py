@@ -366,7 +366,7 @@ def read_report(path: Path) -> Loads:
     """Loads of the steps that a run's report has."""
     try:
         document = read_document(path)
-        steps_I, num_ep_ranks = document["steps_I"], document["num_ep_ranks"]
+        steps_I, num_ep_ranks = document["steps_I"], document["num_cells"]
         top_ks = [layer["top_k"] for layer in document["layers"]]
         if not (steps_I and top_ks and isinstance(num_ep_ranks, int) and num_ep_ranks > 0):
             raise ValueError("it has no steps, layers or EP ranks")

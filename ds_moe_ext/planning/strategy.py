@@ -24,6 +24,7 @@ from ds_moe_ext.core.layout import NODE_AXES, ParallelLayout, Roles, Striping
 from ds_moe_ext.core.placement import Placement, even_owners
 from ds_moe_ext.core.share import LocalElseOwner, NearestReplica, Rule, Share
 from ds_moe_ext.core.transfer import TransferSize, gather_rounds
+from ds_moe_ext.older_names import accepts_older
 from ds_moe_ext.planning.exchange_costs import BY_NODES, LinkPrices, Way
 from ds_moe_ext.planning.layer_pipelines import NOWHERE, Measured, Placed
 from ds_moe_ext.planning.prices import NUM_EXCHANGES, Prices, RoutedRows, busiest_link
@@ -48,6 +49,7 @@ ROWS_ALONE = Prices(
 """Only how even the rows fall counts: for what has not been measured."""
 
 
+@accepts_older
 @dataclass(frozen=True, kw_only=True)
 class CostGroup:
     """Layers whose experts are alike, so that they may change places."""
@@ -142,6 +144,7 @@ class Past:
     taken: Mapping[str, int] = field(default_factory=dict)
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class Job:
     """All that a planner may know. The same on every rank."""
@@ -277,6 +280,7 @@ class Carried(NamedTuple):
     reductions: Split
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a strategy decided for one layer, until the next plan."""
@@ -365,6 +369,7 @@ class Plan:
         return math.lcm(self.forward_degree, self.backward_degree)
 
 
+@accepts_older
 @dataclass(frozen=True, eq=False)
 class LayerContext:
     """A layer and what it runs by."""
@@ -400,6 +405,7 @@ class Forecast:
     reduce_s: float  # their gradients
 
 
+@accepts_older
 @dataclass(frozen=True)
 class Intervals:
     """When a strategy decides anew, in optimizer steps; 0 is never.
@@ -439,6 +445,7 @@ class Keys(NamedTuple):
     cuda_graphs: str = "the strategy's cuda_graphs"  # whether passes are recorded and replayed
 
 
+@accepts_older
 class Strategy(ABC):
     """One way to run MoE layers. A subclass is a frozen dataclass; only ``plan`` has no default."""
 

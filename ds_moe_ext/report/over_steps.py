@@ -280,10 +280,11 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
         saved_L = (owner_IL - balance_IL).mean(axis=0)
         body += _each_layer("largest gain first", record, saved_L, small)
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
+    is_predicted = looks is not None and not np.isnan(looks.predicted_IL).all()
     about = (
         f"{_ROWS} At the owner only is what the same rows would have come to, had every expert "
-        "computed at its owner of that "
-        f"step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
+        f"computed at its owner of that step.{band if len(every) > 1 else ''}"
+        f"{thinned(bins, _THINNED)}{_KNOWN if is_predicted else ''}"
     )
     return section("Balance with replicas, and at the owner only", note(about) + body)
 

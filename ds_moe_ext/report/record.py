@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ds_moe_ext import older_names
 from ds_moe_ext.files.documents import parsed
 from ds_moe_ext.planning.loads import balance_L
 from ds_moe_ext.strict import MOST, NOT_A_KEY, check_object, read_record
@@ -358,7 +359,7 @@ class RunRecord:
         """The record as JSON text."""
         data = dataclasses.asdict(self)
         data |= {**data.pop("traced"), "balance_by_layer": self.balance_by_layer()}
-        return json.dumps(data, default=_listed)
+        return json.dumps(older_names.on_disk(data), default=_listed)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -369,7 +370,7 @@ class RunRecord:
         """
         document = parsed(text)
         check_object(_FILE, document)
-        data = dict(document)
+        data = older_names.from_disk(document)
         data.pop("balance_by_layer", None)
         traced = {name: data.pop(name) for name in ("timeline", "traced_s") if name in data}
         record = dataclasses.replace(
@@ -400,8 +401,8 @@ def _checked(record: RunRecord) -> RunRecord:
     sizes |= {"E": max((layer.num_experts for layer in layers), default=0)}
     _check_ascending("report.steps_I", record.steps_I)
     for at, layer in enumerate(layers):
-        _check_length(f"report.layers[{at}].owner_E", layer.owner_E, layer.num_experts)
-        _check_below(f"report.layers[{at}].owner_E", layer.owner_E, record.num_ep_ranks)
+        _check_length(f"report.layers[{at}].home_E", layer.owner_E, layer.num_experts)
+        _check_below(f"report.layers[{at}].home_E", layer.owner_E, record.num_ep_ranks)
     _check_traced_tasks("report.timeline", record.timeline)
     if placements is not None:
         _check_below("report.placements.moves", [m.layer for m in placements.moves], len(layers))
@@ -429,7 +430,7 @@ def _shaped(where: str, part: PartT, sizes: Mapping[str, int]) -> PartT:
     """A record with its arrays in the shapes that their names end in, and the records in it."""
     changed: dict[str, Any] = {}
     for name, value in vars(part).items():
-        key = f"{where}.{name}"
+        key = f"{where}.{older_names.in_files(name)}"
         if isinstance(value, np.ndarray):
             shape = tuple(sizes[letter] for letter in name.rpartition("_")[2])
             if value.shape != shape and (value.size or 0 not in shape):

@@ -356,7 +356,7 @@ PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
         "pipemoe_lina": Pipeline(slices_moe=True, slices_dense=True, piece_bytes=LINA_BYTES),
     }
 )
-"""By the name of a strategy's key: PipeMoE is Tutel's, IIO is inter- beside intra-cell."""
+"""By the name of a strategy's key: PipeMoE is Tutel's, IIO is inter beside intra."""
 
 
 def in_halves(tasks: Iterable[Task]) -> list[Task]:

@@ -179,7 +179,8 @@ class Value(NamedTuple):
     chunk_range: ChunkRange | None = None  # None: not cut, as weights are
 
     def __str__(self) -> str:
-        return f"{self.kind.name}[{self.layer}{'' if self.chunk_range is None else f',{self.chunk_range}'}]"
+        chunks = "" if self.chunk_range is None else f",{self.chunk_range}"
+        return f"{self.kind.name}[{self.layer}{chunks}]"
 
     def touches(self, other: Value) -> bool:
         """Whether a writer of ``other`` writes (a part of) this value."""

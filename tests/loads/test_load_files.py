@@ -213,7 +213,7 @@ def test_a_report_is_read_with_senders_alike(tmp_path: Path) -> None:
     for keys, top_k in (
         ({"rows_ILE": [[[4, 4, 4, 3]], [[8, 5, 2, 1]]]}, None),  # one was dropped
         ({"layers": [{**document["layers"][0], "top_k": 0}]}, None),
-        ({"num_ep_ranks": 4}, 2),
+        ({"num_cells": 4}, 2),
     ):
         path.write_text(json.dumps({**document, **keys}))
         assert read_loads(str(path)).top_k == top_k
@@ -226,8 +226,8 @@ def test_a_report_is_read_with_senders_alike(tmp_path: Path) -> None:
         {"rows_ILE": "many"},
         {"rows_ILE": [[[0.5, 1]], [[1, 1]]]},
         {"rows_ILE": [[[-1, 1]], [[1, 1]]]},
-        {"num_ep_ranks": 1.5},
-        {"num_ep_ranks": 2**40},
+        {"num_cells": 1.5},
+        {"num_cells": 2**40},
         {"steps_I": []},
         {"steps_I": [1, 1]},
         {"layers": 3},

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ds_moe_ext import older_names
 from ds_moe_ext.commands.price.market import OVER, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
@@ -365,7 +366,7 @@ def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
         "reached": dataclasses.asdict(case.reached),
         "assumed": assumed(market),
     }
-    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    path.write_text(json.dumps(older_names.on_disk(document), indent=1) + "\n", "utf-8")
 
 
 def _way(market: Market, priced: Priced) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext import older_names
 from ds_moe_ext.files import whole_files
 from ds_moe_ext.files.whole_files import FileSum
 from ds_moe_ext.strict import check_object, read_record
@@ -57,11 +58,12 @@ class SavedLayout:
 
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""
-        document = {"format": FORMAT, **asdict(self)}
+        fields = older_names.on_disk(asdict(self))
+        document = {"format": FORMAT, **fields}
         document = {
             "format": FORMAT,
             "crc32": whole_files.sum_of_document(document),
-            **asdict(self),
+            **fields,
         }
         whole_files.write_whole(folder / LAYOUT_FILE, json.dumps(document, indent=1))
 

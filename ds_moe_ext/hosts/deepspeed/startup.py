@@ -163,7 +163,10 @@ def initializing() -> Iterator[None]:
             knows_where = all(name in os.environ for name in names) and world_size() != 1
             if start.is_wanted and not dist.is_initialized() and knows_where:
                 # Others, who found nothing wrong, wait for the world and then ask why.
-                stated = f"{error} (this rank notifies the others, which have not come to {INITIALIZE} yet)"
+                stated = (
+                    f"{error} (this rank notifies the others, which have not come to {INITIALIZE} "
+                    "yet)"
+                )
                 timer = threading.Timer(PATIENCE_S, warnings.warn, [stated])
                 timer.start()
                 try:
