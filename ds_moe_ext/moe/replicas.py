@@ -471,7 +471,7 @@ class Prefetch:
         there = {**self._added.held, **self.memory.held, **self._at_owner(experts)}
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
-    def replicas(self) -> dict[int, Weights]:
+    def gathered(self) -> dict[int, Weights]:
         """Weights of the experts that compute here and are at the owner elsewhere, as planned.
         Waits for them."""
         self.launch_rest()

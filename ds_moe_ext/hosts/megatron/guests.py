@@ -39,7 +39,7 @@ from ds_moe_ext.core.share import PlannedParts
 from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
 from ds_moe_ext.moe.layer import RoutedExperts, by_ep_rank
-from ds_moe_ext.moe.observation import log
+from ds_moe_ext.moe.observation import notify
 from ds_moe_ext.moe.replica_memory import Weights
 from ds_moe_ext.moe.replicas import Prefetch
 from ds_moe_ext.moe.sharding import Shard
@@ -355,7 +355,7 @@ class GuestExperts(MegatronExperts):
         prefetch, replicas.coming = replicas.coming, None
         if prefetch is None:
             prefetch = replicas.begin(self.weights(), is_training=self.training)
-        held = prefetch.replicas()
+        held = prefetch.gathered()
         own = self.slots()
         learns = torch.is_grad_enabled() and self.training and self._is_trained
         like = own[0].parameters if own else replicas.like
@@ -502,7 +502,7 @@ class GuestExperts(MegatronExperts):
         is_graded = torch.is_grad_enabled() and x.requires_grad
         start = streams.mark()
         made = run(edge(x, None, behind.end) if is_graded else x, *given, **named)
-        log(observers, task, start, streams)
+        notify(observers, task, start, streams)
         if not is_graded:
             return made
         if isinstance(made, tuple):
@@ -524,7 +524,7 @@ class _Behind:
 
     def end(self) -> None:
         if self.start is not None:
-            log(self.observers, replace(self.task, adjoint_of=(0,)), self.start, self.streams)
+            notify(self.observers, replace(self.task, adjoint_of=(0,)), self.start, self.streams)
 
 
 OF_OWNER = ("main_grad", "grad_added_to_main_grad", "grad")
