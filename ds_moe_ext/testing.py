@@ -296,7 +296,7 @@ class Seen(NamedTuple):
     inputs: list[Tensor]  # gradients of what went in, likewise
     # gradients of each layer's gate, up and down; those of experts of this rank only
     weights: list[tuple[Tensor, Tensor, Tensor]]
-    experts: list[Tensor]  # of each layer that are at the owner on this rank, ascending
+    experts: list[Tensor]  # of each layer that this rank owns, ascending
     shard: Shard  # the part of them that it has
     num_replicas: int = 0  # of experts, in all EP ranks, by the plans of the step
     num_moved: int = 0  # experts that have left their owners before it
@@ -331,7 +331,7 @@ def _grad_of(leaf: Tensor) -> Tensor:
 
 
 class _Block(nn.Module):
-    """A transformer block with nothing but its MoE layer, which is reported when the block
+    """A transformer block with nothing but its MoE layer, which is notified when the block
     begins."""
 
     def __init__(self, layer: MoELayer, shard: Shard) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs held against each other: ``ds-moe-ext verify``.
 
-The command notifies the ranks of each run by a ``Trial``, in an environment variable, what to do.
+The command gives the ranks of each run a ``Trial``, in an environment variable: what to do.
 Each rank leaves a ``RankRecord``, in which a tensor is 64 numbers (``sketch``): neither run keeps
 its tensors. ``compare`` holds what one run computes against the other in the order in which it came
 to be, so that the first difference is the cause of the rest. Shape letters: I steps.
@@ -354,7 +354,7 @@ def compare(
 def _norm(
     off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: float
 ) -> Iterator[Compared]:
-    """Of the first step, where every rank is notified it."""
+    """Of the first step, where every rank is given it."""
     if all(len(record.norms_I) for record in (*off, *on)):
         norms = [record.norms_I for record in off], [record.norms_I for record in on]
         yield _held(Stage.NORM, "step 1", *norms, tolerance=tolerance)

@@ -70,7 +70,7 @@ def _configure_wrapper(original: Any, self: Any, optimizer: Any, *args: Any, **k
     if run is not None and optimizer is not None:
         parameter_groups.check_ranks_alike(optimizer, run, is_sharded=is_sharded)
     if run is not None and is_sharded:
-        # ZeRO 3 parts groups itself, by the ranks that share a weight; reported MoE layers, it
+        # ZeRO 3 parts groups itself, by the ranks that share a weight; given MoE layers, it
         # wants DeepSpeed's own.
         with during(self, has_moe_layers=False):
             made = original(self, optimizer, *args, **kwargs)
@@ -245,7 +245,7 @@ PATCHES = tuple(
             (
                 f"log-of-{name}",
                 f"{ENGINE}.{name}",
-                "ranks that wait for one that has failed are reported",
+                "ranks that wait for one that has failed are notified",
                 _telling(name, hear),
             )
             for name, hear in (("forward", engine.begin_forward), ("step", None))
@@ -253,7 +253,7 @@ PATCHES = tuple(
         (
             "log-of-backward",
             f"{ENGINE}.backward",
-            "ranks that wait for one that has failed are reported; the report has losses; at ZeRO "
+            "ranks that wait for one that has failed are notified; the report has losses; at ZeRO "
             "0 experts of a second one in the same micro-batch are averaged as dense weights are",
             _telling("backward", engine.begin_backward),
         ),
@@ -266,7 +266,7 @@ PATCHES = tuple(
         (
             "log-of-eval_batch",
             f"{PIPELINE}.eval_batch",
-            "ranks that wait for one that has failed are reported",
+            "ranks that wait for one that has failed are notified",
             _telling("eval_batch"),
         ),
         (
@@ -287,7 +287,7 @@ PATCHES = tuple(
         (
             "slice-gradients",
             f"{ENGINE}._configure_optimizer",
-            "what reduces gradients is reported their slices; ranks of two roles clip by one norm",
+            "what reduces gradients is given their slices; ranks of two roles clip by one norm",
             _configure_optimizer,
         ),
         (

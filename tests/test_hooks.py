@@ -689,7 +689,7 @@ def test_a_codec_without_effect_is_reported_once() -> None:
     """All experts are on each rank: rows travel nowhere."""
     results = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1, ep_ranks=1))
     assert [len(messages) for messages in results] == [1, 0]
-    assert "has no effect: there is an EP rank" in results[0][0]
+    assert "has no effect: there is one EP rank" in results[0][0]
     assert "raise expert_parallel_size" in results[0][0]
 
 

@@ -303,7 +303,7 @@ def test_page_of_a_run_with_replicas() -> None:
     page = checked(copied())
     assert "at its owner only it would have computed <b>1.39 times the mean</b>" in page
     assert "There were 1.0 replicas a step, and owners changed 1 time." in page
-    assert "Balance with replicas, and at the owner only" in page
+    assert "Balance with replicas, and without" in page
     assert "of the experts, and their replicas" in page
     assert "where in step 20, the last" in page
     assert sum("owners changed" in reported for reported in pictures(page)) == 1
@@ -318,7 +318,7 @@ def test_page_of_a_run_with_replicas_made_after_the_gate() -> None:
     page = checked(added())
     assert "There were 2.0 replicas a step, 1.0 of them made after the gate, and owners" in page
     assert "counted where any pass of the step had them" in page
-    assert "copy made after the gate" in words_in(
+    assert "replica made after the gate" in words_in(
         chart_files(page)["load-of-the-experts-and-their-replicas-colours"]
     )
     run = added()

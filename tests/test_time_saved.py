@@ -141,7 +141,7 @@ def test_replicas_that_made_it_worse() -> None:
         seen, ep_rank_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
     )
     reported = saved_line(seen)
-    assert reported.startswith("copies saved no waiting for experts (found, estimated ")
+    assert reported.startswith("replicas saved no waiting for experts (found, estimated ")
     assert reported.endswith("(measured): copying cost more than it saved")
 
 

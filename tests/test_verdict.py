@@ -126,7 +126,7 @@ def test_what_copied_nothing(strategy: str) -> None:
     reported = verdict(run(EXPERTS, 8.0, plain(strategy)))
     assert reported == (
         "no gain by replicas, as none was made in 2 recorded steps: the busiest rank had 1.32 "
-        f"times the mean; what else {strategy} gained, a run with ep and ds-moe-ext compare report"
+        f"times the mean; what else {strategy} gained, a run with ep and ds-moe-ext compare show"
     )
 
 

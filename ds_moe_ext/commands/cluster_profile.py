@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="fewer and smaller sizes, less exact")
     add("--expert-bytes", type=int, default=EXPERT_BYTES, help="of one expert (%(default)s)")
     add("--window-s", type=float, help="say how many replicas hide behind these seconds")
-    add("--ranks-per-node", type=int, help="where host names do not report")
+    add("--ranks-per-node", type=int, help="where host names do not show it")
     add("--name", help="of the cluster")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher says it twice

@@ -51,7 +51,8 @@ def compare(first: Path, second: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """What a training script reported its run in `summary.json`; None where it reported nothing."""
+    """What a training script reported of its run in `summary.json`; None where it reported
+    nothing."""
 
     strategy: str | None = None  # its name
     model: str | None = None  # what was trained
@@ -126,7 +127,7 @@ class Finished:
 
     @property
     def ranks(self) -> RanksRecord | None:
-        """What these exchanged reports."""
+        """What these reported to each other."""
         return None if self.record is None else self.record.ranks
 
     @property
@@ -228,7 +229,7 @@ class Figure:
     name: str  # of the line
     of: Callable[[Finished], float | None]  # a run's, None where it is not known
     shown: Callable[[float], str]  # as text
-    is_speed: bool = False  # it says how fast the run was, which some machines cannot report
+    is_speed: bool = False  # it says how fast the run was, which some machines cannot show
     # the same by the ranks of a run, for runs whose scripts do not report
     found: Callable[[Finished], float | None] | None = None
 

@@ -248,7 +248,7 @@ def heterogeneous_sharding(job: ShardingJob) -> Plan:
 class ReplicationJob:
     """Which experts of a layer are copied where: Pro-Prophet's Algorithm 1, FasterMoE's shadowing.
 
-    Shadowing replicas to all ranks and has its own end: ``num_excluded`` and ``balance`` are not
+    Shadowing copies to all ranks and has its own end: ``num_excluded`` and ``balance`` are not
     for it; what follows ``gradient_bytes`` only counts in the seconds that it reports.
     """
 
@@ -256,7 +256,7 @@ class ReplicationJob:
     owner: list[int]
     num_excluded: int | None  # ranks that get no replica of an expert; null is automatic
     balance: Cost  # spread of computed rows that is allowed, in mean rows of an expert
-    bytes_per_row: Cost  # of one trip
+    bytes_per_row: Cost  # in one transfer
     bandwidth: Rate
     rows_per_second: Rate  # that an expert computes in forward
     parameter_bytes: Cost  # of one expert

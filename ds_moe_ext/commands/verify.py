@@ -120,7 +120,7 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
             f"the command ended well when {name}, but no step of deepspeed.initialize's engine, of "
             "Megatron-core under --ds-moe-ext-config or of an optimizer given to watch() of "
             "ds_moe_ext.attach was seen; 'ds-moe-ext doctor' shows whether the package is loaded, "
-            f"and {log} what the command stated"
+            f"and {log} what the command printed"
         )
     if steps < trial.num_steps:
         raise ValueError(

@@ -90,7 +90,7 @@ def all_to_all_by_pairs(
 
 
 def all_gather_rows(rows_R: Tensor, num_rows_P: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of every rank of an EP rank, ``[G, ...]``, in the order of the ranks. Collective.
+    """The rows of every rank of an ETP group, ``[G, ...]``, in the order of the ranks. Collective.
 
     Its adjoint is ``reduce_scatter_rows``. Nothing is padded. On NCCL ``connect`` the group first:
     ranks that move no rows do not call it.
@@ -111,7 +111,7 @@ def reduce_scatter_rows(
     group: dist.ProcessGroup,
     all_to_all: AllToAll = all_to_all_rows,
 ) -> Tensor:
-    """The sum over an EP rank's ranks of the rows that are this rank's, ``[R, ...]``. Collective.
+    """The sum over an ETP group's ranks of the rows that are this rank's, ``[R, ...]``. Collective.
 
     Its adjoint is ``all_gather_rows``. Summands are added in the order of the ranks, so that the
     bits depend on nothing else; those of narrow types in float32, which is rounded once.
@@ -252,7 +252,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long its collectives wait for other ranks; None asks about the world."""
     asked = group or dist.group.WORLD
     assert asked is not None, "torch.distributed is not initialized"
-    (first, *_) = asked._device_types  # one backend serves all, or each was reported the same
+    (first, *_) = asked._device_types  # one backend serves all, or each was given the same
     return asked._get_backend(first).options._timeout
 
 
@@ -594,7 +594,7 @@ def exchange(
     return pairs.traffic
 
 
-# Sparse collectives: experts to the EP ranks of a wider placement, and their gradients owner.
+# Sparse collectives: experts to the EP ranks of a wider placement, and their gradients back.
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +615,7 @@ class Traffic:
 class Arrived:
     """What a sparse reduce-scatter brought to the owner."""
 
-    # for each expert of this rank that has copies, the sum of the copies' gradients, without the
+    # for each expert of this rank that has replicas, the sum of their gradients, without the
     # rank's own; it shares no memory with what was given
     grads: Mapping[int, tuple[Tensor, ...]]
     traffic: Traffic  # what it took
@@ -629,7 +629,7 @@ def sparse_all_gather(
 ) -> Steps[Traffic]:
     """Copy experts from the EP ranks that hold them to those that want them. Collective.
 
-    Before: the holders' copies of an expert are bit-equal, and no buffer overlaps another or a
+    Before: the holders' weights of an expert are bit-equal, and no buffer overlaps another or a
     chunk. After: every buffer named by ``part.received`` has the holders' bits; all else is as it
     was. A rank without a part returns at once.
 
@@ -685,12 +685,12 @@ def sparse_reduce_scatter(
     in_float32: bool = False,
     packing: Packing | None = None,
 ) -> Steps[Arrived]:
-    """Sum the gradients of an expert's copies at its owner. Collective.
+    """Sum the gradients of an expert's replicas at its owner. Collective.
 
     The same transfers as those of the gather from the owners, backwards: each must start from an
     expert's only holder. Before: every receiver of the gather has a gradient, zeros if no row came.
-    After: the owner has the sum over the copies, which is to be added to its own gradient; what was
-    given is as it was. A rank without a part returns at once.
+    After: the owner has the sum over the replicas, which is to be added to its own gradient; what
+    was given is as it was. A rank without a part returns at once.
 
     Each node of the tree adds what arrives as it arrives, round by round and by ascending EP rank
     within a round, then its own: the same bits every time, segment by segment too. Pauses, streams
@@ -698,8 +698,8 @@ def sparse_reduce_scatter(
 
     Args:
         part: see ``sparse_all_gather``.
-        grads: the gradients of this rank's copies; and for each expert at the owner here that has
-            copies any tensors of its shapes and dtypes, whose values are not read.
+        grads: the gradients of this rank's replicas; and for each expert owned here that has
+            replicas any tensors of its shapes and dtypes, whose values are not read.
         group: see ``sparse_all_gather``.
         in_float32: keep sums of narrower types in float32 within a rank; what travels keeps its
             type.
@@ -809,7 +809,7 @@ def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
 
 
 class _Sums:
-    """Gradients of copies that have come to this rank and have not left.
+    """Gradients of replicas that have come to this rank and have not left.
 
     Arguments as of ``sparse_reduce_scatter``.
     """

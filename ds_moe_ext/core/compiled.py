@@ -2,7 +2,7 @@
 """Code of the package in C: compiled by the machine's own compiler when it is first asked for.
 
 The library lies beside torch's extensions (``TORCH_EXTENSIONS_DIR``, or torch's own place), under a
-name that reports source and compiler. Ranks that compile at once do so each for itself; the last
+name that shows source and compiler. Ranks that compile at once do so each for itself; the last
 one that is done takes the place. Where nothing can be kept there, a process compiles for itself
 alone.
 """
@@ -46,7 +46,7 @@ def library(name: str) -> ctypes.CDLL:
     file = f"{name}-{hashlib.sha256(b' '.join(reported)).hexdigest()[:16]}.so"
     try:
         return _kept(command, source, _folder() / file)
-    except (OSError, RuntimeError) as error:  # no owner, no right to write, no room, no loading
+    except (OSError, RuntimeError) as error:  # no folder, no right to write, no room, no loading
         why = error
     try:
         # A folder of this process: nobody else can put a library there. Loaded, it needs no file.

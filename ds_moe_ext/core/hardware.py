@@ -246,7 +246,7 @@ class Hardware:
 class EpRankLinks(NamedTuple):
     """What replicas and rows travel over."""
 
-    copy: Link  # replicas of weights, by what each rank of an EP rank has of them
+    copy: Link  # replicas of weights, by what each rank of an ETP group has of them
     inter: Link  # what one node sends to the others
     intra: Link  # what an EP rank sends to the others of its node
 

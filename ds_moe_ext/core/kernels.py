@@ -51,7 +51,7 @@ class Kernel:
         if compiled is not None and is_plain and Kernel.is_direct:
             try:
                 compiled[grid](*tensors, *numbers, *constants.values())
-            except Exception:  # another Triton may want other arguments; its own way will report
+            except Exception:  # another Triton may want other arguments; its own way will show
                 Kernel.is_direct = False
             else:
                 return

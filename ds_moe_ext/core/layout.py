@@ -163,7 +163,7 @@ class ParallelLayout:
 
     grid: Grid  # the ranks
     rank: int  # this one
-    # number of each rank's node; a machine unless ``build`` was reported otherwise
+    # number of each rank's node; a machine unless ``build`` was given others
     node_of: tuple[int, ...] = ()
     # the grids of all ranks, where they do not all run the same layers; else none
     beside: tuple[Grid, ...] = ()
@@ -296,7 +296,7 @@ def group_among(
 ) -> dist.ProcessGroup:
     """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
     with the same lists in the same order on every rank. They wait for other ranks as long as the
-    world does, which a host may have been reported.
+    world does, which a host may have been given.
 
     Args:
         backend: of the communicators; None takes that of the world.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which EP ranks hold which experts.
 
-A *EP rank* is a group of ranks that together hold whole experts; it is one rank when
+An *EP rank* is a group of ranks that together hold whole experts; it is one rank when
 ``expert_sharding_size`` is 1. Pure: nothing here talks to another rank.
 
 Shape letters: E experts, C EP ranks, S expert slots of an EP rank.
@@ -57,7 +57,7 @@ class Placement:
 
     @classmethod
     def block(cls, num_experts: int, num_ep_ranks: int) -> Placement:
-        """Experts in index order, the same number in every EP rank, a replica of each."""
+        """Experts in index order, the same number in every EP rank, each held once."""
         if num_experts % num_ep_ranks:
             raise ValueError(
                 f"{num_experts} experts do not divide over {num_ep_ranks} EP ranks; choose a "
@@ -67,7 +67,7 @@ class Placement:
 
     @classmethod
     def owned_by(cls, owner_E: np.ndarray, num_ep_ranks: int) -> Placement:
-        """A replica of each expert, in the EP rank ``owner_E`` names, int ``[E]``."""
+        """Each expert held once, by the EP rank that ``owner_E`` names, int ``[E]``."""
         return cls(np.asarray(owner_E)[:, None] == np.arange(num_ep_ranks))
 
     def with_replicas(self, replicas_EC: np.ndarray) -> Placement:
@@ -142,7 +142,7 @@ class Placement:
     @cached_property
     def owner_E(self) -> np.ndarray:
         """The first EP rank that holds each expert, int64 ``[E]``: its owner, if it has one
-        copy."""
+        holder."""
         return _frozen(self.holds_EC.argmax(axis=1))
 
     @cached_property
@@ -165,7 +165,7 @@ class Placement:
     @cached_property
     def by_holder_N(self) -> np.ndarray | None:
         """Takes pairs, in the order of ``flat_N``, to that of holders and their slots, int64
-        ``[N]``; None where it is theirs: one replica an expert, experts in the order of EP
+        ``[N]``; None where it is theirs: one holder an expert, experts in the order of EP
         ranks."""
         key_N = self.holder_N
         if self.first_EC is not None:

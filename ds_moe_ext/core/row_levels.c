@@ -752,7 +752,7 @@ i64 busiest_ep_rank(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i
     return busiest;
 }
 
-/* Repair: replicas that are added once rows are known, where a forecast failed. A grant is a copy of an
+/* Repair: replicas that are added once rows are known, where a forecast failed. A grant is a replica of an
  * expert in another EP rank, for some of the rows that an EP rank computes of it. */
 typedef struct {
     i64 expert, from, to, rows;

@@ -324,7 +324,7 @@ class RowLevels:
 
     def divided(self, rows_CE: np.ndarray, plan: Division | None, *, sweeps: int) -> Division:
         """Rows of each holder, so that the layer takes least time; no more than by the nearest
-        copies, where sweeps are made or the plan's parts are not as good as was planned.
+        replicas, where sweeps are made or the plan's parts are not as good as was planned.
 
         Args:
             rows_CE: of each EP rank for each expert, int64.
@@ -377,7 +377,7 @@ class RowLevels:
         Args:
             division: of these rows over the replicas that stand.
             rows_CE: as ``divided`` takes them.
-            owner_E: the EP rank at which each expert is at the owner, int64.
+            owner_E: the EP rank that owns each expert, int64.
             copy_price: of an expert that the busiest link carries, both ways, in whole units.
             num_slots: further replicas that an EP rank has room for.
             sweeps: as ``divided`` takes them.

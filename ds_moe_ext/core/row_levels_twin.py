@@ -87,9 +87,8 @@ class TwinLayer:
     price_C: np.ndarray  # of a row in each EP rank, int64
     local_price: int  # of a row on its EP rank's link
     cross_price: int  # of a row on its node's card
-    card_price: (
-        int  # of a row on its EP rank's part of that card; 0 where an EP rank may use all of it
-    )
+    # of a row on its EP rank's part of that card; 0 where an EP rank may use all of it
+    card_price: int
 
     def prepare(self) -> None:
         _ = self.tables
@@ -286,8 +285,8 @@ class TwinLayer:
         self, rows_CE: np.ndarray, rows_N: np.ndarray, expert_X: np.ndarray, ep_rank_S: np.ndarray
     ) -> np.ndarray:
         """Rows of some copied experts that some senders send to each EP rank: ``send_rows`` of the
-        C file. Where C walks along senders and holders, intervals are met here: rows of senders lie
-        end to end, and so do those that holders take."""
+        C file. Where C walks along senders and holders, intervals are met here: rows of senders
+        lie end to end, and so do those that holders take."""
         by_node_C, is_on_VC = self.tables.by_node_C, self.tables.is_on_VC
         place_C = by_node_C.argsort()  # of each EP rank, in the order of nodes
         rows_XC, held_XC = rows_CE.T[expert_X], self.compute(rows_CE, rows_N)[expert_X]
@@ -578,7 +577,7 @@ def _first_level(below: int, above: int, is_enough: Callable[[int], bool]) -> in
 
 
 class _Grant(NamedTuple):
-    """A copy in another EP rank, for some of the rows that an EP rank computes of an expert."""
+    """A replica in another EP rank, for some of the rows that an EP rank computes of an expert."""
 
     expert: int
     source: int

@@ -23,7 +23,7 @@ static i64 part_of(i64 rows, i64 more, i64 among)
  * number where there is no memory.
  *
  * plan: NearestReplica.packed of share.py; a part of some rows is (rows + more) / among. rows: of each
- * EP rank and chunk for each expert, whose places are that far apart. EP rank: that sends and gets. first:
+ * EP rank and chunk for each expert, whose places are that far apart. ep_rank: that sends and gets. first:
  * of its chunks that are sent. */
 int row_splits(const i64 *plan, const i64 *rows, i64 ep_rank_step, i64 chunk_step, i64 F, i64 ep_rank,
                i64 first, i64 O, i64 *out)

@@ -53,7 +53,7 @@ def as_one(run_S: Sequence[Tensor]) -> Tensor:
 
 
 def one_of_each(by_slot: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
-    """One tensor of each piece of memory: an allocator is notified of that once, however many are
+    """One tensor of each piece of memory: an allocator hears of that once, however many are
     there."""
     seen: set[int] = set()
     for tensor in chain.from_iterable(by_slot):
@@ -260,7 +260,7 @@ def indices_to_slots(
         rows_GXS: rows of each chunk range and block for each slot, int64.
         device: where the rows are.
         sizes: rows of each order.
-        num_ends: slots of which ends are reported, likewise.
+        num_ends: slots whose ends are given, likewise.
         beside: another order, whose index is wanted too.
         num_firsts: slots of each chunk range that may be computed apart from those behind them, or
             0.
@@ -309,7 +309,7 @@ class RowSplits(NamedTuple):
     # EP rank
     sent_FC: np.ndarray
     received_FC: np.ndarray  # and that come from each; likewise
-    # rows that each rank of its EP rank has from each EP rank, for each of its slots
+    # rows that each rank of its ETP group has from each EP rank, for each of its slots
     received_PCFS: np.ndarray
     # brings sent rows from the order of chunk, expert and holder into that of chunk, holder and
     # slot; None if they are
@@ -325,15 +325,15 @@ def split(
     *,
     has_moves: bool,
 ) -> RowSplits:
-    """How the rows of one pass split. Each rank of an EP rank divides its own, as if they were
+    """How the rows of one pass split. Each rank of an ETP group divides its own, as if they were
     chunks of the EP rank's, and they go to the ranks of its place.
 
     Args:
-        share: how copies divide rows.
+        share: how replicas divide rows.
         target: where experts compute.
-        EP rank: this one.
+        ep_rank: this one.
         rows_CPFE: rows of each rank and chunk for each expert, int64.
-        place: this rank's in its EP rank.
+        place: this rank's in its ETP group.
         has_moves: ``moved`` is asked for.
     """
     if has_moves and _is_packed(share, target) and _can_be_read(rows_CPFE):

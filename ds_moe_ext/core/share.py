@@ -521,7 +521,7 @@ class NearestReplica:
     """Rows go to the nearest replicas, in even parts (HECATE section 4.5; spec rules 29 and 30).
 
     A sender with a replica keeps its rows; else the replicas on its node get them; else all
-    replicas. Of copies ``h_0 .. h_(k-1)`` in ascending order, sender ``s`` gives the rows that do
+    replicas. Of replicas ``h_0 .. h_(k-1)`` in ascending order, sender ``s`` gives the rows that do
     not divide to ``h_(s mod k)`` and those after it, cyclically.
 
     Attributes:

@@ -416,10 +416,10 @@ def gather_rounds(
     Cost: ``O(E C + N log N)``.
 
     Args:
-        held: who holds what: the owners, or several copies if replicas exist already.
+        held: who holds what: the owners, or several holders if replicas exist already.
         wanted: who shall hold what, besides.
         node_C: node of each EP rank, 0 to V - 1, int64 ``[C]``.
-        size: how large an expert is.
+        transfer_size: how large an expert is.
 
     Raises:
         ValueError: the placements are of different sizes, or ``wanted`` takes a replica away.
@@ -456,7 +456,7 @@ def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
     if (held.holds_EC > wanted.holds_EC).any():
         lost = np.argwhere(held.holds_EC & ~wanted.holds_EC)
         raise ValueError(
-            f"(expert, EP rank) {lost.tolist()} is held and not wanted; a gather only adds copies"
+            f"(expert, EP rank) {lost.tolist()} is held and not wanted; a gather only adds replicas"
         )
 
 
@@ -504,7 +504,7 @@ def _gate(ep_ranks: Sequence[int], num_leaving: list[int]) -> int:
 
 def _lead(ep_ranks: list[int], num_led: list[int]) -> None:
     """Bring to the front who takes the next expert into its node: it has led least, so that the
-    node's cards take in alike. Args: EP ranks: of the node, those that have sent least first."""
+    node's cards take in alike. Args: ep_ranks: of the node, those that have sent least first."""
     leader = min(ep_ranks, key=num_led.__getitem__)
     num_led[leader] += 1
     ep_ranks.remove(leader)

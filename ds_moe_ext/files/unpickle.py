@@ -191,8 +191,8 @@ def check_object(name: str, stream: io.BytesIO, more: Iterable[type] = ()) -> No
     if others:
         raise ValueError(
             f"{name} is made of {others}, which would not be loaded again, for it might run code; "
-            "keep plain values there, or report torch.serialization.add_safe_globals that they are "
-            "safe"
+            "keep plain values there, or declare them safe by "
+            "torch.serialization.add_safe_globals"
         )
 
 

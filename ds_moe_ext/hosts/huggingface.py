@@ -157,7 +157,7 @@ def _describe_llama4(module: nn.Module) -> ExpertsDescription:
 
 
 def _check_call(name: str, module: nn.Module) -> None:
-    """Names report what the arguments are: ids and scores are both ``[T, K]``."""
+    """Names show what the arguments are: ids and scores are both ``[T, K]``."""
     taken = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(taken) >= 3 and IDS.search(taken[1]) and SCORES.search(taken[2]):
         return

@@ -222,7 +222,7 @@ def _loose(model: nn.Module) -> list[str]:
 def _check_overwritten(
     model: nn.Module, before: Iterable[tuple[Named, int]], writes: Writes, have_run: bool
 ) -> None:
-    """Report of what was written to more often, while it had no elements, than initialisers do:
+    """Report what was written to more often, while it had no elements, than initialisers do:
     values of somebody else's, which are lost. Where initialisers of transformers ran before, on
     weights without elements, nobody can say what others wrote."""
     known = {key_of(named.tensor) for each in outermost(model) for named in tensors_of(each)}
@@ -267,7 +267,7 @@ def _like(own: Tensor, old: nn.Parameter) -> nn.Parameter:
 
 
 def _seed_of(seed: int, layer: str, expert: int) -> int:
-    """For the weights of one expert: the same on whichever ranks it has an owner."""
+    """For the weights of one expert: the same on whichever ranks own it."""
     digest = hashlib.sha256(f"{seed} {layer} {expert}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 

@@ -2,12 +2,12 @@
 """Pairs: a token's row goes once to each EP rank that has some of its experts.
 
 A *pair* is one (token, EP rank) pair: the row that travels for all choices of the token there.
-Which pair each row at the experts is of is reported to that EP rank; the rest is index work, on the
+Which pair each row at the experts is of is sent to that EP rank; the rest is index work, on the
 device. By way of the nodes one row goes to each node, to the EP rank of the sender's own place
 there, which hands it on. Shape letters: T tokens, K choices a token, F finest chunks, C EP ranks, V
 nodes, G EP ranks of a node, X EP ranks and then nodes, U pairs that leave this rank, R rows at the
-experts, J groups, D model width; of a node's trip, H pairs of its node that come to this EP rank,
-to be handed on, and W pairs of this EP rank that arrive.
+experts, J groups, D model width; of a node's transfer, H pairs of its node that come to this EP
+rank, to be handed on, and W pairs of this EP rank that arrive.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Goals(NamedTuple):
     """Where the tokens of a rank go; known before the ranks have counted."""
 
     ep_rank_TK: Tensor  # EP rank of each choice, int64; ``C`` of those that were dropped
-    # whether a token has a choice in an ETP group; one column more, of those that were dropped
+    # whether a token has a choice in an EP rank; one column more, of those that were dropped
     goes_TC1: Tensor
     # the same by node and place, nodes in the order in which one's own place sends to them; None
     # where no row goes by the nodes
@@ -245,7 +245,7 @@ class Deduplicated:
     num_CFX: np.ndarray
     ep_rank: int  # this rank's
     by_nodes: ByNodes | None = None  # their way, if rows go so
-    # as in ``ChunkPairs``, of all tokens; None until the EP ranks have exchanged reports
+    # as in ``ChunkPairs``, of all tokens; None until the EP ranks have exchanged these
     pair_R: Tensor | None = None
 
     def between(self) -> np.ndarray:

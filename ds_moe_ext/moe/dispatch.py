@@ -63,7 +63,7 @@ def carrier_of(layout: ParallelLayout, stream: Stream, way: Way, direct: Channel
 class Wire:
     """The communicator and the algorithm of one direction."""
 
-    # the EP ranks, in a communicator that only this stream uses; None where there is an EP rank
+    # the EP ranks, in a communicator that only this stream uses; None where there is one EP rank
     group: dist.ProcessGroup | None
     all_to_all: AllToAll = all_to_all_rows  # how rows are exchanged
     # what they travel as; None: as they are. Where nothing travels nothing is encoded.
@@ -130,7 +130,7 @@ class Wire:
         group = self.group
         if self.carrier is not None or self.node_channels is not None:
             return None
-        assert group is not None, "an EP rank exchanges nothing"
+        assert group is not None, "one EP rank exchanges nothing"
         return lambda rows: self.all_to_all(rows, sent_C, received_C, group)
 
     def _transfer(self, chunk_range: ChunkRange, layer_route: LayerRoute) -> RowTransfer:
@@ -188,7 +188,7 @@ class OrderOnce(SavesAlike):
     """Reads expert ids and scores ``[T, K]``; writes the route, and the scores of the rows at this
     EP rank's experts, ``[R]`` in slot order."""
 
-    order: Stage  # the common stage, reported to count pairs
+    order: Stage  # the common stage, set to count pairs
     wire: Wire  # straight from each EP rank to each, with rows as they are
 
     def forward(self, chunk_range: ChunkRange, expert_TK: Tensor, score_TK: Tensor) -> Done:

@@ -92,9 +92,8 @@ class Expert:
     """
 
     function: ExpertFunction  # what an expert computes
-    pieces: tuple[
-        ChunkRange, ...
-    ] = ()  # these chunk ranges; none where both directions are cut alike
+    # these chunk ranges; none where both directions are cut alike
+    pieces: tuple[ChunkRange, ...] = ()
 
     def forward(
         self,

@@ -44,7 +44,7 @@ class SlotOrder(NamedTuple):
         return [length_S[slot] for slot in self.slots]
 
     def rows(self, rows_RD: Tensor, length_S: Sequence[int]) -> Tensor:
-        """Rows of slots with these lengths, in one replica, which wants a gradient if they do."""
+        """Rows of slots with these lengths, in one copy, which wants a gradient if they do."""
         parts = rows_RD.detach().split(list(length_S))
         ordered = torch.cat([parts[slot] for slot in self.slots])
         return ordered.requires_grad_(rows_RD.requires_grad)

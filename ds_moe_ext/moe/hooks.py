@@ -5,15 +5,15 @@ there, and what they travel as.
 Where, in the way of one chunk; the two in brackets stand once around all chunks::
 
     [before_moe_start]  gate, order
-    before_dispatch     all-to-all, gather of the EP rank      after_dispatch
+    before_dispatch     all-to-all, gather of the ETP group      after_dispatch
     expert
-    before_combine      scatter of the EP rank, all-to-all     after_combine
+    before_combine      scatter of the ETP group, all-to-all     after_combine
     restore             [before_moe_end]
 
 In backward the same happens to gradients, which take the same way from behind: they are dispatched
 to the experts and combined at the tokens, and the four hooks between are called in this order
-(FSMoE's code; spec 1.2). Shape letters: T tokens, N rows sent, R rows received, G rows of an EP
-rank, D model width.
+(FSMoE's code; spec 1.2). Shape letters: T tokens, N rows sent, R rows received, G rows of an ETP
+group, D model width.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ class Batch:
 
     # to be read, not written; no gradient goes through it. At the start and the end it is the
     # layer's input and output, ``[T, D]``; before dispatch a chunk's tokens, ``[T, D]``; between
-    # dispatch and combine rows by expert, ``[R, D]``, or those of the whole EP rank, ``[G, D]``;
+    # dispatch and combine rows by expert, ``[R, D]``, or those of the whole ETP group, ``[G, D]``;
     # after combine rows in send order, ``[N, D]``. Gradients likewise, but ``[N, D]`` before
     # dispatch, and ``[T, D]`` after combine.
     data: Tensor
-    chunk_range: ChunkRange | None = (
-        None  # finest chunks that it is of; None at the start and the end
-    )
+    # finest chunks that it is of; None at the start and the end
+    chunk_range: ChunkRange | None = None
     is_backward: bool = False  # whether they are gradients
 
 
@@ -238,7 +237,7 @@ class HookedStage:
     stage: Stage  # what is done
     hooks: Hooked  # who is notified
     moe: Moe  # the layer
-    before: Hook | None = None  # reported the first read of ``forward``
+    before: Hook | None = None  # notified of the first read of ``forward``
     after: Hook | None = None  # of what that writes
     before_adjoint: Hook | None = None  # of the gradient that ``backward`` gets
     after_adjoint: Hook | None = None  # of what that gives
@@ -282,10 +281,10 @@ _OF_SPLIT = {
 
 
 def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, Stage]:
-    """The stages that move rows, with hooks around them; none where nobody wants to be reported.
+    """The stages that move rows, with hooks around them; none where nobody wants to be notified.
 
     Args:
-        stages: of a layer. With those of an EP rank, rows have arrived once the EP rank has
+        stages: of a layer. With those of an ETP group, rows have arrived once the group has
             gathered them.
         hooks: who is notified.
         moe: the layer.
@@ -371,7 +370,7 @@ def _class_at(path: str, where: str) -> type[Kind]:
     return cls
 
 
-# What a row weighs on its way, by the hooks that change it: planners and prices are reported.
+# What a row weighs on its way, by the hooks that change it, for planners and prices.
 
 
 def row_bytes(hooks: Hooked, row_1D: Tensor) -> RowBytes:

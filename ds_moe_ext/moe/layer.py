@@ -104,7 +104,7 @@ class LayerOptions:
 
 
 SawSlice = Callable[[Mark, ScheduleStreams], None]
-"""Reported when a stream began to reduce a slice, as it ends that."""
+"""Notified when a stream began to reduce a slice, as it ends that."""
 
 
 class GradientSlices(Protocol):
@@ -115,7 +115,7 @@ class GradientSlices(Protocol):
         ...
 
     def begin(self, elements: int, saw: SawSlice) -> None:
-        """So many, beside what the host computes next; ``saw`` is reported when."""
+        """So many, beside what the host computes next; ``saw`` is notified of when."""
         ...
 
 
@@ -124,7 +124,7 @@ class RoutedExperts:
 
     Args:
         strategy: how.
-        site: the layer's plan and groups.
+        layer_context: the layer's plan and groups.
         function: what an expert computes.
         options: capacity and the like.
         gate: a gate of ours to run in the same program; None where the host has its own.
@@ -139,7 +139,7 @@ class RoutedExperts:
         row_dtype: their type.
         row_bytes: of a row on its way.
         function: what an expert computes.
-        copies: of other ranks' experts; None where the strategy makes none.
+        replicas: of other ranks' experts; None where the strategy makes none.
         windows: times of what the host computes between this layer and the one before.
         slices: what reduces dense gradients beside this layer; None where the host does it alone.
         plans_in_stream: a plan that says which comes after it has that made in a stream of the
@@ -324,7 +324,7 @@ class RoutedExperts:
     # A pass.
 
     def begin(self, weights: Weights, *, is_training: bool) -> None:
-        """Make ready for a pass through copies, so that pieces of them can be launched.
+        """Make ready for a pass through replicas, so that pieces of them can be launched.
 
         Args:
             weights: those of the call that follows.
@@ -366,7 +366,7 @@ class RoutedExperts:
             block_input: what the host computes from: its gradient ends that in backward.
 
         Returns:
-            What is to be done about copies now: tasks ``start`` and ``launch``.
+            What is to be done about replicas now: tasks ``start`` and ``launch``.
         """
         if self._joined_passes is not None:
             self._joined_passes.comes_to(self.layer_context.layer)
@@ -506,7 +506,7 @@ class RoutedExperts:
         about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
         about += f"sends once {plan.sends_once}, codecs {self._hooks.codecs}, "
         about += f"transforms {self._hooks.transforms}, "
-        about += f"copies summed in float32 {self._strategy.sums_replicas_in_float32}"
+        about += f"replicas summed in float32 {self._strategy.sums_replicas_in_float32}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
     def program(self, device: torch.device) -> Program:

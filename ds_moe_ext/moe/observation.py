@@ -75,9 +75,8 @@ class RowsSeen:
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _destination: Destination | None = None  # of those
     _score: Tensor | None = None  # 0-dim, sum of all scores since ``take_score``
-    _held: list[Callable[[], None]] | None = (
-        None  # what is reported, where it is not to be heard yet
-    )
+    # what is reported, where it is not to be heard yet
+    _held: list[Callable[[], None]] | None = None
 
     @contextmanager
     def held(self) -> Iterator[list[Callable[[], None]]]:
@@ -242,7 +241,7 @@ class Meter(TasksSeen):
 def notify(
     observers: Iterable[TasksSeen], task: Task, start: Mark, streams: ScheduleStreams
 ) -> None:
-    """Report those who want to know of a task that ends now, in the stream that calls."""
+    """Notify those who want to know of a task that ends now, in the stream that calls."""
     end = streams.mark()
     for observer in observers:
         if observer.is_on:
@@ -272,7 +271,7 @@ class Windows:
 
     Args:
         layer: its number.
-        observers: reported them.
+        observers: notified of them.
     """
 
     def __init__(self, layer: int, observers: Sequence[TasksSeen]) -> None:
@@ -286,7 +285,7 @@ class Windows:
         Args:
             block_input: what it computes from: its gradient ends the block's backward.
         """
-        # Whether the pass is of training the layer alone is reported, later.
+        # Whether the pass is of training only the layer can say, later.
         if block_input is None or not any(observer.is_wanted for observer in self._observers):
             return
         streams = streams_for(block_input.device, overlaps=True)

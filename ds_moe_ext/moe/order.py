@@ -3,7 +3,7 @@
 
 With a static capacity every rank sends as many rows to each expert, padded with zeros, and nothing
 is exchanged; see ``Padding``. Shape letters: T tokens, K choices a token, F finest chunks, C EP
-ranks, P places of an EP rank, E experts, N rows sent, D model width.
+ranks, P places of an ETP group, E experts, N rows sent, D model width.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def keys_of(expert_TK: Tensor, cut: Cut, width: int, *, may_drop: bool) -> Tenso
     return key_N
 
 
-@lru_cache(maxsize=4)  # batches are often alike, and replicas from the host cost it
+@lru_cache(maxsize=4)  # batches are often alike, and copies from the host cost it
 def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tensor:
     """The first key of each choice's chunk, int64 ``[T * K]``."""
     lengths = np.diff(np.asarray(cut.bounds)) * top_k
@@ -146,7 +146,7 @@ class RankCoordinates(NamedTuple):
 
     ep_rank: int  # its EP rank
     etp_rank: int = 0  # its place there
-    etp_size: int = 1  # places ``P`` of an EP rank
+    etp_size: int = 1  # places ``P`` of an ETP group
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class Order(SavesAlike):
     group: dist.ProcessGroup | None  # the ranks of all EP ranks; None where there is one rank
     capacity_factor: float | None  # rows an expert takes from one rank, over the mean; None for all
     gate_may_drop: bool  # whether ids may be -1
-    # reported the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does
+    # given the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does
     # not wait for them, where this rank's rows end, expert by expert; and choices a token, and
     # where rows go
     on_rows: Callable[[np.ndarray | SlotRows, int, Destination], None]
@@ -364,7 +364,7 @@ class Order(SavesAlike):
 
 def _rows_between(share: Share, rows_CPFE: np.ndarray, etp_rank: int) -> np.ndarray:
     """Rows of each chunk from each EP rank to each, int64 ``[F, C, C]``, of the ranks of a place.
-    Each rank of an EP rank divides its own rows, as if they were chunks of the EP rank's."""
+    Each rank of an ETP group divides its own rows, as if they were chunks of the EP rank's."""
     num_ep_ranks, _, num_chunks, num_experts = rows_CPFE.shape
     own = slice(etp_rank * num_chunks, (etp_rank + 1) * num_chunks)
     return share.rows_between(rows_CPFE.reshape(num_ep_ranks, -1, num_experts))[own]

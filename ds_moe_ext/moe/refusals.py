@@ -127,7 +127,7 @@ def _ops(schedule: Schedule) -> frozenset[Op]:
 
 
 def _weighs_rows(schedule: Schedule) -> bool:
-    """Whether scores weigh rows before these come to the owner."""
+    """Whether scores weigh rows before these come back."""
     return any(value.kind == ROW_SCORES for value in schedule.written)
 
 

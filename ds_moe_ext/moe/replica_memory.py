@@ -35,7 +35,7 @@ def are_stacked(weights: Weights, like: Weights) -> bool:
 
 
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
-    """Zeros for weights that an expert does not use: every copy sends all."""
+    """Zeros for weights that an expert does not use: every replica sends all."""
     if all(grad is not None for grad in grads):
         return cast(Weights, grads)
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
@@ -94,7 +94,7 @@ class Transfers:
     reductions: Sequence[Piece]  # the pieces in which their gradients do
     slots: Mapping[int, int]  # of the experts at their owners here
     planned: Sequence[int]  # experts that compute here, by slot
-    copied: Sequence[int]  # those of them that are at the owner elsewhere
+    copied: Sequence[int]  # those of them that are owned elsewhere
     are_behind: bool  # the slots of replicas come behind those of the experts at their owners
 
     @classmethod
@@ -187,8 +187,8 @@ class ReplicaMemory(OnDevice):
         planned: experts that are to be copied, by slot.
 
     Attributes:
-        held: copies, by expert.
-        gathers: what fills it; whoever reads a copy joins them first.
+        held: replicas, by expert.
+        gathers: what fills it; whoever reads a replica joins them first.
         is_released: the memory was freed, if there was any: what other ranks copy from here is
             gathered again all the same.
         stacks: of each name all replicas that were planned, ``[S, ...]``; none before there is
@@ -307,7 +307,7 @@ def _rows(weight: Tensor) -> Tensor:
 
 
 def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> None:
-    """A pass must have the same copies forward and backward, for which they may be encoded twice:
+    """A pass must have the same replicas forward and backward, for which they may be encoded twice:
     where they were freed in between, or layers run again.
 
     Args:
@@ -381,7 +381,7 @@ def _bytes(weight: Tensor, encode: Callable[[Tensor], Tensor] | None) -> int:
 
 
 class Accumulation(Protocol):
-    """What a host has of one layer's experts that are at the owner on this rank."""
+    """What a host has of one layer's experts that this rank owns."""
 
     def begin(self) -> None:
         """The first pass of a step is about to leave gradients with the host."""
@@ -400,7 +400,7 @@ class KeptMeanwhile:
     """Of a host that says when it drops what it has: a number is then another.
 
     Args:
-        number: shows it.
+        number: gives that.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
@@ -417,11 +417,11 @@ class KeptInGrad:
     """Of a host that accumulates in ``.grad``, which a user may set to None or to zeros.
 
     The weight that got a gradient last stands for all of the layer's: users drop all or nothing.
-    Where none at the owner here got any, nothing is known, and nothing is dropped.
+    Where none owned here got any, nothing is known, and nothing is dropped.
 
     Args:
         layer: its number, for a person.
-        weights: gives the parameters that are at the owner, as they are when it is asked.
+        weights: gives the parameters that this rank owns, as they are when it is asked.
     """
 
     def __init__(self, layer: int, weights: Callable[[], Sequence[nn.Parameter]]) -> None:

@@ -57,10 +57,10 @@ class Replicas:
     """One layer's replicas on this rank.
 
     Args:
-        place: where this rank stands.
+        coordinates: where this rank stands.
         plan: the present plan.
         like: weights of any one expert, for their shapes, type and device.
-        observers: reported when replicas and gradients travelled.
+        observers: notified when replicas and gradients travelled.
         codecs: what replicas travel as.
 
     Attributes:
@@ -110,9 +110,8 @@ class Replicas:
         self._nothing: Tensor | None = None
         # Of a step; the replicas of its micro-batches lie in one memory.
         self._memory = ReplicaMemory()
-        self._is_current = (
-            False  # the weights at their owners have not changed since it began to be filled
-        )
+        # the weights at their owners have not changed since it began to be filled
+        self._is_current = False
         self._versions = 0  # of these, added up
         self._to_gather: deque[Piece] = deque()  # what it still lacks
         self._waiting: dict[int, Weights] = {}  # gradients of replicas from earlier micro-batches
@@ -192,7 +191,7 @@ class Replicas:
                 f"weights of experts of layer {self.coordinates.layer} were changed between two "
                 "passes of a step, but replicas of experts are made once a step, and are of the "
                 "old ones; change weights in the optimizer's step alone, have replicas gathered "
-                "for each pass (key rematerialize of strategies that replica), or use strategy 'ep'"
+                "for each pass (key rematerialize of strategies that copy), or use strategy 'ep'"
             )
         self.coming = Prefetch(self, self._memory, owner, self._to_gather)
         return self.coming
@@ -312,7 +311,7 @@ class Replicas:
         return self.streams.mark() if self.is_watched else None
 
     def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
-        """Report the observers of a task that began then and ends now."""
+        """Notify the observers of a task that began then and ends now."""
         if start is None:
             return
         layer, chunk_range = self.coordinates.layer, ChunkRange(piece, piece + 1)
@@ -334,10 +333,10 @@ class Replicas:
 
     def learn_types(self, weights: Weights) -> None:
         """Those of weights, of which a rank may own none: a host may have cast them since
-        it was reported. Collective over the EP ranks, the first time.
+        it was last given. Collective over the EP ranks, the first time.
 
         Args:
-            weights: at the owner.
+            weights: of the experts owned here.
         """
         if self._knows_types:
             return
@@ -398,7 +397,7 @@ def _own_sum(grad: Tensor) -> Tensor:
 
 
 def in_order(layers: Iterable[Replicas]) -> None:
-    """Report the replicas of a model's layers, given in forward order, which come before and
+    """Let the replicas of a model's layers, given in forward order, know which come before and
     after."""
     before = None
     for replicas in layers:
@@ -427,7 +426,7 @@ class Prefetch:
         self._added = memory  # where replicas lie that the rows asked for
         self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
         self._reductions: list[Event] = []
-        self._arrived: dict[int, Weights] = {}  # sums of gradients, by expert at the owner
+        self._arrived: dict[int, Weights] = {}  # sums of gradients, by expert owned here
         self.preceding: Prefetch | None = None
         self.start: Callable[[], Any] = lambda: None
 
@@ -472,7 +471,7 @@ class Prefetch:
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
     def gathered(self) -> dict[int, Weights]:
-        """Weights of the experts that compute here and are at the owner elsewhere, as planned.
+        """Weights of the experts that compute here and are owned elsewhere, as planned.
         Waits for them."""
         self.launch_rest()
         self._wait()
@@ -487,7 +486,7 @@ class Prefetch:
         return self._is_owner_stacked and is_planned
 
     def _at_owner(self, experts: Iterable[int]) -> dict[int, Weights]:
-        """Weights of those of them that are at the owner here."""
+        """Weights of those of them that are owned here."""
         slots, size = self.replicas.transfers.slots, len(self.replicas.like)
         here = [(expert, slots[expert]) for expert in experts if expert in slots]
         if self._is_owner_stacked:
@@ -532,7 +531,7 @@ class Prefetch:
         self.replicas.released.append(self)
 
     def recall(self) -> None:
-        """Launch another gather of the same copies, if they are not there."""
+        """Launch another gather of the same replicas, if they are not there."""
         if self.memory.is_released:
             part = self.replicas.transfers.part_to(self.target)
             # Autograd does not take what is written to ``data`` for a change of what it has saved:
@@ -632,13 +631,13 @@ class Prefetch:
         replicas.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 
     def send_back(self, grads: Mapping[int, Weights]) -> None:
-        """Send gradients of ``replicas`` owner: of all passes of a step, in the last of these."""
+        """Send gradients of ``replicas`` back: of all passes of a step, in the last of these."""
         self._make_ready(grads)
         while self._to_send:
             self.send()
 
     def sums(self) -> dict[int, Weights]:
-        """What has come of ``send_back`` from all replicas, by expert at the owner. Waits for
+        """What has come of ``send_back`` from all replicas, by expert owned here. Waits for
         it."""
         replicas = self.replicas
         replicas.join(self._reductions)

@@ -4,8 +4,8 @@
 ``LayerRoute`` is of all tokens of a layer. It gives the ``Route`` of a chunk range of them, made
 when it is first asked for, and how its rows meet in an ETP group. Restore adds the rows that came
 back to their tokens. Shape letters: T tokens, K choices a token, N rows sent, R rows received, G
-rows of an EP rank, F finest chunks, C EP ranks, P places of an EP rank, S expert slots, X blocks, D
-model width.
+rows of an ETP group, F finest chunks, C EP ranks, P places of an ETP group, S expert slots, X
+blocks, D model width.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Route(OnDevice):
 
     @property
     def is_indexed(self) -> bool:
-        """Whether ``row_of_choices`` brings rows to the owner."""
+        """Whether ``row_of_choices`` brings rows back."""
         return self.padded_row_N is not None or self.is_full
 
     @property
@@ -209,9 +209,8 @@ class Ahead(NamedTuple):
     """What of a pass is worked out while its counts are on their way to the host."""
 
     token_N: Tensor  # tokens in the order of all rows that are sent, int64 ``[N]``
-    rows: dict[
-        ChunkRange, Tensor
-    ]  # of chunk ranges their rows ``[N, D]`` in send order, until they are sent
+    # of chunk ranges their rows ``[N, D]`` in send order, until they are sent
+    rows: dict[ChunkRange, Tensor]
 
 
 @dataclass
@@ -223,9 +222,8 @@ class _Tables:
     splits: dict[ChunkRange, Splits] = field(default_factory=dict)  # of rows
     # of chunk ranges that are alike, by the first of them
     sortings: dict[ChunkRange, SlotSortings] = field(default_factory=dict)
-    ep_ranks: dict[ChunkRange, EtpRoute] = field(
-        default_factory=dict
-    )  # how rows meet in the EP rank
+    # how rows meet in the ETP group
+    ep_ranks: dict[ChunkRange, EtpRoute] = field(default_factory=dict)
     # how they travel otherwise than straight from EP rank to EP rank
     transfers: dict[ChunkRange, RowTransfer] = field(default_factory=dict)
 
@@ -240,11 +238,11 @@ class LayerRoute(OnDevice):
     # sent choices by chunk, EP rank, slot and token, int64 ``[N]``; or as ``rows.moved`` says
     by_key_N: Tensor
     rows: RowSplits  # how many travel, on the host
-    etp_rank: int = 0  # this rank's place in its EP rank
+    etp_rank: int = 0  # this rank's place in its ETP group
     # gives the rows of each chunk from each EP rank to each, of this rank's place, int64 ``[F, C,
     # C]``; asked once, and only where a carrier needs them
     count_between: Callable[[], np.ndarray] | None = None
-    # rows as they travel, none of them, ``[0, D]``; where the order shows of it
+    # rows as they travel, none of them, ``[0, D]``; where the order gives it
     none_0D: Tensor | None = None
     deduplicated: Deduplicated | None = None  # where each token's row goes once to an EP rank
     # what was worked out of it before the host knew how many rows go where
@@ -318,7 +316,7 @@ class LayerRoute(OnDevice):
         return replace(route, splits=splits, deduplicated=deduplicated)
 
     def in_etp_group(self, chunk_range: ChunkRange) -> EtpRoute:
-        """How the rows of a chunk range meet in the EP rank."""
+        """How the rows of a chunk range meet in the ETP group."""
         if chunk_range not in self._tables.ep_ranks:
             rows_PS = self.rows.received_PCFS[:, :, chunk_range.start : chunk_range.stop].sum(
                 axis=(1, 2)
@@ -331,7 +329,7 @@ class LayerRoute(OnDevice):
 
     @cached_property
     def _between_FCC(self) -> np.ndarray:
-        assert self.count_between is not None, "an EP rank sends nothing"
+        assert self.count_between is not None, "one EP rank sends nothing"
         return self.count_between()
 
     def transfer(self, chunk_range: ChunkRange, carrier: Carrier) -> RowTransfer:
@@ -486,7 +484,7 @@ class LayerRoute(OnDevice):
     def own_rows_of(
         self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Tensor]]
     ) -> Tensor:
-        """The same of the rows that arrived at this rank of its EP rank."""
+        """The same of the rows that arrived at this rank of its ETP group."""
         return _rows_of(self.rows.received_PCFS[self.etp_rank][None], chunk_range, pieces)
 
     def of_chunk_range(self, chunk_range: ChunkRange, all_R: Tensor) -> Tensor:
@@ -557,7 +555,7 @@ def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.
 
 
 def one_rank_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
-    """The route where an EP rank holds all experts: no exchange, and no wait for the device."""
+    """The route where one EP rank holds all experts: no exchange, and no wait for the device."""
     num_tokens, top_k = expert_TK.shape
     # 32 bits: a radix sort then needs half the passes.
     sorted_N, choice_N = expert_TK.flatten().int().sort(stable=True)
@@ -574,7 +572,7 @@ def one_rank_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
         num_tokens=num_tokens,
         top_k=top_k,
     )
-    # Spans other than the whole are never asked for.
+    # Chunk ranges other than the whole are never asked for.
     nothing = np.zeros((1, 1), dtype=np.int64)
     rows = RowSplits(nothing, nothing, nothing[..., None, None])
     cut, routes = Cut.equal(num_tokens, 1), {whole: route}

@@ -49,12 +49,12 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every expert that one rank of an EP rank has."""
+    """The part of every expert that one rank of an ETP group has."""
 
     # how each weight is split, in the order of the weights' names; of whole experts they say
     # nothing
     alongs: tuple[Along, ...] = ()
-    index: int = 0  # this rank's place in the EP rank
+    index: int = 0  # this rank's place in the ETP group
     num_shards: int = 1  # ranks of the ETP group
 
     @property
@@ -117,15 +117,14 @@ WHOLE = Shard()
 """Of experts that nobody splits."""
 
 
-# The EP rank: its ranks gather each other's rows, and scatter the sums of what they computed of
+# The ETP group: its ranks gather each other's rows, and scatter the sums of what they computed of
 # them.
 
 
 @dataclass(frozen=True)
 class EtpWire:
-    group: (
-        dist.ProcessGroup
-    )  # the ranks of the ETP group, in a communicator that only one stream uses
+    # the ranks of the ETP group, in a communicator that only one stream uses
+    group: dist.ProcessGroup
     all_to_all: AllToAll = all_to_all_rows  # how partial sums are exchanged
     # what rows travel as; None: as they are. All ranks decode the same, their own too.
     coding: Coding | None = None
@@ -135,7 +134,7 @@ class EtpWire:
         return replace(self, coding=coding)
 
     def gather(self, rows_RD: Tensor, route: EtpRoute) -> Tensor:
-        """Rows ``[R, D]`` to those of the EP rank, ``[G, D]``; both in slot order."""
+        """Rows ``[R, D]`` to those of the ETP group, ``[G, D]``; both in slot order."""
 
         def travel(rows_RB: Tensor) -> Tensor:
             return all_gather_rows(rows_RB, route.rows_P, self.group)
@@ -194,7 +193,7 @@ class EtpScatter(SavesAlike):
 
 
 def whole_weights(part_S: Tensor, shard: Shard, number: int, group: dist.ProcessGroup) -> Tensor:
-    """A weight of some experts, ``[S, ...]``, from the part of it that each of an EP rank's ranks
+    """A weight of some experts, ``[S, ...]``, from the part of it that each rank of an ETP group
     has. Collective.
 
     Args:
@@ -268,13 +267,13 @@ def with_low_ranks(
     ep_rank: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """The weights that experts compute with, without the factors, which stand behind them.
-    Collective over the EP rank where its ranks split experts.
+    Collective over the ETP group where its ranks split experts.
 
     Args:
         by_name: all weights of this rank's experts, of all slots each, ``[S, ...]``.
         low_ranks: what is added to some of them.
         shard: the part that is here.
-        EP rank: its ranks; None where experts are whole.
+        ep_rank: the ranks of the ETP group; None where experts are whole.
     """
     factors = {number for each in low_ranks for number in (each.down, each.up)}
     weights = [weight for number, weight in enumerate(by_name) if number not in factors]
@@ -326,7 +325,7 @@ def _sides(ctx: Any) -> tuple[Tensor, Tensor]:
 
 
 class _OfEpRank(torch.autograd.Function):
-    """A factor of some experts, from the part of it that each of the EP rank's ranks has. Each rank
+    """A factor of some experts, from the part of it that each rank of the ETP group has. Each rank
     has a part of the gradient of all of it."""
 
     @staticmethod

@@ -222,7 +222,7 @@ def transformed(
 ) -> Mapping[Op, TransformedStage]:
     """The stages at which there are transforms, with these.
 
-    Where an EP rank gathers its rows, they are transformed once it has, and travel in it as they
+    Where an ETP group gathers its rows, they are transformed once it has, and travel in it as they
     came. What its ranks computed are summands: they are added up before they are transformed.
     """
     if not transforms:

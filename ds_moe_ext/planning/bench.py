@@ -160,7 +160,7 @@ class Sweep:
 
 
 def silent(name: str) -> None:
-    """Report nobody which sweep begins."""
+    """Report to nobody which sweep begins."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Bench:
     # seconds that a sweep's repetitions may take; a few are made in any case
     budget_s: float = 60.0
     group: dist.ProcessGroup | None = None  # the ranks that measure together; None for all
-    begins: Callable[[str], object] = silent  # reported the name of each sweep
+    begins: Callable[[str], object] = silent  # given the name of each sweep
 
     def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> LinearFit:
         """The line through a sweep's times, the same on every rank. Collective."""

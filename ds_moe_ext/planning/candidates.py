@@ -32,7 +32,7 @@ from ds_moe_ext.planning.strategy import Job, Plan, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """Assumptions, to be reported with every price that rests on them: peaks of matrix products and
+    """Assumptions, to be stated with every price that rests on them: peaks of matrix products and
     links are never reached. Measured lines of a file stand as they are."""
 
     products: float = 0.6  # part of a device's peak that matrix products reach
@@ -196,7 +196,7 @@ def price_way(
 
 class _PricedChunk(NamedTuple):
     """What a stage runs in one piece: each step that was priced, the plans of the last, bytes of
-    their replicas, and what the strategy shows."""
+    their replicas, and what the strategy states."""
 
     steps: Sequence[Passes]
     plans: Sequence[Plan] = ()

@@ -85,9 +85,9 @@ def copied_bytes_C(
 ) -> np.ndarray:
     """Replicas of experts and their gradients on each EP rank when it has most, int64 ``[C]``.
 
-    All layers' copies, or one layer's where they are freed after forward, or two layers' where the
-    block before carries them besides; of gradients those of as few layers, but where they wait for
-    the last micro-batch those of as many as have replicas.
+    All layers' replicas, or one layer's where they are freed after forward, or two layers' where
+    the block before carries them besides; of gradients those of as few layers, but where they wait
+    for the last micro-batch those of as many as have replicas.
     """
     replicas_LC = np.array([(p.target.holds_EC & ~p.owner.holds_EC).sum(axis=0) for p in plans])
     most_first_LC = -np.sort(-replicas_LC * np.array(expert_bytes_L)[:, None], axis=0)
@@ -316,7 +316,7 @@ class DescribedRun:
         )
 
     def _row_s_C(self) -> np.ndarray:
-        """Seconds of a row in each EP rank: of the slowest grid, where there are several, and of a
+        """Seconds of a row in each EP rank: of the slowest grid, where there are several, and of an
         EP rank's slowest rank."""
         work = (1 + self.backward_rounds) * self.shape.expert_weights / self.grid.etp_size
         row_s_R = np.concatenate(
@@ -415,7 +415,7 @@ class DescribedRun:
         return line.alpha_s + line.beta_s * training.tokens * self.row_bytes
 
     def memory(self, most_rows: float) -> MemoryUse:
-        """Of the rank with most experts and rows, without replicas; ``most_rows`` are those that a
+        """Of the rank with most experts and rows, without replicas; ``most_rows`` are those that an
         EP rank computes in one layer."""
         training, stage = self.training, self.training.zero_stage
         element, replicas = training.element_bytes, self.grid.world_size // self.grid.size

@@ -307,7 +307,7 @@ class LinkPrices:
         return self.exchange_fit.start_s + self.exchange_fit.factor * self.start_s
 
     def replicas_s_C(self, transfers: Transfers, expert_bytes: float) -> np.ndarray:
-        """Seconds until each EP rank is through with its part in copies, float ``[C]``; of
+        """Seconds until each EP rank is through with its part in replicas, float ``[C]``; of
         gradients on their way to the owner as well, which take the same way backwards."""
         node_C, parts_N = transfers.node_C, transfers.num_segments_N
         num_ep_ranks, num_nodes = len(node_C), int(node_C.max()) + 1
@@ -342,7 +342,7 @@ class LinkPrices:
         return self.copy_factor * end_C
 
 
-LEAST_SPREAD = 2.0  # of the longest exchange over the shortest, from which a line is reported
+LEAST_SPREAD = 2.0  # of the longest exchange over the shortest, from which a line can be seen
 
 
 def exchange_fit_of(predicted_N: Sequence[float], found_N: Sequence[float]) -> ExchangeFit:

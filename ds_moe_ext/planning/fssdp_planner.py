@@ -6,7 +6,7 @@ its loop places one expert of each. ``guarded`` keeps the replicas that pay, ``c
 once rows are known. ``shard`` is Algorithm 2 (rules 23 to 26); ``swap_owners``, ours, moves experts
 where that gains more than the move costs. Shape letters: L
 layers, E experts of one layer, X experts of all layers, T hot experts of a layer, C EP ranks, N
-nodes, G EP ranks of a node, P places in the table of ``N`` times ``G``, I copies.
+nodes, G EP ranks of a node, P places in the table of ``N`` times ``G``, I replicas.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def materialize(
         node_C: node of each EP rank.
 
     Returns:
-        One placement a layer, owners included. No EP rank receives more than ``min(m, t)`` copies.
+        One placement a layer, owners included. No EP rank receives more than ``min(m, t)``
+        replicas.
     """
     if not owners:
         return ()
@@ -130,7 +131,7 @@ def _spread(
     node_C: np.ndarray,
 ) -> None:
     """Put the replicas into ``holds_XC``, expert by expert, hottest first (spec rule 19)."""
-    # Experts that get copies first, so that no turn is spent on the others.
+    # Experts that get replicas first, so that no turn is spent on the others.
     order_LT = np.argsort(quota_LT == 0, axis=1, kind="stable")
     hot_TL = np.take_along_axis(hot_LT, order_LT, axis=1).T
     quota_TL = np.take_along_axis(quota_LT, order_LT, axis=1).T
@@ -176,20 +177,20 @@ def _spread_on_one_node(
 def _best_places(
     held_LNG: np.ndarray, free_LNG: np.ndarray, quota_L: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Layer, node and column of every copy of one expert of each layer.
+    """Layer, node and column of every replica of one expert of each layer.
 
-    One by one, a copy goes to the node that has none yet; among those, that has most free slots;
+    One by one, a replica goes to the node that has none yet; among those, that has most free slots;
     then, that comes first. In the node it goes to the EP rank with most free slots, then the first.
-    A copy takes a slot from its node, so a node's copy number ``j`` competes as a node with ``j``
-    free slots less and, from ``j = 1`` on, as one that has a copy. So the replicas of an expert are
-    the places with the smallest keys, and one sort finds all of them.
+    A replica takes a slot from its node, so a node's replica number ``j`` competes as a node with
+    ``j`` free slots less and, from ``j = 1`` on, as one that has a replica. So the replicas of an
+    expert are the places with the smallest keys, and one sort finds all of them.
     """
     num_layers, num_nodes, size = held_LNG.shape
     column_G = np.arange(size, dtype=np.int32)
     most_free = np.int32(free_LNG.max())
     is_open_LNG = (free_LNG > 0) & ~held_LNG
     closed = (most_free + 1) * size
-    # Sorted: column j shows the EP rank that the node's copy number j goes to.
+    # Sorted: column j shows the EP rank that the node's replica number j goes to.
     ep_rank_LNG = np.sort(np.where(is_open_LNG, (most_free - free_LNG) * size + column_G, closed))
 
     waits_LNG = held_LNG.any(axis=2, keepdims=True) | (column_G > 0)
@@ -296,7 +297,7 @@ def _fill(
     slots: list[int],
     owners: Sequence[Placement] | None,
 ) -> None:
-    """Write the new_owners of the hot experts, which take all slots that are left (line 16)."""
+    """Write the new owners of the hot experts, which take all slots that are left (line 16)."""
     moving = []
     for layer, hot_T in enumerate(hot):
         for expert in hot_T.tolist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an MoE layer takes by the models of two papers: chunks in three streams, and copies. Pure.
+"""What an MoE layer takes by the models of two papers: chunks in three streams, and replicas. Pure.
 
 FSMoE's model, exact (spec 2.2, 2.3), is ``makespans`` of a layer's ``Chunks``; Pro-Prophet's,
 equations (1) to (8), is ``placement_seconds`` of a block. In the first ``r`` chunks pass through
@@ -44,7 +44,7 @@ class LayerCosts:
 
     all_to_all: LinearCost  # dispatch, or combine; both are of one size
     all_gather: LinearCost  # of a dispatched chunk inside an ETP group
-    reduce_scatter: LinearCost  # of what the EP rank's ranks computed
+    reduce_scatter: LinearCost  # of what the ETP group's ranks computed
     expert: LinearCost  # the experts' computation
 
     def in_backward(self) -> LayerCosts:
@@ -109,7 +109,7 @@ class BlockPrices:
     """The costs of one block, the same on every rank."""
 
     row_s: float  # seconds an expert computes on one row in forward: ``1 / t``
-    row_bytes: float  # bytes of one row on one trip
+    row_bytes: float  # bytes of one row in one transfer
     bytes_per_s: float  # bandwidth of the all-to-all
     weight_bytes: float  # bytes of one expert's parameters
     gradient_bytes: float  # bytes of one expert's gradients
@@ -120,9 +120,8 @@ class BlockPrices:
     copy_latency_s: float = 0.0
     forward_gap_s: float = 0.0  # forward of the non-MoE layer, ``T_FNEC``
     backward_gap_s: float = 0.0  # its backward, ``T_BNEC``
-    is_scheduled: bool = (
-        False  # replicas move beside the computations: equation (8) in place of (6)
-    )
+    # replicas move beside the computations: equation (8) in place of (6)
+    is_scheduled: bool = False
     # replicas are freed after forward and gathered a second time, beside Agg
     gathers_again: bool = False
 
@@ -189,7 +188,7 @@ def ep_rank_rows(owner: Placement, target: Placement, rows_CE: np.ndarray) -> Ep
     2.2).
 
     Args:
-        owner: where each expert lives, an EP rank an expert.
+        owner: where each expert lives, one EP rank an expert.
         target: where experts compute, owners included.
         rows_CE: rows that each sender routes to each expert, int64.
     """

@@ -149,7 +149,7 @@ class Piped(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """What a plan of replicas makes of one layer's costs, over those of even rows at the owner."""
+    """What a plan of replicas makes of one layer's costs, over those of even rows at owners."""
 
     # experts of the EP rank that has most, over those at their owners: as many times as long does a
     # call take that has few rows
@@ -159,7 +159,7 @@ class Balance(NamedTuple):
     all_stay: bool = False  # nothing is exchanged: there is no start either
 
     def of(self, costs: LayerCosts) -> LayerCosts:
-        """The costs of a layer, from those of even rows at the owner."""
+        """The costs of a layer, from those of even rows at owners."""
         expert = costs.expert.started(self.held)
         all_to_all = costs.all_to_all.started(0.0 if self.all_stay else 1.0)
         return replace(
@@ -304,7 +304,7 @@ def with_degrees(
     degrees: Degrees = (None, None),
     solver: Solver = SOLVERS["exact"],
 ) -> Piped:
-    """How a layer runs, with the degrees that suit its rows and copies, of which ``balance`` says
+    """How a layer runs, with the degrees that suit its rows and replicas, of which ``balance`` says
     what they make of the costs. Ways and reductions stay: all ranks have the same, also where grids
     of them copy by plans of their own. Other arguments as of ``plan_pipelines``."""
     choices, of_layer = _choices(degrees, max_degree), measured.layers[layer]

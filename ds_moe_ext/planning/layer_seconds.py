@@ -63,7 +63,7 @@ class HostTimes:
         return side.get(task.op.name, 0.0)
 
     def with_forward_again(self) -> HostTimes:
-        """Where layers run again in backward: all of forward but what is done about copies, which
+        """Where layers run again in backward: all of forward but what is done about replicas, which
         are there."""
         again = {name: s for name, s in self.forward.items() if name not in _OF_REPLICAS}
         # Counts have no adjoint: their time goes with that of what the host computes itself.
@@ -175,7 +175,7 @@ NO_REDUCTION = AllReduce(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCosts:
-    """What tasks cost that a job's prices of rows and copies leave out."""
+    """What tasks cost that a job's prices of rows and replicas leave out."""
 
     # of one exchange between EP ranks, however little travels, where links were not measured
     exchange_start_s: float = 0.0
@@ -264,9 +264,8 @@ class LayerSeconds:
     by_rows: Mapping[Side, Timing]  # of tasks on rows
     # of tasks on replicas and on dense gradients, piece by piece
     by_piece: Mapping[Side, Sequence[float]]
-    is_far_K: Sequence[
-        bool
-    ]  # in exchanges the node's card takes longest, else the EP rank's own link
+    # in exchanges the node's card takes longest, else the EP rank's own link
+    is_far_K: Sequence[bool]
     expert_s_K: Sequence[float]  # experts on all rows, forward
     mean_expert_s: float  # the mean of all EP ranks
     restore_s: float  # rows put back into the order of tokens, forward

@@ -424,7 +424,7 @@ def read_loads(
         experts: of each layer; a file has its own.
         layers: of a file the first so many; where it has fewer, they begin again.
         tokens: of a rank in a step, in the mean.
-        top_k: choices a token. A table may not know it, and is reported so; one that does has its
+        top_k: choices a token. A table may not know it, and is given it; one that does has its
             own.
         steps: of a file the first so many.
         seed: of a generator whose name has none.

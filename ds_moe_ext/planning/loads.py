@@ -36,7 +36,7 @@ class Outcome:
     """How the forecast of one step came out."""
 
     num_steps: int  # whose mean it was
-    astray: int  # rows that went to other experts than it stated, of all layers; whole ones
+    astray: int  # rows that went to other experts than it predicted, of all layers; whole ones
     rows: int  # all of them
 
 
@@ -47,7 +47,7 @@ class LoadWindow:
     Routing moves slowly: between steps ten apart the shares of a real run's experts differ by 0.03
     in total variation, on average (HECATE and Pro-Prophet both build on it). What a mean gains is
     noise, what it costs is that it comes late: early in training the last step alone is the better
-    forecast, later the mean. A window may choose: the one that would have stated the newest step
+    forecast, later the mean. A window may choose: the one that would have predicted the newest step
     better. It goes by what it remembers alone, so that a window made of the same steps chooses
     alike.
     """
@@ -346,7 +346,7 @@ def check_size(shape: tuple[int, ...], where: str) -> None:
 class Sizes:
     """What every generator is given: how large loads shall be."""
 
-    # senders ``C``; experts are at the owner on them in index order, equally many on each
+    # senders ``C``; they own experts in index order, equally many each
     ranks: int = 8
     experts: int = 64  # ``E`` of each layer
     layers: int = 4  # ``L``

@@ -533,5 +533,5 @@ def _of_gpt_moe(keys: Mapping[str, Any], name: str) -> ModelShape:
 class OnItsWay(NamedTuple):
     """Bytes that travel of a described model."""
 
-    row: RowBytes  # of one row on one trip
+    row: RowBytes  # of one row in one transfer
     copy: float  # of what one rank has of an expert, the mean of there and, as gradients, back

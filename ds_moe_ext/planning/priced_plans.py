@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How replicas divide rows by what rows cost, and which copies a priced share needs. Ours. Pure.
+"""How replicas divide rows by what rows cost, and which replicas a priced share needs. Ours. Pure.
 
 ``divide`` is exact: a linear programme over all copied experts of a layer, the seconds of the
 busiest EP rank and of the busiest link together. Runs divide by ``core.row_levels``; ``fewest``
@@ -277,7 +277,7 @@ def sent_rows(division: RoutedDivision, routed: Routed) -> np.ndarray:
 
 
 TOLERANCE = 0.01
-"""By so much a layer may take longer with fewer copies; and than if all rows were local and even,
+"""By so much a layer may take longer with fewer replicas; and than if all rows were local and even,
 before replicas are added to it; and longer or less long than planned, before it is planned anew."""
 
 
@@ -324,7 +324,7 @@ def fewest(
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """Adds copies once rows are known, where the forecast failed; docs/priced_share.md."""
+    """Adds replicas once rows are known, where the forecast failed; docs/priced_share.md."""
 
     owner: Placement  # where the experts live
     share: LevelShare  # of the replicas that stand
@@ -365,7 +365,7 @@ TRIALS = 24
 """Of a layer, at most: what planning has time for, in counts, so that all ranks decide alike."""
 MISSES = 8  # in a row, at most
 EP_RANKS = 16
-"""On more EP ranks trials are fewer, by the square: each takes longer, and one copy changes
+"""On more EP ranks trials are fewer, by the square: each takes longer, and one replica changes
 less."""
 
 
@@ -379,8 +379,7 @@ def cover_nodes(
     most_experts: int,
 ) -> Placement:
     """Fill a target's free room with a replica of an expert for each node that sends it rows and
-    has
-    none: the nodes' links are what many replicas of few hot experts do not relieve.
+    has none: the nodes' links are what many replicas of few hot experts do not relieve.
 
     Most rows first, each on the EP rank of its node that has fewest rows and room for a replica, of
     ``most_replicas`` (m). Of at most ``most_experts`` (t): first those that the target copies, then
@@ -421,10 +420,10 @@ def swap_replicas(
     """Let EP ranks hold replicas of other experts, one after the other, as long as that saves time.
 
     Most promising first: replicas that would take most off the busiest EP rank and off the links.
-    Where an EP rank is full, its copy with fewest rows makes room. Each is priced by rows divided
-    anew, from where the division stands; the first that is better is kept, and others are looked
-    for. No EP rank gets more replicas than its fullest has, and at most ``most_experts`` (t) are
-    copied. The given share stays if no other saves time.
+    Where an EP rank is full, its replica with fewest rows makes room. Each is priced by rows
+    divided anew, from where the division stands; the first that is better is kept, and others are
+    looked for. No EP rank gets more replicas than its fullest has, and at most ``most_experts`` (t)
+    are copied. The given share stays if no other saves time.
     """
     levels, division = share.levels, share.plan
     left = TRIALS * EP_RANKS**2 // max(EP_RANKS, owner.num_ep_ranks) ** 2
@@ -457,7 +456,8 @@ def _swaps(
     most_replicas: int,
     most_experts: int,
 ) -> Iterator[np.ndarray]:
-    """Who holds what with one copy more, or another one, bool ``[E, C]``; most promising first."""
+    """Who holds what with one replica more, or another one, bool ``[E, C]``; most promising
+    first."""
     holds_EC = levels.target.holds_EC
     replicas_EC = holds_EC & ~owner.holds_EC
     computed_EC = levels.computed_EC(rows_CE, division.rows_N)

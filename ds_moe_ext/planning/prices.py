@@ -109,7 +109,7 @@ class Prices:
     """The cluster's costs, the same on every rank."""
 
     row_s: float  # seconds an expert computes on one row, forward and backward
-    row_bytes: float  # bytes of one row on one trip
+    row_bytes: float  # bytes of one row in one transfer
     copy_s: float  # seconds to send one expert's weights: its bytes over the bandwidth
     inter_bytes_per_s: float  # what one node sends to, and receives from, the other nodes
     intra_bytes_per_s: float  # what an EP rank sends to, and receives from, all others
@@ -270,7 +270,8 @@ def _flow_to_replicas(holders: Holders, routed: RoutedRows) -> _Flow:
     leaving_XN = (rows_XC - kept_XC) @ is_on_CN
     replicas_XN = held_XC @ is_on_CN
     out_XN = leaving_XN * (replicas_XN == 0)
-    near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(replicas_XN, 1))  # of each copy
+    # of each replica
+    near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(replicas_XN, 1))
     far_X1 = np.floor(out_XN.sum(axis=1) * PARTS / replicas_XN.sum(axis=1))[:, None]
     received_XC = (near_XN + far_X1)[:, routed.node_C] * held_XC
 
@@ -307,8 +308,8 @@ def step_seconds(
 ) -> np.ndarray:
     """Seconds of each layer's experts and all-to-alls, forward and backward, float ``[L]``.
 
-    An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of a
-    EP rank, which carries all rows that leave or enter the EP rank.
+    An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of
+    an EP rank, which carries all rows that leave or enter the EP rank.
     """
     return flow_seconds(nearest_replica_flow(placements, rows, node_C), prices=prices)
 
@@ -341,7 +342,7 @@ def busiest_link(owner: Placement, before: Placement, after: Placement, node_C: 
     """Experts that the busiest EP rank or node sends or receives when ``before`` becomes ``after``.
 
     Counts as the sparse gather moves them: an expert leaves its owner, or its owner's node, once,
-    and enters each node that had no copy of it once (spec rules 22 and 38, choice B7).
+    and enters each node that had no replica of it once (spec rules 22 and 38, choice B7).
     """
     is_on_CN = node_C[:, None] == np.unique(node_C)
     new_EC = after.holds_EC & ~before.holds_EC
@@ -379,7 +380,7 @@ class RowPrices:
 
     @classmethod
     def of(cls, prices: Prices, num_ep_ranks: int) -> RowPrices:
-        """Of like EP ranks: a row's trips, forward and backward, and its experts."""
+        """Of like EP ranks: a row's transfers, forward and backward, and its experts."""
         exchanges_bytes = NUM_EXCHANGES * prices.row_bytes
         return cls(
             np.full(num_ep_ranks, prices.row_s),
@@ -420,10 +421,10 @@ def busiest(leaving: np.ndarray) -> float:
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one row on one trip, the mean of forward and backward, there and back."""
+    """Bytes of one row in one transfer, the mean of forward and backward, there and back."""
 
     between: float  # from EP rank to EP rank
-    within: float  # of an EP rank that splits its experts
+    within: float  # of an ETP group that splits its experts
 
 
 def overlap_degree(

@@ -75,9 +75,8 @@ class Level:
     node_C: np.ndarray  # node of each member, from 0, int64 ``[C]``
     num_sharers: int  # ranks that send over one link
     exchange: AllToAll = all_to_all_rows  # how rows are exchanged
-    has_ep_ranks: bool = (
-        False  # EP ranks lie in it, whose ranks gather rows and scatter sums of them
-    )
+    # EP ranks lie in it, whose ranks gather rows and scatter sums of them
+    has_ep_ranks: bool = False
 
     @property
     def num_members(self) -> int:

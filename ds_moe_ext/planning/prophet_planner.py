@@ -92,11 +92,11 @@ def place_experts(
 
     Until EP ranks are balanced, the busiest EP rank's expert with most rows is next; where that EP
     rank has none left, the search ends. Of all these the first so many are copied that the step is
-    fastest by the model. Among equals the lowest index, or the fewest copies, wins. Costs a sort of
-    ``[E, C]`` and some passes over ``[C]`` for each expert.
+    fastest by the model. Among equals the lowest index, or the fewest replicas, wins. Costs a sort
+    of ``[E, C]`` and some passes over ``[C]`` for each expert.
 
     Args:
-        owner: where each expert lives, an EP rank an expert.
+        owner: where each expert lives, one EP rank an expert.
         rows_CE: rows that each EP rank is expected to route to each expert; integers.
         prices: of the block.
         num_excluded: ``n``, EP ranks that get no replica of an expert: those with the fewest rows

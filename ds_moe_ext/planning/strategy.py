@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy is, what it is reported and what it answers, and how JSON names one.
+"""What a strategy is, what it is given and what it answers, and how JSON names one.
 
 A ``Strategy`` is a frozen dataclass: its fields are its JSON keys. From a ``Job``, all that a
 planner may know, it makes a ``Plan`` for each layer; at a ``LayerContext``, a layer and its plan,
@@ -55,7 +55,7 @@ class CostGroup:
     """Layers whose experts are alike, so that they may change places."""
 
     layers: tuple[int, ...]  # their numbers
-    prices: Prices = ROWS_ALONE  # of their rows and copies
+    prices: Prices = ROWS_ALONE  # of their rows and replicas
     # seconds that each EP rank's experts compute on a row, as ``prices.row_s``; none where EP ranks
     # are alike
     row_s_C: tuple[float, ...] = ()
@@ -155,8 +155,8 @@ class Job:
     owners: tuple[Placement, ...]  # where the weights of each layer's experts live
     node_C: np.ndarray  # node of each EP rank
     cost_groups: tuple[CostGroup, ...]  # every layer is in one of them
-    # seconds that the host computes before each layer in forward, which can hide copies, and behind
-    # each layer in backward; 0 until they have been measured
+    # seconds that the host computes before each layer in forward, which can hide replicas, and
+    # behind each layer in backward; 0 until they have been measured
     window_s: tuple[float, ...] = ()
     back_window_s: tuple[float, ...] = ()
     free_bytes: int = 0  # memory of a rank for replicas, of all layers of the run together
@@ -209,7 +209,8 @@ class Job:
         return RoutedRows.of(self.rows, self.node_C)
 
     def of(self, layers: Sequence[int]) -> Job:
-        """The job of some of its layers, as if they followed each other, each pool's among them."""
+        """The job of some of its layers, as if they followed each other, each cost group's among
+        them."""
         place_of = {layer: place for place, layer in enumerate(layers)}
         cost_groups = (
             replace(
@@ -288,11 +289,10 @@ class Plan:
     owner: Placement  # where an expert's weights and optimizer state live
     target: Placement  # where the expert computes this step
     share: Rule  # how the replicas of an expert divide its rows
-    forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
+    forward_degree: int = 1  # chunk ranges that the tokens of a forward pass are cut into
     backward_degree: int = 1  # and of a backward pass
-    rematerialize: bool = (
-        False  # free the replicas after forward and gather them again for backward
-    )
+    # free the replicas after forward and gather them again for backward
+    rematerialize: bool = False
     # where replicas may be added once the rows of a pass are known: from the rows, int64 ``[C,
     # E]``, to a target that holds what this one does and more, and its share. Pure.
     revise: Callable[[np.ndarray], Destination] | None = None
@@ -334,19 +334,19 @@ class Plan:
 
     @property
     def added_transfers(self) -> int:
-        """Of a replica that is added once rows are known: there, owner, and there again if
+        """Of a replica that is added once rows are known: there, back, and there again if
         freed."""
         return 3 if self.rematerialize else 2
 
     @property
     def is_joined(self) -> bool:
-        """Whether the weights are joined from owners and copies; also where an EP rank owns none
+        """Whether the weights are joined from owners and replicas; also where an EP rank owns none
         of the experts, so that its rank takes part in backward whatever has a gradient there."""
         return self.has_replicas or not self.owner.is_everywhere
 
     @property
     def pieces(self) -> tuple[ChunkRange, ...]:
-        """Spans that those of both directions are made of; none where they are cut alike."""
+        """Chunk ranges that those of both directions are made of; none where they are cut alike."""
         if self.forward_degree == self.backward_degree:
             return ()
         return refined(self.num_chunks, self.forward_degree, self.backward_degree)
@@ -401,7 +401,7 @@ class Forecast:
 
     exchange_s: float  # all exchanges of rows
     expert_s: float  # experts, where most is computed
-    gather_s: float  # copies, as often as they travel in one pass
+    gather_s: float  # replicas, as often as they travel in one pass
     reduce_s: float  # their gradients
 
 
@@ -423,7 +423,7 @@ class Intervals:
     shard_every: int = 0  # steps between new owners
     costs: bool = False  # what rows and replicas cost is measured in the first steps
     measures: bool = False  # what pipelines cost is, too
-    choose_every: int = 0  # steps between choices of who plans; ``Job.past`` is reported then
+    choose_every: int = 0  # steps between choices of who plans; ``Job.past`` is given then
 
     @property
     def weighs_replicas(self) -> bool:
@@ -606,12 +606,12 @@ class Strategy(ABC):
 
     @property
     def keys(self) -> Keys:
-        """What errors report a person to set."""
+        """What errors ask a person to set."""
         return Keys()
 
     def notices(self, job: Job) -> tuple[str, ...]:
         """What its keys cannot do here, a line each with the key and what to set, for a person as a
-        run starts. Of what is measured later ``describe`` shows. Pure."""
+        run starts. ``describe`` has what is measured later. Pure."""
         return ()
 
     def describe(self, job: Job) -> str:

@@ -508,7 +508,7 @@ def load_heatmap(
 
 
 NOBODY, OWNER, REPLICA, LATE = range(len(_HOLDERS))
-"""What an EP rank is to an expert: without it, its owner, with a planned copy, with a copy that was
+"""What an EP rank is to an expert: without it, its owner, with a planned replica, with one that was
 made after the gate."""
 
 
@@ -581,8 +581,8 @@ def load_scale(octaves: int, most_replicas: int | None, *, has_late: bool = Fals
     }
     about = "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
     text = f"{about}: {', '.join(ticks.values())}"
-    kinds = {"owner": "owner", "copy": "planned copy" if has_late else "copy"}
-    kinds |= {"late": "copy made after the gate"} if has_late else {}
+    kinds = {"owner": "owner", "copy": "planned replica" if has_late else "replica"}
+    kinds |= {"late": "replica made after the gate"} if has_late else {}
     if most_replicas is not None:
         text += f"; replicas of an expert beside its owner: 0 to {most_replicas}"
 

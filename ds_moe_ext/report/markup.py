@@ -138,12 +138,12 @@ def selectable(name: str, panels: Sequence[Panel], *, first: int) -> Html:
 
 
 WORDS = (
-    ("EP rank (EP rank)", "a rank of the expert-parallel group, or all that split experts"),
+    ("EP rank", "a rank of the expert-parallel group, or all that split experts"),
     ("routed token (row)", "one token for one of its top-k experts, as it is dispatched"),
     ("balance", "rows that the busiest EP rank computed over the mean; 1 is perfect"),
     ("owner", "the EP rank with an expert's weights and optimizer state"),
     ("replica", "an expert's weights on another EP rank, for one step"),
-    ("stream (stream)", "a queue of tasks: a CUDA stream, or a thread on a CPU"),
+    ("stream", "a queue of tasks: a CUDA stream, or a thread on a CPU"),
 )
 """Our words beside those that users of the hosts know; docs/glossary.md has more."""
 

@@ -256,7 +256,7 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
     def chart(layers: Sequence[int], *, small: bool) -> Html:
         lines = [
             _line("as computed", balance_IL[:, layers], bins),
-            _line("at the owner only", owner_IL[:, layers], bins),
+            _line("without replicas", owner_IL[:, layers], bins),
         ]
         for name, known_IL in known.items():
             value_B = bins.known_mean(known_IL[:, layers]).mean(axis=1)
@@ -282,11 +282,11 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
     is_predicted = looks is not None and not np.isnan(looks.predicted_IL).all()
     about = (
-        f"{_ROWS} At the owner only is what the same rows would have come to, had every expert "
+        f"{_ROWS} Without replicas is what the same rows would have come to, had every expert "
         f"computed at its owner of that step.{band if len(every) > 1 else ''}"
         f"{thinned(bins, _THINNED)}{_KNOWN if is_predicted else ''}"
     )
-    return section("Balance with replicas, and at the owner only", note(about) + body)
+    return section("Balance with replicas, and without", note(about) + body)
 
 
 def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
@@ -312,7 +312,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(1, "at the owner only", lambda one: one.owner_balance),
+    _Kind(1, "without replicas", lambda one: one.owner_balance),
     _Kind(2, "predicted", lambda one: one.predicted),
     _Kind(0, "reached", lambda one: one.balance),
     _Kind(3, Html("by the paper's rule"), lambda one: one.by_paper),

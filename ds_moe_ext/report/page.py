@@ -179,7 +179,7 @@ def _in_balance(record: RunRecord, summary: Summary) -> Html:
         dotted(record.layers[summary.worst_layer].name), summary.mean_L[summary.worst_layer]
     )
     text = Html(
-        "The busiest EP rank (EP rank) computed <b>{:.2f} times the mean</b> on average{}. An "
+        "The busiest EP rank computed <b>{:.2f} times the mean</b> on average{}. An "
         "average one waited for the busiest during {:.0f} % of the expert time."
     ).format(summary.mean, where if len(record.layers) > 1 else "", 100 * (1 - 1 / summary.mean))
     if record.placements is not None:
@@ -219,7 +219,9 @@ def _tiles(record: RunRecord, summary: Summary) -> Html:
     ]
     if record.placements is not None:
         outcome = outcome_of(record)
-        shown[1:1] = [("at the owner only", ratio_text(outcome.owner_balance), "without replicas")]
+        shown[1:1] = [
+            ("without replicas", ratio_text(outcome.owner_balance), "experts at their owners")
+        ]
         moved = f"{outcome.num_moved:,} changed their owners"
         shown[-2:-2] = [("replicas", f"{outcome.replicas:.1f}", f"a step; {moved}")]
     drawn = joined(
@@ -246,7 +248,7 @@ def _layers(record: RunRecord, summary: Summary | None) -> Html:
         for index, layer in enumerate(record.layers)
     ]
     if record.placements is not None:
-        headings += ["at the owner only", "replicas a step", "changed owners"]
+        headings += ["without replicas", "replicas a step", "changed owners"]
         for row, outcome in zip(rows, outcomes_by_layer(record)):
             row += [ratio_text(outcome.owner_balance), f"{outcome.replicas:.1f}"]
             row += [f"{outcome.num_moved:,}"]
@@ -270,7 +272,9 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
             f"{placements.last_step:,}, the last. Experts stand where their owner was then."
         )
         if placements.added is not None:
-            about += " Copies made after the gate are counted where any pass of the step had them."
+            about += (
+                " Replicas made after the gate are counted where any pass of the step had them."
+            )
     scale = charts.load_scale(
         octaves, most_replicas, has_late=placements is not None and placements.added is not None
     )
@@ -287,7 +291,7 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
 
 
 _DOWN = (
-    "Down: experts, grouped by the EP rank that owns them (owner), with its rows over the mean's. "
+    "Down: experts, grouped by the EP rank that owns them, with its rows over the mean's. "
     "Across: recorded steps."
 )
 
@@ -360,7 +364,7 @@ def _chosen(record: RunRecord) -> Html:
         return Html("")
     about = (
         "Plans were those of one strategy at a time. Before the first, until costs had been "
-        "measured, experts computed at the owner."
+        "measured, experts computed at their owners."
     )
     lines = joined(
         Html("<li>From step {:,}: <strong>{}</strong>. {}</li>").format(

@@ -62,7 +62,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank notifies the others. What it does not know is nan."""
+    """What one rank reports to the others. What it does not know is nan."""
 
     rank: int  # its number in the world
     step_s: float  # median seconds of its steps since the last time
@@ -197,7 +197,7 @@ class RanksSeen:
 
     own: OwnSteps  # this one's steps
     partners: Sequence[Sequence[int]]  # lists of ranks that exchange rows with each other
-    # what every rank shows. Collective over these ranks
+    # what every rank reports. Collective over these ranks
     gather: Callable[[RankFigures], Sequence[RankFigures]]
     device: DeviceRecord | None = None  # what they compute on; None: nobody knows
     is_on: bool = True  # they report to each other; the same on all of them

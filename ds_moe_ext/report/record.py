@@ -141,9 +141,8 @@ class TracedRecord:
 class Move:
     """Experts of one layer that changed their owners between two steps."""
 
-    step: (
-        Count  # the first with the new owners; where records are thinned, the last recorded before
-    )
+    # the first with the new owners; where records are thinned, the last recorded before
+    step: Count
     layer: Count  # its index among the layers of the run
     num_experts: Count
 
@@ -195,8 +194,8 @@ class LooksRecord:
     # balance of the rows that the plan was made for, by its own share, float [I, L]; nan where it
     # was made for none, or not looked at
     predicted_IL: KnownAmounts
-    # balance of the rows that came, with the same copies but by the paper's own rule; nan where no
-    # other was followed, or not looked at
+    # balance of the rows that came, with the same replicas but by the paper's own rule; nan where
+    # no other was followed, or not looked at
     by_paper_IL: KnownAmounts
     # rows that another EP rank computed than they came from; nan where not looked at
     left_IL: KnownAmounts
@@ -395,7 +394,7 @@ def _with_memory(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(record: RunRecord) -> RunRecord:
-    """With tables of the shapes that the run has, which lists without entries do not report."""
+    """With tables of the shapes that the run has, which lists without entries do not show."""
     ranks, placements, layers = record.ranks, record.placements, record.layers
     sizes = {"I": len(record.steps_I), "L": len(layers), "C": record.num_ep_ranks}
     sizes |= {"E": max((layer.num_experts for layer in layers), default=0)}

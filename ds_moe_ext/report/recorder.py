@@ -556,7 +556,7 @@ def traced_tasks_of(
         timed: the tasks.
         origin: at whose start seconds begin.
         layer_names: of the run.
-        has_waits: whether it is stated who waited for whom.
+        has_waits: whether it is known who waited for whom.
     """
     found = [(traced_task_of(task, origin, layer_names), task.task) for task in timed]
     found.sort(key=lambda each: each[0].start_s)
@@ -611,7 +611,7 @@ def scalars_of(recorder: Recorder, news: Point | None) -> dict[str, float]:
 
     Args:
         recorder: of the run.
-        news: what ranks have exchanged reports since the last time; None for nothing.
+        news: what ranks have reported to each other since the last time; None for nothing.
     """
     balance_L = recorder.latest_balance_L()
     found = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run comes to: its headline numbers, what copies saved, and whether it gained. Pure.
+"""What a run comes to: its headline numbers, what replicas saved, and whether it gained. Pure.
 
 Terminals and pages show the same lines. Shape letters: I recorded steps, B columns of them, L
 layers, E experts, C EP ranks, G points, R ranks.
@@ -47,7 +47,7 @@ class Division(NamedTuple):
     owner_balance: float  # as in Outcome, of the looks where something was predicted
     predicted: float  # balance of the rows that plans were made for, mean of these looks
     balance: float  # of the rows that came, as they were computed
-    # and by the paper's own rule, with the same copies; nan where no other was followed
+    # and by the paper's own rule, with the same replicas; nan where no other was followed
     by_paper: float
     left: float  # part of all rows that another EP rank computed than they came from
     crossed: float  # and one on another node
@@ -324,7 +324,7 @@ def predicted_steps(looks: LooksRecord) -> str:
 
 
 def _no_gain(record: RunRecord, whole: Division) -> str:
-    """Why replicas did not help, where balances as they are shown report of no gain; else empty."""
+    """Why replicas did not help, where balances as they are shown have no gain; else empty."""
     reached, predicted, at_owner = (
         round(ratio, 2) for ratio in (whole.balance, whole.predicted, whole.owner_balance)
     )
@@ -339,11 +339,11 @@ def _no_gain(record: RunRecord, whole: Division) -> str:
     return "; replicas did not help, and the plan predicted no gain"
 
 
-# What copies saved.
+# What replicas saved.
 
 
 def no_measure(device: DeviceRecord | None, num_ranks: int) -> str:
-    """Why the speed of ranks there says nothing about copies; empty where it does."""
+    """Why the speed of ranks there says nothing about replicas; empty where it does."""
     if device is None or device.name != ON_CPU:
         return ""
     return "shared cores" if device.num_cores < num_ranks else "no network"
@@ -408,7 +408,7 @@ def _seconds_R(ranks: RanksRecord, names: Collection[str]) -> np.ndarray:
 
 
 def saved_line(record: RunRecord) -> str:
-    """What copies saved and cost, for a person; empty where that is not known."""
+    """What replicas saved and cost, for a person; empty where that is not known."""
     saved = saved_of(record)
     if saved is None:
         return ""
@@ -420,7 +420,7 @@ def saved_line(record: RunRecord) -> str:
         less = f"{seconds_text(saved.saved_s)} less in each step"
         text = f"ranks waited {less} than with every expert at its owner, as under {BASE}"
     else:
-        text = "copies saved no waiting for experts"
+        text = "replicas saved no waiting for experts"
     text += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
     why = no_measure_of(record)
     return text + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
@@ -529,7 +529,7 @@ def _with_replicas(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
 
 
 def _why(saved: Saved) -> str:
-    """Why copies gained nothing."""
+    """Why replicas gained nothing."""
     if saved.saved_s <= 0:
         return "replicas did not relieve it"
     if saved.replicas_s < saved.saved_s:
@@ -557,5 +557,5 @@ def _without_replicas(record: RunRecord, outcome: Outcome) -> str:
     return (
         f"no gain by replicas, as none was made in {steps}: the busiest rank had "
         f"{outcome.balance:.2f} times the mean; what else {record.strategy} gained, a run with "
-        f"{BASE} and ds-moe-ext compare report"
+        f"{BASE} and ds-moe-ext compare show"
     )

@@ -159,7 +159,7 @@ def seen_after(tasks: Sequence[Task]) -> list[Iterable[int]]:
 
 
 def hidden(timeline: Sequence[TracedTask]) -> str:
-    """How long copies travelled, dense gradients were reduced in slices and the next step was
+    """How long replicas travelled, dense gradients were reduced in slices and the next step was
     planned, and how much of each was hidden; nothing of what there was none of."""
     computed = [s for s in timeline if s.stream == COMPUTE.name and s.name not in _WAITS]
     sent = [

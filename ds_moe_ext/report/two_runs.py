@@ -154,7 +154,7 @@ def _figures(runs: Sequence[Shown]) -> Html:
     outcomes = [outcome_of(each.record) for each in runs]
     rows = [
         ["mean balance", *(ratio_text(one.balance) for one in outcomes)],
-        ["at the owner only", *(ratio_text(one.owner_balance) for one in outcomes)],
+        ["without replicas", *(ratio_text(one.owner_balance) for one in outcomes)],
         ["replicas a step", *(f"{one.replicas:.1f}" for one in outcomes)],
         ["experts that changed owners", *(f"{one.num_moved:,}" for one in outcomes)],
         ["rows computed", *(f"{int(each.record.rows_ILE.sum()):,}" for each in runs)],

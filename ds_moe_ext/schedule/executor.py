@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a schedule on real streams: the caller's thread, worker threads, or CUDA cuda_streams.
+"""Run a schedule on real streams: the caller's thread, worker threads, or CUDA streams.
 
 ``ScheduleStreams`` are in-order queues that wait for each other as ``Schedule.awaits`` says.
 ``InlineStreams`` do all in the caller's thread, ``ThreadStreams`` have a thread for each stream,
-``DeviceStreams`` a cuda_stream; ``streams_for`` gives those of a device, which all its layers
+``DeviceStreams`` a CUDA stream; ``streams_for`` gives those of a device, which all its layers
 share. What is queued apart from a schedule (``submit``, ``begin``) comes behind what its stream was
 given before.
 """
@@ -56,9 +56,8 @@ class OnDevice(ABC):
 class ScheduleStreams(Protocol):
     """In-order queues that can wait for each other."""
 
-    has_threads: (
-        bool  # what the host works out in one stream does not keep it from issuing another's
-    )
+    # what the host works out in one stream does not keep it from issuing another's
+    has_threads: bool
     issues: bool  # a device runs what a task has issued
     is_late: bool  # in a stream of its own, so that what it reads may have been freed by then
 
@@ -131,7 +130,7 @@ class InlineStreams:
 @dataclass(frozen=True)
 class Carried:
     """State of a thread that another thread takes over: whether autograd records, autocast, the
-    cuda_stream on CUDA, and what stands between calls and torch, as a default device does."""
+    current stream on CUDA, and what stands between calls and torch, as a default device does."""
 
     records: bool  # whether autograd does
     infers: bool  # inference mode is on
@@ -334,7 +333,7 @@ def _first(errors: Sequence[BaseException]) -> BaseException:
 
 
 class InlineDeviceStreams(InlineStreams):
-    """All streams in the caller's cuda_stream, in issue order. For GPUs where nothing overlaps: no
+    """All streams in the caller's CUDA stream, in issue order. For GPUs where nothing overlaps: no
     events, and freed memory is free at once."""
 
     issues = True
@@ -375,7 +374,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device.index)  # of a device it asks for longer
 
     def made_for(self, stream: Stream) -> torch.cuda.Stream:
-        # Blocks of a cuda_stream that goes first are the next to find room, however many of an
+        # Blocks of a CUDA stream that goes first are the next to find room, however many of an
         # expert's wait; streams of the default priority have 0.
         return torch.cuda.Stream(self.device, priority=-1 if stream.sends else 0)
 
@@ -391,7 +390,7 @@ class _Issued(NamedTuple):
     """Tasks of a schedule, by position, as streams need to know them."""
 
     by_caller: tuple[int, ...]  # all but those of stream HOST
-    # of each stream but the caller's. These, and not the cuda_streams, are what a run waits for:
+    # of each stream but the caller's. These, and not the CUDA streams, are what a run waits for:
     # tasks may have begun more behind them.
     last: tuple[int, ...]
     awaited: frozenset[int]  # those whose ends somebody waits for
@@ -404,18 +403,18 @@ class _Issued(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A schedule on cuda_streams."""
+    """A schedule on CUDA streams."""
 
     schedule: Schedule  # which
     do: Callable[[int], None]  # a task, by its position
     make: Streams  # of the streams
-    caller: Any  # the cuda_stream of who calls
+    caller: Any  # the CUDA stream of who calls
     cuda_streams: Mapping[Stream, Any]  # of each stream
     awaited: frozenset[int]  # see ``_Issued``
     ends: dict[int, Any]  # of those, by position
 
     def issue(self, positions: Iterable[int]) -> None:
-        """Tasks in order; to be called where the caller's cuda_stream is the current one."""
+        """Tasks in order; to be called where the caller's CUDA stream is the current one."""
         at = self.caller
         try:
             for position in positions:
@@ -434,7 +433,7 @@ class _Run(NamedTuple):
 
 
 class DeviceStreams:
-    """Computation in the caller's cuda_stream, a cuda_stream for any other stream. Work is issued
+    """Computation in the caller's CUDA stream, a CUDA stream for any other stream. Work is issued
     by the caller's thread and runs on the device; what the host itself works out (stream HOST) by a
     worker thread, so that the caller's goes on issuing."""
 
@@ -509,7 +508,7 @@ class DeviceStreams:
         self, stream: Stream, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
         cuda_stream = self._cuda_stream(stream)
-        # The region's inputs come from the caller's cuda_stream, whatever else the task waits for.
+        # The region's inputs come from the caller's CUDA stream, whatever else the task waits for.
         cuda_stream.wait_stream(self._make.current())
         for event in after:
             cuda_stream.wait_event(event)
@@ -541,7 +540,7 @@ class DeviceStreams:
 
     def keep(self, reads: Iterable[Any]) -> None:
         # A value is dropped in Python when its last reader was issued, not finished; without this
-        # the allocator could hand its memory to the writer's cuda_stream while the reader still
+        # the allocator could hand its memory to the writer's CUDA stream while the reader still
         # runs.
         cuda_stream: Any = self._make.current()
         for tensor in _tensors(reads):

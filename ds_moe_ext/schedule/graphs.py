@@ -39,7 +39,7 @@ class NotInGraphs(RuntimeError):
 
 
 def is_captured() -> bool:
-    """Whether what the caller shows a GPU becomes a CUDA graph."""
+    """Whether what the caller issues to a GPU becomes a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -63,7 +63,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Recorded(Protocol):
-    """Work that a device can be reported to do again."""
+    """Work that a device can be asked to do again."""
 
     @property
     def outputs(self) -> Tensors:
@@ -81,11 +81,11 @@ class Recorder(Protocol):
     def stream(self) -> object: ...
 
     def follow(self, stream: Any) -> None:
-        """Let what the caller shows from now on come behind all that a stream was reported."""
+        """Let what the caller issues from now on come behind all that a stream was given."""
         ...
 
     def record(self, work: Callable[[], Tensors], after: Any = None) -> Recorded:
-        """Record what a call shows the device. Nothing of it is done before a replay.
+        """Record what a call issues to the device. Nothing of it is done before a replay.
 
         Args:
             work: called once; returns what it writes.
@@ -160,7 +160,7 @@ MOST_MOVES = 3
 
 
 class Hearer(Protocol):
-    """Who is notified on the host what a pass does."""
+    """Who is notified on the host of what a pass does."""
 
     def held(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """What is reported inside the block is not heard, but kept: to be called in each pass."""
@@ -201,7 +201,7 @@ class Replayed:
 
     program: Program  # whose tensors have the same shapes in every pass
     recorder: Recorder  # of its device
-    hearer: Hearer  # who is notified on the host what a pass does
+    hearer: Hearer  # who is notified on the host of what a pass does
     key: str  # what a person sets to have graphs, for errors
 
     def record(self, work: Callable[[], Tensors], after: Recorded | None = None) -> Recorded:

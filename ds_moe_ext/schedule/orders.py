@@ -104,7 +104,7 @@ def join(layer: int, whole: ChunkRange) -> Task:
 
 
 def start(layer: int) -> Task:
-    """Start a pass of a layer's replicas; its adjoint waits until all their gradients are owner."""
+    """Start a pass of a layer's replicas; its adjoint waits until all their gradients are back."""
     return Task(START, layer, ChunkRange(0, 1), (Value(WEIGHTS, layer),), (Value(STARTED, layer),))
 
 
@@ -161,7 +161,7 @@ def expert(
 
 
 def etp_scatter(layer: int, chunk_range: ChunkRange) -> Task:
-    """Sums over the EP rank, of each rank the rows that arrived there."""
+    """Sums over the ETP group, of each rank the rows that arrived there."""
     reads = (Value(PARTIAL, layer, chunk_range), Value(ROUTE, layer, chunk_range))
     return Task(ETP_SCATTER, layer, chunk_range, reads, (Value(COMPUTED, layer, chunk_range),))
 
@@ -255,8 +255,8 @@ def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
 QUEUED: Mapping[Op, Op] = MappingProxyType(
     {op: replace(op, stream=INTER) for op in (ETP_GATHER, ETP_SCATTER)}
 )
-"""In one queue: for a collective of an EP rank, the op that runs in the stream of those between EP
-ranks."""
+"""In one queue: for a collective of an ETP group, the op that runs in the stream of those between
+EP ranks."""
 
 REDUCED = Kind("reduced", has_gradient=False)  # a slice of the dense gradients, summed
 
@@ -281,7 +281,7 @@ class Pipeline:
     """How the tasks of a layer are issued, and where dense gradients may be reduced."""
 
     is_cut: bool = True  # tokens travel in chunks, else all at once
-    # all collectives run in one stream, those of an EP rank by the ops of ``QUEUED``; else those
+    # all collectives run in one stream, those of an ETP group by the ops of ``QUEUED``; else those
     # between EP ranks in another stream than those within
     has_one_queue: bool = True
     slices_moe: bool = False  # reductions may stand within the MoE part
@@ -417,7 +417,7 @@ class Cutting(NamedTuple):
     """How the rows of a layer travel."""
 
     pipeline: Pipeline = PIPELINES["default"]  # in which order and streams
-    forward_degree: int = 1  # spans that the tokens of a forward pass are cut into
+    forward_degree: int = 1  # chunk ranges that the tokens of a forward pass are cut into
     backward_degree: int = 1  # and of a backward pass
     sharded: bool = False  # as in ``routed_tasks``
     slices: Slices = NO_SLICES  # reductions of dense gradients that the layer begins in backward
@@ -443,7 +443,7 @@ class LayerTasks(NamedTuple):
 
 @cache
 def block(layer: int, beside: Beside) -> tuple[Task, ...]:
-    """What a layer's block does about copies as it begins; adjoints of these, in reverse, end its
+    """What a layer's block does about replicas as it begins; adjoints of these, in reverse, end its
     backward.
 
     Where the next layer's replicas are carried, so that they travel from here on, their pass starts
@@ -495,7 +495,7 @@ def programs(
 
 
 def _forward(tasks: list[Task], beside: Beside) -> list[Task]:
-    """With what the layer launches and plans: the next one's copies under its experts and under
+    """With what the layer launches and plans: the next one's replicas under its experts and under
     what follows them (Pro-Prophet, Algorithm 2; spec 3.4)."""
     layer = tasks[0].layer
     arrives, computes, returns = ([t for t in tasks if t.op is op] for op in _TURNS)
@@ -514,7 +514,7 @@ _TURNS = (DISPATCH, EXPERT, COMBINE)
 
 
 def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
-    """With what is to be done about copies once the experts have computed.
+    """With what is to be done about replicas once the experts have computed.
 
     That begins when the gradients of the rows have been exchanged: that window is left to the rows
     (HECATE, spec rule 34). The gradients of this layer's replicas go to the owner, and the replicas

@@ -10,7 +10,8 @@ How the parts work together:
   thread, worker threads or CUDA streams) call it with the position of each task.
 - ``Program`` makes an autograd node of a forward and a backward pass. What stages save goes through
   autograd's own keeping, so that checkpointing and offloading see it.
-- ``graphs.py`` records a program's passes as CUDA graphs; ``watch.py`` shows other ranks of errors.
+- ``graphs.py`` records a program's passes as CUDA graphs; ``watch.py`` reports errors to
+  other ranks.
 
 Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and
 FSDP put on parameters see them as they see any other parameter.
@@ -218,7 +219,7 @@ def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list
 
 
 def describe(ctx: Any, flat: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-    """Report the ctx of a function what its last inputs and its outputs are like."""
+    """Let the ctx of a function know what its last inputs and its outputs are like."""
     # Few things that Python's collector knows: its young ones are gone through every 700.
     ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
     ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
@@ -227,7 +228,7 @@ def describe(ctx: Any, flat: Sequence[Tensor], outputs: Iterable[Tensor]) -> Non
 def filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
     """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
     collective that hangs on them would be missing on this rank alone. The inputs are those that
-    the ctx was reported to ``describe``."""
+    the ctx was given by ``describe``."""
     wanted = ctx.needs_input_grad[-len(flat) :]
     return [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
@@ -314,9 +315,8 @@ class Pass:
 
     def _do_watched(self, position: int, step: Step) -> None:
         streams = self._streams
-        issuing = (
-            None if step.task.stream == HOST else self._issuing
-        )  # that has a thread of its own
+        # stream HOST has a thread of its own
+        issuing = None if step.task.stream == HOST else self._issuing
         if issuing is not None:
             issuing.begins(position)
         if not step.is_seen:
@@ -384,7 +384,7 @@ class Pass:
     def _keep(self, things: Iterable[Any]) -> None:
         """Nobody else gets the memory of what this stream reads and another has made until it has
         read it. Records of many small tensors stay as long as the streams run, which costs less
-        than to say it of each; but not where that is a whole step."""
+        than to record it of each; but not where that is a whole step."""
         kept: list[Tensor | OnDevice] = []
         for thing in things:
             if isinstance(thing, tuple):

@@ -77,7 +77,7 @@ class LayerStages:
     """Who does the tasks of a layer, and who sees them."""
 
     stages: Mapping[Op, Stage]  # the work of each op
-    observers: tuple[Observer, ...] = ()  # reported each task
+    observers: tuple[Observer, ...] = ()  # notified of each task
     name: str = ""  # of the layer, for a person who is notified where a rank waits or has failed
 
 

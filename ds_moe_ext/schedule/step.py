@@ -3,8 +3,9 @@
 
 Forward of all layers, then backward from the last to the first. Behind each MoE layer the host
 computes: task ATTENTION, from the layer's tokens to the next layer's. Where a layer's program or
-its block only begins to move copies, the move is a task of its own here, GATHER. Its chunk range is
-the pieces it moves: a layer whose replicas the layer before launches has two, any other has one::
+its block only begins to move replicas, the move is a task of its own here, GATHER. Its chunk range
+is the pieces it moves: a layer whose replicas the layer before launches has two, any other has
+one::
 
     forward     expert[i]       beside  gather[i+1,0]     attention[i]  beside  gather[i+1,1]
     backward    attention'[i]   beside  gather'[i+1,0]    expert'[i]    beside  gather'[i+1,1]
@@ -148,7 +149,7 @@ class _Step:
         return [self._add(replace(task, reads=(*task.reads, *given))) for task in layer.block]
 
     def _end(self, begun: Sequence[int]) -> tuple[Value, ...]:
-        """The end of a block's backward: its starts' gradients are owner, the last one's first."""
+        """The end of a block's backward: its starts' gradients are back, the last one's first."""
         starts = [place for place in reversed(begun) if self.tasks[place].op == START]
         for place in starts:
             task = self.tasks[place]

@@ -100,7 +100,7 @@ def striped_step(
     Args:
         num_layers: MoE layers, each with its experts.
         num_micro_batches: stripes that the tokens of an attention rank are cut into; each is the
-            span of one finest chunk. With one, nothing overlaps.
+            chunk range of one finest chunk. With one, nothing overlaps.
         offloaded: numbers of the layers some of whose experts attention ranks hold, or replicas.
         copied: of those whose experts have replicas.
         revised: of those among them that may get more once the rows of a stripe are known.
@@ -212,7 +212,7 @@ class _Step:
                 self._run(_combine(layer, chunk_range, is_offloaded=True))
 
     def _compute(self, task: Task, join: Op, joined: Kind) -> None:
-        """Experts, with their own weights or those that are joined from owners and copies."""
+        """Experts, with their own weights or those that are joined from owners and replicas."""
         layer, chunk_range = task.layer, task.chunk_range
         if layer in self._copied:
             arrived, route, weights = task.reads

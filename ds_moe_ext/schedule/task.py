@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A schedule: which tasks, in which stream, issued in which order. Data only; nothing runs here.
 
-The tokens of a layer are cut into *finest chunks*. A task works on a *span* of them, and a value is
-named by its kind, its layer and the chunk range it covers; so forward tasks may cover other chunk
-ranges than backward tasks (FSMoE: the two degrees differ on most layers), and the finest chunks are
-the least common multiple of the two degrees.
+The tokens of a layer are cut into *finest chunks*. A task works on a *chunk range* of them, and a
+value is named by its kind, its layer and the chunk range it covers; so forward tasks may cover
+other chunk ranges than backward tasks (FSMoE: the two degrees differ on most layers), and the
+finest chunks are the least common multiple of the two degrees.
 """
 
 from __future__ import annotations
@@ -75,12 +75,10 @@ RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
 
 # Around them, where experts have replicas.
 ATTENTION = Op("attention", COMPUTE)  # what the host computes between two MoE layers
-GATHER = Op(
-    "gather", PARAM
-)  # weights to their replicas; its adjoint sums gradients at their owners
-START = Op(
-    "start", COMPUTE, is_wait=True
-)  # of a pass; its adjoint waits for what came to the owner
+# weights to their replicas; its adjoint sums gradients at their owners
+GATHER = Op("gather", PARAM)
+# of a pass; its adjoint waits for what came to the owner
+START = Op("start", COMPUTE, is_wait=True)
 JOIN = Op("join", COMPUTE, is_wait=True)
 HAVE_AGAIN = Op("have_again", COMPUTE, is_wait=True)  # replicas that were freed, in backward
 LAUNCH = Op("launch", COMPUTE, begins=Begun(GATHER))
@@ -89,7 +87,7 @@ SEND_TO_OWNER = Op("send_to_owner", COMPUTE, begins=Begun(GATHER, is_adjoint=Tru
 PLAN = Op("plan", HOST)  # of the next step
 
 # Where the ranks of an ETP group split each expert, and where dense gradients are summed in slices.
-ETP_GATHER = Op("etp_gather", INTRA)  # rows that arrived at any rank of the EP rank, to all of it
+ETP_GATHER = Op("etp_gather", INTRA)  # rows that arrived at any rank of the group, to all of it
 ETP_SCATTER = Op("etp_scatter", INTRA)  # sums what the splits computed, to the rank of each row
 GRADIENTS = Op("gradients", INTER)  # the all-reduce of a slice
 BEGIN_GRADIENTS = Op("begin_gradients", COMPUTE, begins=Begun(GRADIENTS))

@@ -72,10 +72,10 @@ WHERE = "ds_moe_ext.waits"
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long waits for other ranks may last before something is stated or done."""
+    """How long waits for other ranks may last before something is logged or done."""
 
-    log_after_s: int = 10  # when a wait for a rank that has not failed is reported
-    log_every_s: int = 60  # when it is reported again, at least
+    log_after_s: int = 10  # when a wait for a rank that has not failed is logged
+    log_every_s: int = 60  # when it is logged again, at least
     # when a rank that is not heard of is taken to have ended, where an exchange with it has failed
     silent_after_s: int = 6
     # when waits for others are ended, where a rank is not heard of all that time. None: never.
@@ -164,8 +164,8 @@ class Watch:
     _pass_since_s: float = 0.0
     _reason: str = ""  # why exchanges were broken off
     _failed_s: float = 0.0
-    _reported: bool = False  # the others, of a failure
-    _posted: bool = False  # the others, of a wait
+    _reported: bool = False  # a failure, to the others
+    _posted: bool = False  # a wait, to the others
     _hearing: Hearing = field(default_factory=Hearing)
 
     @property
@@ -306,7 +306,7 @@ class Watch:
 
     def _listen_for_ends(self, group: Any = None) -> bool:
         """Whether there is a reason: another rank has reported one, or some are heard of no more,
-        which others are notified then."""
+        of which others are notified then."""
         wires = self._wires
         if wires is None:
             return False
@@ -460,7 +460,7 @@ class Watch:
             if not self._num_passes:
                 silent = [rank for rank in silent if heard.beats[rank] != _ENDED]
             keys = [_STOP.format(rank, heard.beats[rank].decode()) for rank in silent]
-            first: list[bool] = []  # of the ranks that find it, which one shows
+            first: list[bool] = []  # of the ranks that find it, which one reports it
             self._with_store(lambda store: first.extend(store.add(key, 1) == 1 for key in keys))
             new = [rank for rank, is_first in zip(silent, first) if is_first]
             if new:
@@ -656,7 +656,7 @@ _STOP = "ds_moe_ext/stop/{}/{}"  # of a rank, at a beat: how many have found it
 
 
 def _end(ends: threading.Event, watching: threading.Thread) -> None:
-    """This process ends, as its watch is to report the others."""
+    """This process ends, as its watch is to notify the others."""
     ends.set()
     watching.join(PATIENCE_S)
 

@@ -157,15 +157,14 @@ class Auto(Choosing):
     @property
     def expected(self) -> str:
         return (
-            "experts compute at the owner until costs are measured, and then by whichever of "
+            "experts compute at their owners until costs are measured, and then by whichever of "
             f"{', '.join(self._candidates)} is priced lowest, chosen anew every {self.interval} "
             "steps"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        if not all(
-            cost_group.expert_bytes for cost_group in job.cost_groups
-        ):  # costs have not been measured
+        # where costs have not been measured
+        if not all(cost_group.expert_bytes for cost_group in job.cost_groups):
             return self.strategies[BASE].plan(job)
         choice, plans = self._chosen(job)
         # What follows is asked of all layers together, step by step: it may come from another.
@@ -248,7 +247,7 @@ def _wanted_bytes(name: str, plans: Sequence[Plan], job: Job) -> int:
 
 
 def _costs(job: Job) -> TaskCosts:
-    """What tasks cost besides rows and copies, as far as it was measured."""
+    """What tasks cost besides rows and replicas, as far as it was measured."""
     start_s = max(cost_group.copy_latency_s for cost_group in job.cost_groups)
     if job.pipelines is None:
         return TaskCosts(exchange_start_s=start_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain expert parallelism: a replica of each expert, at the owner. The base case of all
+"""Plain expert parallelism: each expert at its owner alone. The base case of all
 strategies."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExpertParallel(Strategy):
 
     @property
     def expected(self) -> str:
-        return "experts compute at the owner, and all ranks wait for the busiest one"
+        return "experts compute at their owners, and all ranks wait for the busiest one"
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = map(Plan.at_owner, job.owners)
@@ -70,7 +70,7 @@ class ExpertParallel(Strategy):
         stated = []
         if self.send_once and job.node_C.size == 1:
             stated.append(
-                f"{KEY}.send_once has no effect: an EP rank has all experts, and no row travels"
+                f"{KEY}.send_once has no effect: one EP rank has all experts, and no row travels"
             )
         elif self.send_once:
             stated.append(

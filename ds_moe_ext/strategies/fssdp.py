@@ -137,12 +137,11 @@ class FullySharded(Copying):
     # steps between plans; null: one as soon as loads have moved since the last, by more than they
     # differ between two steps, and every 10
     plan_interval: int | None = None
-    # add copies when the rows are known, if they pay at once, as many as a rank has room for; by
+    # add replicas when the rows are known, if they pay at once, as many as a rank has room for; by
     # Algorithm 1 under the paper's share, as ``repair`` does under others
     calibrate: bool = False
-    rematerialize: bool = (
-        False  # free the replicas after forward and gather them again for backward
-    )
+    # free the replicas after forward and gather them again for backward
+    rematerialize: bool = False
     # steps between new owners; 0 is never; null: 100 where every expert has one owner in the world,
     # else never
     reshard_interval: int | None = None
@@ -199,7 +198,7 @@ class FullySharded(Copying):
         return _merged(stay, others, self._priced(job.of(others)) if others else ())
 
     def _wanted(self, job: Job, halvings: int = 0) -> tuple[Placement, ...]:
-        """Algorithm 1, with at most so many replicas of each layer in an ETP group; or half as
+        """Algorithm 1, with at most so many replicas of each layer in an EP rank; or half as
         many, and so on. The present target where that is alike: what was worked out of it serves
         again."""
         degree_L, fits_L = self._overlap_degrees(job), self._replicas_planned(job)
@@ -357,7 +356,8 @@ class FullySharded(Copying):
         return seconds_L
 
     def owners(self, job: Job) -> tuple[Placement, ...]:
-        """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
+        """By gain, of experts whose costs have been measured, or Algorithm 2; cost group by cost
+        group."""
         degree_L = self._overlap_degrees(job)
         owners = dict(enumerate(job.owners))
         for cost_group in job.cost_groups if self.resharding == PAPER else job.measured_cost_groups:
@@ -378,7 +378,7 @@ class FullySharded(Copying):
         return tuple(owners[layer] for layer in range(len(job.owners)))
 
     def _rules(self, job: Job, cost_group: CostGroup) -> ReplicaRules:
-        """How the layers of a pool run by any owners."""
+        """How the layers of a cost group run by any owners."""
         layers = list(cost_group.layers)
         return ReplicaRules(
             job.routed.of_layers(layers),

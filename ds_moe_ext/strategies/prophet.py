@@ -91,7 +91,7 @@ class ProProphet(Copying):
     # share is faster by the model, looked for as soon as loads have moved since the last search, by
     # more than they differ between two steps, and every 10
     frequency: int | None = None
-    # EP ranks that get no copy of a copied expert (n), those with the fewest rows for it; null:
+    # EP ranks that get no replica of a copied expert (n), those with the fewest rows for it; null:
     # those without any
     num_excluded: int | None = 0
     # rows by which the busiest EP rank may exceed the idlest, in mean rows of an expert (alpha);
@@ -308,7 +308,7 @@ class _Search:
 
     @cached_property
     def _num_foreign(self) -> int:
-        """Experts that are not at the owner in an ETP group, in the one with fewest of its own."""
+        """Experts that an EP rank does not own, in the one with fewest of its own."""
         num_own_C = self.owner.holds_EC.sum(axis=0)
         return self.owner.num_experts - int(num_own_C.min())
 

@@ -105,7 +105,7 @@ class RunSettings:
 
     report: ReportSettings = field(default_factory=ReportSettings)  # what the run leaves behind
     trace: TraceSettings = field(default_factory=TraceSettings)  # a trace of steps
-    # how long waits for other ranks may last before something is stated
+    # how long waits for other ranks may last before something is logged
     waits: Patience = field(default_factory=Patience)
     # how checkpoints are kept
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -119,13 +119,12 @@ class Settings(RunSettings):
     enabled: bool = False  # replace the MoE layers of the model
     strategy: str = "ep"  # registered name, or ``"package.module:Class"`` of the user's own
     # strategy that decides where experts compute, where ``strategy`` is one that lays a pipeline
-    # over it (esp); null leaves them at the owner
+    # over it (esp); null leaves them at their owners
     balance: str | None = None
     # EP ranks that the experts of a layer are spread over; null chooses
     expert_parallel_size: int | None = None
-    expert_sharding_size: int | None = (
-        None  # ranks of an ETP group that split each expert; null chooses
-    )
+    # ranks of an ETP group that split each expert; null chooses
+    expert_sharding_size: int | None = None
     # under tensor parallelism, each rank's hidden states at the MoE layers are a part of the
     # sequence; false: all ranks have the same, and share the work
     sequence_parallel: bool = False
@@ -141,9 +140,8 @@ class Settings(RunSettings):
     # first steps what the strategy needs to know
     hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # keys of a strategy of the user's own
-    megatron: MegatronSettings = field(
-        default_factory=MegatronSettings
-    )  # under Megatron-core alone
+    # under Megatron-core alone
+    megatron: MegatronSettings = field(default_factory=MegatronSettings)
 
     def __post_init__(self) -> None:
         all_at_least(BLOCK, self, expert_parallel_size=1, expert_sharding_size=1)

@@ -3,7 +3,7 @@
 
 ``Copying`` has their JSON keys; ``shared_by_time`` finds the share under which a layer takes least
 time and how many replicas that needs, ``swapped`` other replicas, ``saves`` whether any pay, and
-``repaired`` adds copies once rows are known.
+``repaired`` adds replicas once rows are known.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def most_replicas(owner: Placement, target: Placement) -> int:
 
 
 def _row_prices(cost_group: CostGroup, num_ep_ranks: int) -> RowPrices:
-    """Of a pool's layers; EP ranks may be unlike."""
+    """Of a cost group's layers; EP ranks may be unlike."""
     prices = RowPrices.of(cost_group.prices, num_ep_ranks)
     return replace(prices, row_s_C=np.array(cost_group.row_s_C)) if cost_group.row_s_C else prices
 
 
 def levels_by(cost_group: CostGroup, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
-    """What divides rows of a pool's layers under a target, by what they cost."""
+    """What divides rows of a cost group's layers under a target, by what they cost."""
     each = _row_prices(cost_group, len(node_C))
     whole = WholePrices.of(
         each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
@@ -154,8 +154,8 @@ def swapped(
 ) -> LevelShare:
     """The share of other replicas than a planner chose, where that is better on the predicted rows.
 
-    ``halved`` gives the planner's target with half as many replicas in an ETP group: where there
-    are several nodes, the other half may cover these. At most m replicas in an ETP group, of t
+    ``halved`` gives the planner's target with half as many replicas in an EP rank: where there
+    are several nodes, the other half may cover these. At most m replicas in an EP rank, of t
     experts.
     """
     node_C = share.levels.node_C
@@ -171,7 +171,7 @@ def swapped(
 
 
 def saves(share: LevelShare, owner: Placement, rows_CE: np.ndarray, *, or_s: float) -> bool:
-    """Whether copies save more than next to nothing on the rows that are predicted; ``or_s`` are
+    """Whether replicas save more than next to nothing on the rows that are predicted; ``or_s`` are
     seconds by another share, which counts where it takes less."""
     least_s = min(share.planned_s, or_s)
     return share.alone(owner, rows_CE).planned_s > (1 + TOLERANCE) * least_s

@@ -240,7 +240,7 @@ def test_all_ranks_tell_what_they_took(monitored: Monitored) -> None:
     assert "tokens a second (median up to step 19, measured); loss" in shown[0].printed
     assert (
         "with every expert at its owner, as under ep" in shown[0].printed
-        or "copies saved" in shown[0].printed
+        or "replicas saved" in shown[0].printed
     )
     assert "mean of all ranks" in shown[0].printed
 

@@ -283,7 +283,7 @@ DEEPSPEED = "deepspeed.runtime"
         (
             named(*APEXS_ADAM),
             SAVED | MASTERS,
-            "it keeps replicas of the weights that it was made with",
+            "it keeps copies of the weights that it was made with",
         ),
     ],
 )

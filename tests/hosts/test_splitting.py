@@ -349,7 +349,7 @@ def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
 ) -> None:
     grid, why = chosen(16, 8, found=experts_of(16), **described(tmp_path))
     assert grid.num_ep_ranks == 8
-    assert "two nodes does not report what others would cost: hardware 'two nodes' does not" in why
+    assert "two nodes does not show what others would cost: hardware 'two nodes' does not" in why
 
 
 def test_a_cluster_stands_for_any_number_of_nodes(chosen: Chosen, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of torch.distributed.checkpoint (DCP), box by box and without a process group.
 
-DCP's own functions read and write all that they are notified at once; a checkpoint may be larger
+DCP's own functions read and write all that they are given at once; a checkpoint may be larger
 than this machine's memory, so its planners are left out here: a file of boxes and a table of them.
 """
 

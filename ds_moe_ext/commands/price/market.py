@@ -213,9 +213,8 @@ def ways_of(
         elif etp_size is not None:
             grids = [grid for grid in grids if grid.etp_size == etp_size]
         for grid in grids:
-            if (
-                grid.num_ep_ranks > 1 or OVER not in each.name
-            ):  # in an EP rank there is nothing to copy
+            # in one EP rank there is nothing to copy
+            if grid.num_ep_ranks > 1 or OVER not in each.name:
                 yield each, Way(each.name, each.strategy, grid)
 
 

@@ -84,7 +84,7 @@ _DESCRIBE: dict[type, Describe] = {}
 
 
 def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
-    """Log how to replace an experts module of the user's own; see ``ExpertsDescription``.
+    """Register how to replace an experts module of the user's own; see ``ExpertsDescription``.
 
     ``cls`` must be called as ``experts(hidden, expert_ids, scores)``::
 
@@ -94,7 +94,7 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
                 experts.num_experts, ("up", "down"), FeedForwardExperts(silu_gated))
 
     Raises:
-        ValueError: it is given no class of modules, or no function to log of them.
+        ValueError: it is given no class of modules, or no function to describe them.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(
@@ -141,8 +141,8 @@ def found_experts(
     *,
     kind: str = "",
 ) -> Found:
-    """A layer to replace, from a module and its description; ``kind`` is what a person is notified
-    it is, if not the module's class."""
+    """A layer to replace, from a module and its description; ``kind`` is what messages call
+    it, if not the module's class."""
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         warn_of_hooks(name, module, description.inside)
@@ -285,7 +285,7 @@ class HostedExperts(nn.Module):
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on; or one
         of all slots for each name. As experts use them: with what adapters add. Collective over the
-        EP rank where its ranks split experts that have adapters."""
+        ETP group where its ranks split experts that have adapters."""
         if not self._views and not self.low_ranks:
             return tuple(chain.from_iterable(self._by_slot()))
         stacks: Sequence[Tensor] = self._likened()
@@ -293,7 +293,7 @@ class HostedExperts(nn.Module):
             self._check_adapters()
             if not self._views:
                 stacks = [torch.stack(column) for column in zip(*self._by_slot())]
-                if not stacks:  # no expert of this layer is at the owner here
+                if not stacks:  # no expert of this layer is owned here
                     return ()
             ep_rank = (
                 None
@@ -415,8 +415,8 @@ def _ways_to_split(
         if width % num_shards:
             raise ValueError(
                 f"ds_moe_ext.expert_sharding_size is {num_shards}, but factors of the adapters of "
-                f"{name} are {width} wide (peft's r), of which each rank of an EP rank has a part; "
-                f"let r be a multiple of {num_shards}, or set expert_sharding_size to 1"
+                f"{name} are {width} wide (peft's r), of which each rank of an ETP group has a "
+                f"part; let r be a multiple of {num_shards}, or set expert_sharding_size to 1"
             )
         alongs += each.ways_to_split(alongs[each.weight])
     return tuple(alongs)

@@ -181,7 +181,7 @@ def _num_ep_ranks(
         try:
             return *_cheapest(market, tried, grid), is_open
         except ValueError as error:
-            unreported = f"; {market.hardware.name} does not report what others would cost: {error}"
+            unreported = f"; {market.hardware.name} does not show what others would cost: {error}"
     is_spread = strategy.has_uneven_owners and grid.etp_size == 1
     in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
     if 1 < max(in_nodes, default=1) < sizes[-1]:

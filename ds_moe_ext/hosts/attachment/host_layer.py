@@ -36,7 +36,8 @@ RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one expert's weights lie on their owner rank; which expert's they are may change."""
+    """Where one expert's weights lie on the rank that owns it; which expert's they are may
+    change."""
 
     parameters: tuple[nn.Parameter, ...]  # in the order of the weights' names
     module: nn.Module | None = None  # that has them, where an expert is a module
@@ -99,9 +100,8 @@ class Found:
     # names, shapes and types of one expert's weights; where they are equal, experts of two layers
     # could change places
     expert: ExpertShape
-    num_ep_ranks: (
-        int  # EP ranks over which the model was built already; 1 if every rank has all experts
-    )
+    # EP ranks over which the model was built already; 1 if every rank has all experts
+    num_ep_ranks: int
     may_drop: bool  # its gate marks dropped choices with -1
     # how each weight of an expert is split into a number of parts; raises ValueError where that
     # cannot be
@@ -197,7 +197,7 @@ class InOne(Stored):
         if self.num_experts is None and (self.num_unused or self.is_flat):
             raise ValueError(
                 f"InOne({self.name!r}) does not say how many experts its parameter has a weight "
-                "of, which its shape does not report with num_unused or is_flat; give num_experts"
+                "of, which its shape does not show with num_unused or is_flat; give num_experts"
             )
 
     def whole(self, module: nn.Module) -> Tensor:

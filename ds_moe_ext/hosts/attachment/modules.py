@@ -45,7 +45,7 @@ class Compilable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Backward goes through some graphs twice, which may then free nothing the first time. It is
-        # stated for good: calls begin in many threads before others have ended, and torch keeps its
+        # set for good: calls begin in many threads before others have ended, and torch keeps its
         # settings for each thread, or before 2.12 for all at once.
         if functorch_config.donated_buffer:
             functorch_config.donated_buffer = False
@@ -78,7 +78,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def no_duplicate(name: str) -> TypeError:
-    """What a user is notified who copies a model, as for averaged weights, or pickles it."""
+    """The error for a user who copies a model, as for averaged weights, or pickles it."""
     return TypeError(
         f"{name} is run by ds_moe_ext, on experts that lie on all ranks, and can be neither copied "
         "(copy.deepcopy, AveragedModel) nor pickled (torch.save of a model); for averaged weights "
@@ -88,7 +88,7 @@ def no_duplicate(name: str) -> TypeError:
 
 
 def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
-    """Report, on rank 0, of hooks that go with a module and its weights."""
+    """Report, on rank 0, hooks that go with a module and its weights."""
     hooked = []  # modules with weights and weights that have hooks of passes
     root, prefix = module.get_submodule(inside), f"{name}.{inside}" if inside else name
     for inner, each in root.named_modules(prefix=prefix):

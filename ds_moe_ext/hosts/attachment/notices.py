@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person is notified at the start and at the end: refusals, defaults that are left out, and
-the files that a run leaves behind."""
+"""What a person is notified of at the start and at the end: refusals, defaults that are left out,
+and the files that a run leaves behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def settle(
     default: Default, strategy: Strategy, refusals: Iterable[Refusal], given: Any, log: Log
 ) -> Strategy:
     """The strategy as it can be had: without the default, by the first reason why it could not do
-    that, and a line reports so. Pure but for reporting. Raises ValueError where a key asks for what
+    that, and a line reports so. Pure but for logging. Raises ValueError where a key asks for what
     cannot be done."""
     found = ((row, asked) for row in refusals if (asked := row.asked(given)))
     if not default.is_on(strategy) or (first := next(found, None)) is None:
@@ -192,7 +192,7 @@ class Endings:
                     log_line(f"nothing was written behind SIGTERM: {error!r}")
 
     def _wake(self) -> None:
-        """Have a thread reported signals, unless somebody else is."""
+        """Have a thread notified of signals, unless somebody else is."""
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)

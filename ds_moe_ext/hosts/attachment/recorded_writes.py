@@ -251,7 +251,7 @@ def blank(tensor: Tensor) -> None:
 
 
 def has_blanks(tensor: Tensor) -> bool:
-    """Whether some of that is left; of truth values nobody can report."""
+    """Whether some of that is left; of truth values that cannot be known."""
     for part in tensor.detach().reshape(-1).split(PART):
         if tensor.is_floating_point() or tensor.is_complex():
             is_blank = part.isnan().any()

@@ -232,7 +232,7 @@ def on_grid(
     log: Log = ignored,
 ) -> Blueprint:
     """Check that layers fit ranks; ``log`` is given what was left out of defaults, a line each.
-    Pure but for reading a hardware file, and reporting. Raises ValueError where they do not fit."""
+    Pure but for reading a hardware file, and logging. Raises ValueError where they do not fit."""
     if grid.num_ep_ranks == 1:
         log = ignored  # of what there is to leave out: every EP rank has all experts
     strategy = settle(OWNERS, strategy, (SEVERAL_OWNERS,), grid, log)
@@ -378,7 +378,7 @@ def take_first_ranks_experts(
 
 
 def warn_of_what_stays(model: nn.Module, blueprint: Blueprint) -> None:
-    """Report, on rank 0, of what was not found, and of a gate that looks at later tokens."""
+    """Report, on rank 0, what was not found, and a gate that looks at later tokens."""
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
         names = [found.name for found in blueprint.found]
@@ -434,7 +434,7 @@ def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
     idle = [c for c in codecs if not (c.etp and is_split)]
     if idle and blueprint.grid.num_ep_ranks == 1:
         lines.append(
-            f"{', '.join(map(str, idle))}, which has no effect: there is an EP rank, so that no "
+            f"{', '.join(map(str, idle))}, which has no effect: there is one EP rank, so that no "
             "rows travel between EP ranks; leave it out, or raise expert_parallel_size"
         )
     in_etp_groups = [c for c in codecs if c.etp]
@@ -477,7 +477,7 @@ def _allow_replicas(
 
 def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
     """What an expert's weights are like, on a rank of another role that has none; without memory.
-    Of what type they will be when they are copied, the others report."""
+    Of what type they will be when they are copied, the others know."""
     dtypes = {str(dtype): dtype for dtype in DTYPES}
     return tuple(
         torch.empty((), dtype=dtypes[dtype], device=device).expand(shape).requires_grad_(trained)

@@ -3,8 +3,7 @@
 and the cluster that sizes are priced for.
 
 Ranks meet at a key-value store (``KeyValueStore``), so that no collective hangs where one of them
-cannot
-start: it leaves its error there, and all raise it.
+cannot start: it leaves its error there, and all raise it.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Start:
         return f"{self._name}/{step}/{what}"
 
     def stand_aside(self, off: str) -> None:
-        """Say that this rank does not run by us, as ``off`` notifies a person. Waits for nobody;
+        """Say that this rank does not run by us, as ``off`` states to a person. Waits for nobody;
         raises ValueError where another rank, which came before, does."""
         store = self.store
         if store is None:

@@ -536,7 +536,7 @@ def _joined(module: Hosted, index: int) -> Tensor:
             dtype, (_, *shape) = next(filter(None, kinds))
             part_S = _Shape(dtype, torch.Size((0, *shape))).empty()
     assert part_S is not None
-    if not module.shard.is_whole:  # of each of the EP rank's ranks
+    if not module.shard.is_whole:  # of each rank of the ETP group
         part_S = whole_weights(part_S, module.shard, index, layout.group("esp", INTRA))
     if owner.num_ep_ranks == 1:
         return part_S

@@ -125,7 +125,7 @@ def is_stepped(states: OptimizerStates, parameter: nn.Parameter) -> bool:
 
 def wrapper_settings(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's wrapper of the optimizer keeps beside tensors and their layout, under a name
-    that reports which wrapper may take it."""
+    that shows which wrapper may take it."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, DeepSpeedOptimizer):
         return {}
@@ -220,7 +220,7 @@ def agreed(folder: Path, step: Callable[[], T]) -> T:
     Collective.
 
     Raises:
-        ValueError: on all ranks, with what the first that failed reported.
+        ValueError: on all ranks, with what the first that failed states.
     """
     results: list[T] = []
     text, cause = "", None

@@ -68,7 +68,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     Args:
         engine: an engine under construction, before it has looked at the parameters.
         model: the user's model, changed in place.
-        sources: reported which new parameter stands for which old ones, so that the engine can mend
+        sources: notified which new parameter stands for which old ones, so that the engine can mend
             optimizers and parameter lists that the user made before.
     """
     micro_batch = {"train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu()}
@@ -340,7 +340,7 @@ def training_of(engine: Any, device: torch.device) -> Training:
 def _make_known(
     layer: AttachedLayer, adopted: Adopted, grid: Grid, sources: ReplacementSourceMap
 ) -> None:
-    """Report the engine which parameters are experts', and what became of the model's."""
+    """Report to the engine which parameters are experts', and what became of the model's."""
     layer.hosted._is_autoep_layer = True  # type: ignore[attr-defined]  # AutoTP leaves it alone
     for parameter in layer.parameters:
         # DeepSpeed reduces these over the ranks that hold the same experts.
@@ -356,7 +356,7 @@ def _make_known(
 
 
 def count_experts(engine: Any) -> None:
-    """Report the engine of experts that it did not recognise: its own MoE class it counts
+    """Report to the engine the experts that it did not recognise: its own MoE class it counts
     itself."""
     run = run_of(engine)
     if run is None:

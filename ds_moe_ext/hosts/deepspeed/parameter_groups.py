@@ -77,7 +77,7 @@ def pair_with_weights(optimizer: Any) -> None:
 @contextmanager
 def parted(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """An optimizer as a wrapper of DeepSpeed's must have it. While the wrapper is being made, the
-    engine knows whether there are experts in it: reported MoE layers, a wrapper wants some."""
+    engine knows whether there are experts in it: given MoE layers, a wrapper wants some."""
     result: Any = optimizer
     parts = [_parts_of(group, number) for number, group in enumerate(optimizer.param_groups)]
     if any(map(len, parts)):  # a wrapper of nothing is DeepSpeed's to judge
@@ -196,7 +196,7 @@ class _Whole:
     def __init__(self, owner: Parted, number: int, parts: list[Options]) -> None:
         self._owner, self._number = owner, number
         self.parts = [Part(self, options) for options in parts]
-        self._known: Options = {}  # what the parts have been given, or have reported
+        self._known: Options = {}  # what the parts have been given, or have given
 
     @property
     def _group(self) -> Options:

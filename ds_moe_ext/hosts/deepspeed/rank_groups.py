@@ -85,7 +85,7 @@ class TensorParallel:
 
 
 def is_of_sequences(mpu: Any) -> bool:
-    """Whether an mpu shows of sequence parallel groups, as DeepSpeed asks it."""
+    """Whether an mpu knows of sequence parallel groups, as DeepSpeed asks it."""
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
@@ -318,7 +318,7 @@ def clip_with_roles(engine: Any) -> bool:
 
 
 def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
-    """Scale gradients by what the engine clips to, and reports it the norm."""
+    """Scale gradients by what the engine clips to, and report the norm to it."""
     factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         assert parameter.grad is not None

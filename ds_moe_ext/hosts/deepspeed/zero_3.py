@@ -310,7 +310,7 @@ def launch_when_whole(run: Run) -> None:
 
 def at_hand(engine: Any, run: Run) -> Any:
     """A block between steps, in which experts are whole where they are about to be measured, or
-    where plans are made by their sizes, which stacks report without. Collective."""
+    where plans are made by their sizes, which stacks show anyway. Collective."""
     if not engine.zero_optimization_partition_weights():
         return nullcontext()
     measures = run.blueprint.strategy.intervals().measures and run.planning.costs.is_due

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints are Megatron's own, in every form it knows; and where its optimizers keep states.
 
-Experts that have moved go to the owner before anything is notified of the parameters by name: each
+Experts that have moved go to their first owners before anything reads parameters by name: each
 into the very slot that Megatron built for it. So what is written is what stock Megatron would
 write, and can read; they stay there until new owners are due. Before anything is loaded they go to
-the owner too, and then planning begins anew: other weights may route otherwise.
+their first owners too, and then planning begins anew: other weights may route otherwise.
 
 Whoever asks does so on all ranks of a pipeline stage: Megatron's own saving and loading does. A
 rank that asks alone for ``state_dict`` would wait for the others where experts have moved.
@@ -66,11 +66,14 @@ def watch(run: Run, optimizer: Any) -> None:
     new_slots = mover.slots(owners)
 
     def arrive_at_owner() -> None:
-        """Bring the experts to the owner, if they are not; also within a step. Collective."""
+        """Bring the experts to their first owners, if they are not there; also within a step.
+        Collective."""
         _LAST_ASKED[:] = [this_run]
         if planning.job.owners is owners:  # as nothing has moved since, on every rank alike
             return
-        planning.log("experts go to the owner: Megatron asks for them by name, as for a checkpoint")
+        planning.log(
+            "experts go to their first owners: Megatron asks for them by name, as for a checkpoint"
+        )
         mover.move(planning.job.owners, owners, new_slots, main_gradient)
         planning.resume(owners, planning.remembered_ILCE)
 

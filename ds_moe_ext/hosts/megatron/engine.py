@@ -452,7 +452,7 @@ def _check_sizes(settings: Settings, grid: Grid) -> None:
 
 
 def watch_steps(optimizer: Any, run: Run) -> None:
-    """Let an optimizer carry a run, and reports it when weights have changed."""
+    """Let an optimizer carry a run, and notify it when weights have changed."""
     setattr(optimizer, RECORD, Record(run))
     step: Callable[..., Any] = optimizer.step
     num_steps = 0

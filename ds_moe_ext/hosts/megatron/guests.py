@@ -267,9 +267,8 @@ class GuestExperts(MegatronExperts):
         self._returning: Prefetch | None = None  # gradients of a step on their way
         self._is_open = False  # a step's are still to come
         self._has_some = False  # a pass of the step has left some
-        self._waiting: list[
-            Callable[[], object]
-        ] = []  # gradients at their owners, to be reported then
+        # gradients at their owners, to be reported then
+        self._waiting: list[Callable[[], object]] = []
         self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
         stock = self._dispatcher
@@ -451,7 +450,7 @@ class GuestExperts(MegatronExperts):
         self._returning = prefetch
 
     def arrive_at_owner(self) -> None:
-        """Add what has come to the gradients of the experts at their owners here, and reports
+        """Add what has come to the gradients of the experts owned here, and notify
         Megatron of these. Nothing where no step's gradients are on their way."""
         prefetch, self._returning = self._returning, None
         if prefetch is None:
@@ -467,7 +466,7 @@ class GuestExperts(MegatronExperts):
             ready()
 
     def holds_back(self, ready: Callable[[], object]) -> bool:
-        """Whether ``ready``, which reports Megatron that a gradient at the owner is complete, is
+        """Whether ``ready``, which notifies Megatron that a gradient at the owner is complete, is
         put off until those of guests have come."""
         if self._is_open:
             self._waiting.append(ready)

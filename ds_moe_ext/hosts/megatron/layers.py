@@ -65,7 +65,7 @@ def find_layers(
 def trained_on_any(
     found: Sequence[Found], reported: Sequence[Sequence[ExpertShape]]
 ) -> list[Found]:
-    """The same layers, whose weights are predicted to be trained where any rank trains one: all
+    """The same layers, whose weights count as trained where any rank trains one: all
     experts of some ranks may be frozen. ``reported`` is what an expert of each is like, on the
     ranks that have experts."""
     if any(len(experts) != len(found) for experts in reported):
@@ -377,7 +377,7 @@ class MegatronExperts:
         self.routed = routed
         self.run: RunRows = routed
         # Called before weights are read, which the host may still be gathering; and before
-        # parameters are reported by their names.
+        # parameters are read by their names.
         self.ready: Callable[[], None] = lambda: None
         self.named: Callable[[], None] = lambda: None
         self.passes = Passes(Schedules())
@@ -446,7 +446,7 @@ class RunsGuests:
 
 
 class RunsHosted:
-    """Put before a class of Megatron's: its forward runs the layer's program. What is notified of
+    """Put before a class of Megatron's: its forward runs the layer's program. What knows of
     the parameters stays Megatron's own."""
 
     hosted: HostedExperts
@@ -513,7 +513,7 @@ class Gated:
         return self.activation(gate) * (up + self.offset)
 
 
-# What a router chose, in the form in which our layers are reported: experts and scores ``[T, K]``
+# What a router chose, in the form in which our layers take it: experts and scores ``[T, K]``
 # from its map and probabilities ``[T, E]``.
 
 
@@ -653,7 +653,7 @@ class Elsewhere(nn.Module):
         self.function: FeedForwardExperts = function_of(experts)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing: the ranks that have them report of them."""
+        """Nothing: the ranks that have them report them."""
         return {}
 
 

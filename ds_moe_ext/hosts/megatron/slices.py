@@ -64,9 +64,8 @@ class BucketSlices:
         self._layers = layers
         self._device = device
         self._waiting: deque[Waiting] = deque()
-        self._begun: list[
-            tuple[Event, ScheduleStreams]
-        ] = []  # groups that a stream reduces meanwhile
+        # groups that a stream reduces meanwhile
+        self._begun: list[tuple[Event, ScheduleStreams]] = []
         self._granted = 0  # elements that layers asked for and no group has covered yet
 
     @property
@@ -88,7 +87,7 @@ class BucketSlices:
 
     def begin(self, elements: int, saw: SawSlice | None = None) -> None:
         """Grant so many elements, begin to reduce the groups that are covered in the stream between
-        EP ranks, and return at once. ``saw`` is reported as the stream ends, when it began.
+        EP ranks, and return at once. ``saw`` is notified as the stream ends, of when it began.
         Collective."""
         self._land_begun()
         covered = self._covered(elements)

@@ -60,10 +60,9 @@ TRIED = range(6, 9)  # by then layers run by plans that were made from what was 
 CHECKED = range(10, 13)  # and by then from what replicas took, too
 WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that replicas may take of a device's free memory
-NUM_EXPERTS = (1, 4, 8)  # that a quick look replicas at once
-UNLIKE = (
-    1.3  # times longer that a row takes in some EP ranks, or on some cards, where they are unlike
-)
+NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
+# times longer that a row takes in some EP ranks, or on some cards, where they are unlike
+UNLIKE = 1.3
 PARTS = (4, 2, 1)  # of a peer's rows, that a quick look sends
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
@@ -198,7 +197,7 @@ class Costs:
 
     def _free_bytes(self) -> int:
         """Memory for replicas on the rank that has least, those that are there among it; where
-        nothing reports, as much as its own experts and their gradients take."""
+        nothing shows it, as much as its own experts and their gradients take."""
         spare = spare_bytes(self.device)
         if spare is None:
             return 2 * sum(self._bytes_at_owner(cost_group) for cost_group in self.cost_groups)
@@ -276,9 +275,8 @@ class Costs:
         seen = sum((sums[layer] for layer in cost_group.layers), Seen())
         row_bytes, etp_row_bytes = self.layers[cost_group.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
-        received_bytes = (
-            NUM_EXCHANGES * row_bytes * seen.most_received / num_ranks
-        )  # all know all rows
+        # all know all rows
+        received_bytes = NUM_EXCHANGES * row_bytes * seen.most_received / num_ranks
         waited_s = sum(exchanged_s[layer] for layer in cost_group.layers)
         return replace(
             cost_group,
@@ -392,7 +390,7 @@ class Links:
 
     @property
     def prices(self) -> LinkPrices:
-        """Of rows and copies, by who sends."""
+        """Of rows and replicas, by who sends."""
         return LinkPrices(
             near_bytes_per_s=self.intra.bytes_per_s,
             far_bytes_per_s=self.alone.bytes_per_s,
@@ -533,7 +531,7 @@ class StepTimes:
     def of(
         cls, intervals: Intervals, device: torch.device, everyone: dist.ProcessGroup | None
     ) -> StepTimes:
-        """For a strategy of that intervals, over the ranks that run the same layers."""
+        """For a strategy of such intervals, over the ranks that run the same layers."""
 
         def slowest(seconds: float) -> float:
             own = torch.tensor([seconds], dtype=torch.float64, device=device)
@@ -575,7 +573,7 @@ class MemoryTaken:
     """By how much fuller the device was at its fullest moment. That is known of a choice under
     which it became fuller than it had ever been; nobody's peaks are reset."""
 
-    # bytes that this rank had left at the fullest moment so far; None where nothing reports
+    # bytes that this rank had left at the fullest moment so far; None where nothing shows it
     spare: Callable[[], int | None]
     most: Callable[[int], int]  # of all ranks' numbers. Collective.
     # bytes more than before anything was copied, by the name of a choice, of the rank where that is
@@ -595,7 +593,7 @@ class MemoryTaken:
         """Look, behind a step that ran by the choice of this name, empty for none; where it is due,
         ranks report to each other. Collective then."""
         before, now = self._latest, self.spare()
-        if before is None or now is None:  # nothing reports, or nothing was measured yet
+        if before is None or now is None:  # nothing shows it, or nothing was measured yet
             return
         if name != self._name:
             self._name, self._since = name, before

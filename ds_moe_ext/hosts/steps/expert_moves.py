@@ -50,9 +50,8 @@ Kept = Mapping[nn.Parameter, Mapping[str, Tensor]]
 class _ExpertTransfers(NamedTuple):
     """What moves of this rank's slots."""
 
-    given: Sequence[
-        tuple[Slot, int]
-    ]  # slots whose contents leave, and the EP ranks that they go to
+    # slots whose contents leave, and the EP ranks that they go to
+    given: Sequence[tuple[Slot, int]]
     # slots that contents come to, and the EP ranks that they come from
     got: Sequence[tuple[Slot, int]]
     within: Sequence[tuple[Slot, Slot]]  # pairs of slots, from and to
@@ -98,7 +97,7 @@ class ExpertMover:
         new_slots: Mapping[Expert, Slot],
         gradients: Callable[[nn.Parameter], Tensor | None] | None = None,
     ) -> None:
-        """Bring experts from old owners to new ones, each that will be at the owner on this rank
+        """Bring experts from old owners to new ones, each that this rank will own
         into its given slot. Collective. Transfers are between pairs of ranks, one batch for each
         kind of state, so that no more than one is in memory twice. ``gradients`` gives what is
         being accumulated of a parameter, to move too; between a step and the next that is of no
@@ -194,7 +193,7 @@ class ExpertMover:
         return dict(zip(self._experts(owners), slots, strict=True))
 
     def _experts(self, owners: Sequence[Placement]) -> list[Expert]:
-        """That are at the owner on this rank, in the order of layers and experts."""
+        """That this rank owns, in the order of layers and experts."""
         return [
             Expert(layer, number)
             for layer, owner in enumerate(owners)

@@ -452,7 +452,7 @@ def settle_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
 
 def check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Look at an optimizer on one rank. Where experts move, a slot of one layer comes to hold an
-    expert of another; and where a layer is at the owner unevenly, a rank may have no expert of it,
+    expert of another; and where a layer's owners are uneven, a rank may have no expert of it,
     but must have all groups: raises ValueError where such experts are optimized differently."""
     blueprint = run.blueprint
     if not blueprint.strategy.has_uneven_owners:

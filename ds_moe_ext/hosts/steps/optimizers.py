@@ -47,7 +47,7 @@ class Stepping:
 
     optimizer: Optimizer  # that steps them
     sharding: str = ""  # how ZeRO cuts them, for a person; empty where it does not
-    splitting: str = ""  # how an EP rank's ranks split experts, likewise
+    splitting: str = ""  # how an ETP group's ranks split experts, likewise
     by_elements: str = ""  # who needs states to have a part for each element, likewise
     in_turns: str = ""  # who steps the weights of a group part by part, likewise
     has_masters: bool = False  # the optimizer itself keeps weights in 32 bits
@@ -131,7 +131,7 @@ BY_ELEMENTS = (
     Refusal(
         "apex's FusedAdam with master_weights",
         _keeps_replicas,
-        "it keeps replicas of the weights that it was made with, and not of those that a rank has",
+        "it keeps copies of the weights that it was made with, and not of those that a rank has",
         "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
         "torch.optim.AdamW",
     ),

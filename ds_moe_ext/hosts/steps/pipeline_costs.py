@@ -222,9 +222,8 @@ class Pipelines:
         expert = held.computed(held.hosted.slots()[0])
         matrices = [weight for weight in expert if weight.dim() > 1]
         sites = [self.layers[layer].routed.layer_context for layer in cost_group.layers]
-        num_slots = max(
-            layer_context.plan.owner.num_slots for layer_context in sites
-        )  # ranks may have fewer
+        # ranks may have fewer
+        num_slots = max(layer_context.plan.owner.num_slots for layer_context in sites)
         grid = sites[0].layout.grid
         assert self.hardware is not None
         return Usage(

@@ -391,7 +391,7 @@ class Times(NamedTuple):
 
 @dataclass(eq=False)
 class Checks:
-    """How good a strategy's model of costs is: what it stated of some steps beside what they
+    """How good a strategy's model of costs is: what it predicted of some steps beside what they
     took."""
 
     strategy: Strategy
@@ -451,7 +451,7 @@ class Checks:
         self._pairs.clear()
 
     def _times(self) -> Mapping[str, Times]:
-        """What was stated and found of each term."""
+        """What was predicted and found of each term."""
         routed = self.layers[0].routed
         assert routed.replicas is not None
         layout, device = routed.layer_context.layout, routed.replicas.like[0].device
@@ -467,8 +467,8 @@ class Checks:
 
 
 def term_of(name: str, predicted_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
-    """One term of a model, from seconds stated and found, float ``[I, L]``; layers in which nothing
-    was found do not count."""
+    """One term of a model, from seconds predicted and found, float ``[I, L]``; layers in which
+    nothing was found do not count."""
     counts_IL = found_IL > 0
     error_N = np.abs(predicted_IL[counts_IL] - found_IL[counts_IL]) / found_IL[counts_IL]
     return TermRecord(

@@ -101,8 +101,8 @@ class Run:
         device: torch.device,
         block_hooks: tuple[RemovableHandle, ...],
     ) -> Run:
-        """Begin to record, and reports a person what was replaced. It ends with the host's engine,
-        which carries the run, or with the process. Collective."""
+        """Begin to record, and report to a person what was replaced. It ends with the host's
+        engine, which carries the run, or with the process. Collective."""
         settings, layout = blueprint.settings, layers[0].routed.layer_context.layout
         rank, report, trace = layout.place, settings.report, settings.trace
         tracer, streams = None, streams_for(device, overlaps=True)
@@ -205,7 +205,7 @@ def leave_report(
 
 
 def finish(recorder: Recorder, path: str | None, notices: Sequence[str] = ()) -> None:
-    """Report a person what a run was like, with notices, write the report if a folder was named,
+    """Report to a person what a run was like, with notices, write the report if a folder was named,
     and end on the verdict."""
     record, console = recorder.record(), wide_console()
     if record.steps_I:
@@ -304,7 +304,7 @@ def end_table(record: RunRecord) -> Table:
     table.add_column("busiest EP rank / mean", justify="right")
     has_placements = record.placements is not None
     for heading in (
-        ("at the owner only", "replicas a step", "changed owners") if has_placements else ()
+        ("without replicas", "replicas a step", "changed owners") if has_placements else ()
     ):
         table.add_column(heading, justify="right")
     for layer, outcome in zip(record.layers, outcomes_by_layer(record)):

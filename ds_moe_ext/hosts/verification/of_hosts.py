@@ -138,7 +138,7 @@ def _parts_under_deepspeed(model: nn.Module, found: Sequence[Found]) -> Parts:
 
 
 def _watch_steps(engine: Any, recording: Recording) -> None:
-    """The engine's own two methods are wrapped, outside of what may report others of an error."""
+    """The engine's own two methods are wrapped, outside of what may notify others of an error."""
     backward, step = engine.backward, engine.step
 
     @functools.wraps(backward)

@@ -42,7 +42,7 @@ def apply() -> None:
 
 
 def trial_of_this_run() -> Trial:
-    """Which of the two runs this is, as ``ds-moe-ext verify`` reported this process."""
+    """Which of the two runs this is, as ``ds-moe-ext verify`` gave to this process."""
     return Trial.from_text(os.environ[VERIFY])
 
 

@@ -159,7 +159,7 @@ class BatchExchange:
         return here | {self.place: (0, batch)}, traffic
 
     def _agree(self, templates: Sequence[Template]) -> Template:
-        """What an output looks like; the first attention rank shows when that changes."""
+        """What an output looks like; the first attention rank reports when that changes."""
         texts = sorted({template.text for template in templates})
         digest = _digest_of(texts[0]) if len(texts) == 1 else 0
         digests_C = all_gather_counts(torch.tensor([digest]), self.control)[:, 0].tolist()
@@ -245,7 +245,7 @@ ABSENT = Leaf("missing", ())
 
 
 class Signature(NamedTuple):
-    """What a rank notifies the others of its call."""
+    """What a rank reports to the others of its call."""
 
     mode: str  # what the pass is for
     fault: str  # why the batch cannot be shared; empty if it can

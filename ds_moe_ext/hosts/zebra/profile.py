@@ -97,7 +97,7 @@ def profiled(
 
 
 class RankHere(NamedTuple):
-    """What a rank shows first."""
+    """What a rank reports first."""
 
     node: str
     free_bytes: int  # of its device, or of its node, before anything was brought there
@@ -297,7 +297,7 @@ def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
     return [own.free_bytes // share + own.model_bytes for own, share in zip(here, shares)]
 
 
-# What a person is notified.
+# What a person is notified of.
 
 
 def _seen_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model run before training, on a replica, to see what its parts take: HeterMoE's profiler.
+"""A model run before training, on a copy, to see what its parts take: HeterMoE's profiler.
 
-Spec rules 35 to 38. The replica has the host's device and types. Its experts give rows back as they
+Spec rules 35 to 38. The copy has the host's device and types. Its experts give rows back as they
 are, so that all but experts is measured with routing in it, but without what travels. The model
 itself is only read: weights, buffers and gradients stay as they are.
 
@@ -74,7 +74,7 @@ class Scene:
 
     def clear(self) -> None:
         """Give the device back what nobody uses any more."""
-        gc.collect()  # replicas of models may hold themselves
+        gc.collect()  # copies of models may hold themselves
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -176,9 +176,8 @@ class StripeExpert(Uncut):
     expert: Stage  # of the layer
     add_grad: AddGrad | None  # takes the gradients of its weights; None where there are none
     recomputes: bool = False  # forward keeps its rows alone, and backward computes the rest again
-    is_joined: bool = (
-        False  # weights are joined from owners and copies; so their gradients go there
-    )
+    # weights are joined from owners and replicas; so their gradients go there
+    is_joined: bool = False
 
     def forward(
         self,
@@ -215,7 +214,7 @@ class StripeExpert(Uncut):
 
 @dataclass(frozen=True, eq=False)
 class Held(OnDevice):
-    """The replicas of a layer: who holds which experts by now, at the owner or as copies; and the
+    """The replicas of a layer: who holds which experts by now, at the owner or as replicas; and the
     replicas of this rank, by expert."""
 
     target: Placement
