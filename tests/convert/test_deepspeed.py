@@ -20,8 +20,8 @@ from tests.hosts import jobs
 from tests.hosts.jobs import Job
 from tests.ranks import pool_of
 
-MIXTRAL = Job("mixtral", 1, dtype="bfloat16", cells=2)
-GPT = Job("gpt_moe", 1, cells=2, num_layers=2)
+MIXTRAL = Job("mixtral", 1, dtype="bfloat16", ep_ranks=2)
+GPT = Job("gpt_moe", 1, ep_ranks=2, num_layers=2)
 GPT_FILE = {
     "family": "gpt_moe",
     "config": {

@@ -125,7 +125,7 @@ def engine_run(
     """An engine that loads or takes a step, and saves."""
     from ds_moe_ext import full_state_dict
 
-    engine = jobs.engine_of(Job(family, 1, cells=world_size), world_size)
+    engine = jobs.engine_of(Job(family, 1, ep_ranks=world_size), world_size)
     if load is None:
         engine.backward(jobs.loss_of(engine, jobs.micro_batch(0, rank)))
         engine.step()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.observation import Rows, TimedTask
-from ds_moe_ext.report.recorder import chunk_range_of
+from ds_moe_ext.report.recorder import traced_task_of
 from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import ATTENTION, PARAM, START, Schedule, Task
@@ -130,13 +130,11 @@ class Kept:
     def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
         self.timed += timed
         for task in timed:
-            chunk_range = chunk_range_of(
-                task, timed[0], [str(layer) for layer in range(NUM_LAYERS)]
-            )
-            key = (chunk_range.name, chunk_range.phase, int(chunk_range.layer))
+            traced = traced_task_of(task, timed[0], [str(layer) for layer in range(NUM_LAYERS)])
+            key = (traced.name, traced.phase, int(traced.layer))
             while key in self.moments:
                 key = (f"{key[0]} again", *key[1:])
-            self.moments[key] = chunk_range.start_s, chunk_range.end_s
+            self.moments[key] = traced.start_s, traced.end_s
 
 
 def described(engine: Any) -> Schedule:

@@ -347,7 +347,7 @@ class Backwards(Strategy):
     ],
 )
 def test_models_that_cannot_be_adopted(spoil: Spoil, expected: str) -> None:
-    assert_refused(expected, ONE, block(), spoil)
+    assert_refused(expected, ONE, block(megatron={"layer": "program"}), spoil)
 
 
 def test_first_owners_are_where_megatron_built_the_experts() -> None:

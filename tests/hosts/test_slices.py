@@ -600,7 +600,7 @@ def refused(rank: int, world_size: int, case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    "case, says",
+    "case, expected",
     [
         (Case(3), "zero_optimization.stage is 3"),
         (Case(1, dtype="bfloat16", sums="fp32"), "use stage 2, or leave out data_types"),

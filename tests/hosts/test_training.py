@@ -27,7 +27,7 @@ def run(world_size: int, job: Job) -> Result:
 @functools.cache
 def one_rank(job: Job) -> Result:
     """The same job on one rank at ZeRO 0, without us."""
-    return run(1, replace(job, stage=0, block=False, cells=None, ep_size=1))
+    return run(1, replace(job, stage=0, block=False, ep_ranks=None, ep_size=1))
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
