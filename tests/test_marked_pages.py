@@ -158,13 +158,13 @@ def test_a_report_has_strings_of_all_kinds() -> None:
         "phase",
         "layer",
         "chunk",
-        "reported",
+        "told",
         "kinds_K",
     }
     assert wanted | {f"{name}[]" for name in FREE} <= set(KEYS)
 
 
-WORDS = ("strategy", "kind", "name", "stream", "phase")
+WORDS = ("strategy", "kind", "name", "lane", "phase")
 """By these a page chooses what it shows: each is marked alone, so that the rest is known."""
 
 

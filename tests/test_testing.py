@@ -72,7 +72,7 @@ def test_ours_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(OURS[name], ranks_of=pool_of)
     printed = capsys.readouterr().out
     assert printed.count("equal") == len(testing.CASES) and "left out" not in printed
-    replicas = [int(number) for number in re.findall(r"(\d+) copies", printed)]
+    replicas = [int(number) for number in re.findall(r"(\d+) replicas", printed)]
     assert any(replicas) == name.startswith(("fssdp", "prophet", "auto"))
     assert ("0 moves" not in printed.splitlines()[3]) == name.startswith("fssdp")
 

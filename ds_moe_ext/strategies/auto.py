@@ -122,14 +122,15 @@ class Auto(Choosing):
         return {name: _made(name, self.blocks) for name in names}
 
     @property
-    def _candidates(self) -> dict[str, Strategy]:
+    def contenders(self) -> dict[str, Strategy]:
+        """Those to choose from, by name."""
         names = USUAL if self.candidates is None else self.candidates
         return {name: self.strategies[name] for name in names}
 
     # What the candidates say together.
 
     def intervals(self) -> Intervals:
-        each_intervals = [each.intervals() for each in self._candidates.values()]
+        each_intervals = [each.intervals() for each in self.contenders.values()]
         return Intervals(
             window=None,
             plan_every=1,
@@ -141,7 +142,7 @@ class Auto(Choosing):
 
     @property
     def sums_replicas_in_float32(self) -> bool:
-        return any(each.sums_replicas_in_float32 for each in self._candidates.values())
+        return any(each.sums_replicas_in_float32 for each in self.contenders.values())
 
     @property
     def keys(self) -> Keys:
@@ -158,7 +159,7 @@ class Auto(Choosing):
     def expected(self) -> str:
         return (
             "experts compute at their owners until costs are measured, and then by whichever of "
-            f"{', '.join(self._candidates)} is priced lowest, chosen anew every {self.interval} "
+            f"{', '.join(self.contenders)} is priced lowest, chosen anew every {self.interval} "
             "steps"
         )
 
@@ -182,7 +183,7 @@ class Auto(Choosing):
             places = np.linspace(0, num_layers - 1, SAMPLED)
             sample = job.of(sorted({round(place) for place in places}))
         scale = num_layers / len(sample.owners)
-        priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
+        priced = {name: scale * _price(each, sample) for name, each in self.contenders.items()}
         present = None if past is None or past.choice is None else past.choice.name
         ratios = {} if past is None else past.ratios
         usual = ratios.get(present or "", 1.0)

@@ -391,7 +391,7 @@ def test_files_of_a_checkpoint(layout: Layout) -> None:
     assert document["strategy"] == layout.job.strategy
     assert document["step"] == 2 and document["optimizer"] == "AdamW"
     assert document["expert_sharding_size"] == (layout.job.etp_size or 1)
-    assert list(document["owners"].values()) == checkpoint.ranks[0].owners
+    assert list(document["homes"].values()) == checkpoint.ranks[0].owners
     shapes = dcp_folder.contents(checkpoint.tag / "ds_moe_ext").shapes
     assert {name: math.prod(shape) for name, shape in shapes.items()} == {
         "/".join(key): tensor.numel()

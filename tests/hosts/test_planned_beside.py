@@ -43,6 +43,7 @@ def _deepspeed(rank: int, world_size: int, block: dict[str, Any]) -> None:
 
 def _megatron(rank: int, world_size: int, block: dict[str, Any]) -> None:
     run = MegatronRun(ep=world_size, num_layers=2, steps=STEPS, num_microbatches=1)
+    block = {**block, "megatron": {"layer": "program"}}  # else the device alone knows the rows
     megatron_jobs.train(rank, world_size, run, block)
 
 

@@ -244,6 +244,7 @@ def test_a_refusal_before_there_is_a_world(tmp_path: Path) -> None:
 RUN = MegatronRun(steps=1, num_layers=1, experts="te_grouped")
 REFUSED = (("recompute_granularity", "selective"), ("recompute_modules", ["moe_act"]))
 BLOCK = {"enabled": True, "strategy": "ep", "report": {"enabled": False}}
+BLOCK["megatron"] = {"layer": "program"}  # which refuses a flag
 ROLES = {**BLOCK, "strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
 FSSDP = {**BLOCK, "strategy": "fssdp"}
 

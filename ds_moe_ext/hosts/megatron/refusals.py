@@ -114,7 +114,7 @@ def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
         return "hooks look at rows within a layer"
     if replicas(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
-    each = (strategy, *getattr(strategy, "strategies", {}).values())
+    each = (strategy, *getattr(strategy, "contenders", {}).values())
     return next(filter(None, map(partial(_schedules, settings), each)), "")
 
 
