@@ -59,6 +59,11 @@ class ByHost(Overlay):
 
     placing: Strategy = field(metadata=NOT_A_KEY)
 
+    def __post_init__(self) -> None:
+        if getattr(self.placing, "repair", 0) is None:  # replicas are added where counts are known
+            placing: Any = self.placing
+            object.__setattr__(self, "placing", replace(placing, repair=0))
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(map(_placed, self.placing.plan(job)))
 
@@ -269,6 +274,7 @@ class GuestExperts(MegatronExperts):
         self._has_some = False  # a pass of the step has left some
         # gradients at their owners, to be reported then
         self._waiting: list[Callable[[], object]] = []
+        self._own_slots: list[Slot] = []  # none: to be looked up
         self.on_hold: Callable[[], None] = lambda: None
         self._ticket = torch.zeros(0, requires_grad=True, device=self._device)
         stock = self._dispatcher
@@ -284,8 +290,14 @@ class GuestExperts(MegatronExperts):
         self._stock_postprocess = stock.combine_postprocess
         stock.combine_postprocess = self._combine_postprocess
 
+    def slots(self) -> list[Slot]:
+        if not self._own_slots:  # asked for several times a pass
+            self._own_slots = super().slots()
+        return self._own_slots
+
     def hold(self, slots: Sequence[Slot]) -> None:
         super().hold(slots)
+        self._own_slots = []
         self.on_hold()
 
     @property
