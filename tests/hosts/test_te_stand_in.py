@@ -94,6 +94,7 @@ def test_one_rank_trains_as_with_local_layers(tmp_path: Path) -> None:
         assert_same(run, expected)
 
 
+@pytest.mark.slow
 def test_fp8_rounds_and_recomputes_the_same(tmp_path: Path) -> None:
     act = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     fp8 = [quantized("tensorwise"), quantized("tensorwise", RUN), quantized("delayed")]
@@ -116,6 +117,7 @@ def test_other_layers_train_as_local_ones(tmp_path: Path) -> None:
         assert_same(run, pool_of(1).run(train, local, keep=True))
 
 
+@pytest.mark.slow
 def test_expert_parallel_ranks_train_as_with_local_layers(tmp_path: Path) -> None:
     (found,) = trained(tmp_path, 2, replace(GROUPED, ep=2))
     assert_same(found, pool_of(2).run(train, replace(RUN, ep=2), keep=True))
