@@ -164,7 +164,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["compile"]:
             compile_collectives()
-        case ["summary", folder]:
+        case ["report", folder]:
             print("\n".join(screen(Path(folder))))
         case _:
             sys.exit("usage: quickstart.py compile | report FOLDER")

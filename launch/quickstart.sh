@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The first five minutes, on 4 ranks of this machine, with or without GPUs: train a small
 # mixture-of-experts language model with plain expert parallelism (ep) and with replicas of hot experts
-# (fssdp), from the same weights and on the same text, and compare; show in slow motion what copies
+# (fssdp), from the same weights and on the same text, and compare; show in slow motion what replicas
 # save on a cluster; price two clusters. Four minutes on two quiet cores. Arguments go to
 # launch/pretrain_deepspeed.py, both times; with a --model of your own the comparison is the end:
 #   bash launch/quickstart.sh --data my_book.txt
@@ -87,7 +87,7 @@ if [[ -z "$has_own_model" ]]; then
   price & # while one core waits for DeepSpeed to start
   pricing=$!
 fi
-step "the same with copies of busy experts (fssdp)"
+step "the same with replicas of busy experts (fssdp)"
 train --strategy fssdp "${short[@]}" "$@"
 step "the two runs"
 ds-moe-ext compare "$results/ep" "$results/fssdp"
@@ -100,4 +100,4 @@ step "where time is worth something: 50 s of a cluster in slow motion"
 torchrun --standalone --nproc_per_node "$num_ranks" launch/bench/slow_motion.py \
   --json "$results/slow_motion.json"
 echo
-python launch/quickstart.py tell "$results"
+python launch/quickstart.py report "$results"
