@@ -47,8 +47,16 @@ from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.moe.replicas import in_order
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.planning.prices import Prices
-from ds_moe_ext.planning.strategy import CostGroup, Job, Overlay, Past, Plan, Strategy, followers
-from ds_moe_ext.schedule.task import PARAM
+from ds_moe_ext.planning.strategy import (
+    CostGroup,
+    Job,
+    Overlay,
+    Past,
+    Plan,
+    Strategy,
+    followers,
+    replicates,
+)
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
@@ -387,7 +395,7 @@ def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Se
     blocks = [_block(strategy, plan, layout, number) for number, plan in enumerate(plans)]
     for block, after in zip(blocks, (*blocks[1:], None)):
         block.launch = Launch(block, after)  # type: ignore[arg-type]  # all that it asks for
-    if ("ep", PARAM) in strategy.uses():
+    if replicates(strategy):
         in_order(block.routed.replicas for block in blocks if block.routed.replicas)
     seen = []
     for step in range(NUM_STEPS):
@@ -423,7 +431,7 @@ def _block(strategy: Strategy, plan: Plan, layout: ParallelLayout, number: int) 
         layout=layout,
         layer=number,
     )
-    if ("ep", PARAM) in strategy.uses():
+    if replicates(strategy):
         of_one = (torch.zeros(2 * F, D), torch.zeros(D, F))
         parts = (shard.of(i, weight.double()) for i, weight in enumerate(of_one))
         layer.routed.allow_replicas(tuple(part.requires_grad_() for part in parts))

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.moe.transforms import AFTER_COMBINE, BEFORE_COMBINE
 from ds_moe_ext.planning.exchange_costs import Way
-from ds_moe_ext.planning.strategy import LayerContext, Strategy
+from ds_moe_ext.planning.strategy import LayerContext, Strategy, replicates
 from ds_moe_ext.schedule.orders import QUEUED, ROW_SCORES
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import (
@@ -24,7 +24,6 @@ from ds_moe_ext.schedule.task import (
     HAVE_AGAIN,
     JOIN,
     ORDER,
-    PARAM,
     RESTORE,
     Op,
     Schedule,
@@ -302,7 +301,7 @@ def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, layer_context: Lay
                 f"{name} gives the ranks roles, and its plan for layer {layer_context.layer} "
                 f"{what}, but {why}"
             )
-    if plan.has_replicas and ("ep", PARAM) not in strategy.uses():
+    if plan.has_replicas and not replicates(strategy):
         raise ValueError(_without_replicas(name))
     others = _names(own.keys() - _BETWEEN_SIDES)
     if others:

@@ -151,12 +151,7 @@ class Replicas:
             RuntimeError: gradients of replicas are still waiting for a last micro-batch.
         """
         if self._waiting:
-            raise RuntimeError(
-                f"layer {self.coordinates.layer} has gradients of copied experts "
-                f"{sorted(self._waiting)} that were not sent to the owner before the optimizer's "
-                "step: the last micro-batch did not pass through it; let every micro-batch use "
-                "every MoE layer"
-            )
+            raise RuntimeError(left_behind(f"layer {self.coordinates.layer}", self._waiting))
         self.join(self._outstanding)
         self._is_current = False
         self._kept = self._kept_memory = None
@@ -388,6 +383,15 @@ class Replicas:
         """Whether experts have gradients; the same on all ranks."""
         learns = self.learns or self.like
         return self.some_are_trained or any(weight.requires_grad for weight in learns)
+
+
+def left_behind(layer: str, experts: Iterable[int]) -> str:
+    """That gradients of replicas of a layer are still here as its optimizer steps."""
+    return (
+        f"{layer} has gradients of copied experts {sorted(experts)} that were not sent to the "
+        "owner before the optimizer's step: the last micro-batch did not pass through it; let "
+        "every micro-batch use every MoE layer"
+    )
 
 
 def _own_sum(grad: Tensor) -> Tensor:
@@ -657,9 +661,7 @@ class Prefetch:
             self.send()
         if not self._reductions:
             return list(grads)
-        replicas.join(self._reductions)
-        arrived, self._arrived = self._arrived, {}
-        replicas.streams.keep(one_of_each(arrived.values()))
+        arrived = self.sums()
         if self._is_owner_stacked:
             # Added where they lie: the program made these stacks for this alone.
             stacks, slots = [stack.contiguous() for stack in grads], replicas.transfers.slots

@@ -546,7 +546,7 @@ class Strategy(ABC):
     def beside(self, layer_context: LayerContext) -> Beside:
         """What goes on beside the rows of a layer: what its plan and the next layer's say. Pure."""
         following = layer_context.following
-        is_copied = layer_context.plan.is_joined and ("ep", PARAM) in self.uses()
+        is_copied = layer_context.plan.is_joined and replicates(self)
         return Beside(
             copied=is_copied,
             carried=layer_context.plan.carried is not None,
@@ -666,6 +666,11 @@ def _replicas_s(
                 known[key] = cost_group.replicas_s(owner, piece, node_C)
         sums.append(sum(known[key] for key in keys))
     return sums
+
+
+def replicates(strategy: Strategy) -> bool:
+    """Whether plans may have replicas: it uses a communicator for them. Pure."""
+    return ("ep", PARAM) in strategy.uses()
 
 
 def layer_tasks(strategy: Strategy, layer_context: LayerContext, *, gated: bool) -> LayerTasks:

@@ -53,7 +53,14 @@ from ds_moe_ext.moe.replica_memory import Weights, check_repeats
 from ds_moe_ext.moe.replicas import in_order
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.planning.exchange_costs import BY_NODES, Way
-from ds_moe_ext.planning.strategy import CostGroup, Job, LayerContext, Strategy, followers
+from ds_moe_ext.planning.strategy import (
+    CostGroup,
+    Job,
+    LayerContext,
+    Strategy,
+    followers,
+    replicates,
+)
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.strategies.settings import BLOCK, Settings
@@ -155,7 +162,7 @@ class Blueprint:
     @property
     def replicas_by_grid(self) -> bool:
         """Whether several grids copy experts, each by plans of its own."""
-        return self.grid.size < self.grid.world_size and ("ep", PARAM) in self.strategy.uses()
+        return self.grid.size < self.grid.world_size and replicates(self.strategy)
 
     def owners(self) -> tuple[Placement, ...]:
         """Where the experts of each layer live at first."""
@@ -355,7 +362,7 @@ def _adopted(
             routing=facts_of(found.routing, gate, settings, strategy),
         )
         attached.append((layer, adopted if router is None else host(router, adopted)))
-    if ("ep", PARAM) in strategy.uses():
+    if replicates(strategy):
         _allow_replicas(blueprint, [layer for layer, _ in attached], device)
     return attached
 

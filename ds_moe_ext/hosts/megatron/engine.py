@@ -215,7 +215,7 @@ class MegatronHost:
             strategy = settle(OWNERS, strategy, SUMMED, self._config, log)
         strategy = settle(OWNERS, strategy, UNMOVABLE, self.carrier, log)
         if self._by_host:
-            strategy = ByHost(placing=strategy)
+            strategy = ByHost.of(strategy)
         return of_stage(settings, own_grids.stage) if own_grids.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:

@@ -41,7 +41,7 @@ from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
 from ds_moe_ext.moe.layer import RoutedExperts, by_ep_rank
 from ds_moe_ext.moe.observation import notify
 from ds_moe_ext.moe.replica_memory import Weights
-from ds_moe_ext.moe.replicas import Prefetch
+from ds_moe_ext.moe.replicas import Prefetch, left_behind
 from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planning.exchange_costs import Way
@@ -59,10 +59,11 @@ class ByHost(Overlay):
 
     placing: Strategy = field(metadata=NOT_A_KEY)
 
-    def __post_init__(self) -> None:
-        if getattr(self.placing, "repair", 0) is None:  # replicas are added where counts are known
-            placing: Any = self.placing
-            object.__setattr__(self, "placing", replace(placing, repair=0))
+    @classmethod
+    def of(cls, placing: Any) -> ByHost:
+        """Over a strategy; one that adds replicas once counts are known (``repair``) does not."""
+        adds = getattr(placing, "repair", 0) is None  # a number is refused, see ``refusals.WITHIN``
+        return cls(placing=replace(placing, repair=0) if adds else placing)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(map(_placed, self.placing.plan(job)))
@@ -272,7 +273,7 @@ class GuestExperts(MegatronExperts):
         self._returning: Prefetch | None = None  # gradients of a step on their way
         self._is_open = False  # a step's are still to come
         self._has_some = False  # a pass of the step has left some
-        # gradients at their owners, to be reported then
+        # Each lets Megatron know that a gradient of an expert owned here is complete, then.
         self._waiting: list[Callable[[], object]] = []
         self._own_slots: list[Slot] = []  # none: to be looked up
         self.on_hold: Callable[[], None] = lambda: None
@@ -462,8 +463,8 @@ class GuestExperts(MegatronExperts):
         self._returning = prefetch
 
     def arrive_at_owner(self) -> None:
-        """Add what has come to the gradients of the experts owned here, and notify
-        Megatron of these. Nothing where no step's gradients are on their way."""
+        """Add what has come to the gradients of the experts owned here, which are complete then.
+        Nothing where no step's gradients are on their way."""
         prefetch, self._returning = self._returning, None
         if prefetch is None:
             return
@@ -472,7 +473,11 @@ class GuestExperts(MegatronExperts):
             for parameter, total in zip(slot.parameters, totals):
                 if parameter.requires_grad:
                     parameter.main_grad.add_(total)  # type: ignore[attr-defined]
-        self._is_open = self._has_some = False
+        self._has_some = False
+        self._release()
+
+    def _release(self) -> None:
+        self._is_open = False
         waiting, self._waiting = self._waiting, []
         for ready in waiting:
             ready()
@@ -489,15 +494,8 @@ class GuestExperts(MegatronExperts):
         guests are still here."""
         self.arrive_at_owner()
         if self._has_some:
-            raise RuntimeError(
-                f"{self.routed.name} has gradients of copied experts {sorted(self._sums)} that "
-                "were not sent to the owner before the optimizer's step: the last micro-batch did "
-                "not pass through it; let every micro-batch use every MoE layer, or use strategy "
-                "'ep'"
-            )
-        waiting, self._waiting, self._is_open = self._waiting, [], False
-        for ready in waiting:  # of a layer whose pass never came back
-            ready()
+            raise RuntimeError(f"{left_behind(self.routed.name, self._sums)}, or use strategy 'ep'")
+        self._release()  # of a layer whose pass never came back
 
     # Times, where somebody wants to know them.
 
@@ -596,6 +594,8 @@ class Owners:
             self._wrap(group)
 
     def _look(self) -> None:
+        if self._layer_of:
+            return
         self._layers_of.clear()
         for layer in self._layers:
             for parameter in (p for slot in layer.slots() for p in slot.parameters):
@@ -608,8 +608,7 @@ class Owners:
         stock_ready = group.register_grad_ready
 
         def register_grad_ready(parameter: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._layer_of:
-                self._look()
+            self._look()
             ready = partial(stock_ready, parameter, *args, **kwargs)
             layer = self._layer_of.get(parameter)
             if not (group.is_last_microbatch and layer is not None and layer.holds_back(ready)):
@@ -621,8 +620,7 @@ class Owners:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if not self._layer_of:
-                self._look()
+            self._look()
             for layer in self._layers_of.get(id(group), ()):
                 wait(layer)
             return stock(*args, **kwargs)

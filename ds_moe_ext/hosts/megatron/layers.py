@@ -91,7 +91,7 @@ def _found(
     choices = Choices.of(name, layer)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
-        if isinstance(layer.experts, RunsHosted | RunsGuests):
+        if isinstance(layer.experts, Runs):
             raise ValueError(
                 f"{name} runs by ds_moe_ext already: get_megatron_optimizer was called twice for "
                 f"this model; call it once, or make the model anew"
@@ -148,7 +148,7 @@ class Form:
     ) -> Iterator[None]:
         """Inside the block the module has more slots behind its own, with these weights, which are
         no parameters of it."""
-        raise NotImplementedError
+        assert not more, "attention ranks have no experts under Megatron"
         yield
 
 
@@ -324,7 +324,7 @@ def _overridden(module: nn.Module, stock: type) -> str:
     if not isinstance(module, stock):
         return f"{type(module).__qualname__} in the place of an {stock.__name__}"
     below = takewhile(lambda cls: cls is not stock, type(module).__mro__)
-    for holder in (module, *(cls for cls in below if cls not in (RunsHosted, RunsGuests))):
+    for holder in (module, *(cls for cls in below if not issubclass(cls, Runs))):
         for method in COMPUTES:
             if method in vars(holder):
                 return f"{method} of its own"
@@ -426,10 +426,19 @@ class HostedExperts(MegatronExperts):
         return y_TD
 
 
-class RunsGuests:
-    """Put before a class of Megatron's: its forward is its own, with the guests' slots."""
+class Runs:
+    """Put before a class of Megatron's: its parameters are saved as if nothing had moved."""
 
-    hosted: Any  # a ``guests.GuestExperts``
+    hosted: Any  # a ``MegatronExperts``
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own, for experts that are where it put them."""
+        self.hosted.named()
+        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+class RunsGuests(Runs):
+    """Its forward is Megatron's own, with the slots of guests."""
 
     def forward(self, x: Tensor, *given: Any) -> Any:
         """As Megatron's dispatcher calls it."""
@@ -439,26 +448,13 @@ class RunsGuests:
         """Gradients of weights that were put off."""
         self.hosted.backward_dw(partial(super().backward_dw, *given, **named))  # type: ignore[misc]
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's own, for experts that are where it put them."""
-        self.hosted.named()
-        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-
-class RunsHosted:
-    """Put before a class of Megatron's: its forward runs the layer's program. What knows of
-    the parameters stays Megatron's own."""
-
-    hosted: HostedExperts
+class RunsHosted(Runs):
+    """Its forward runs the layer's program."""
 
     def forward(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """In the place of rows of this rank's experts, as our dispatcher hands it over, all."""
         return self.hosted(x_TD, routing_map, probs), None
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's own, for experts that are where it put them."""
-        self.hosted.named()
-        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 @cache  # not one class for every instance

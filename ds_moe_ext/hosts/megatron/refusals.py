@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.planning.exchange_costs import Way as Exchange
-from ds_moe_ext.planning.strategy import Overlay, Strategy, names_with
-from ds_moe_ext.schedule.task import PARAM
+from ds_moe_ext.planning.strategy import Overlay, Strategy, names_with, replicates
 from ds_moe_ext.strategies.settings import BLOCK, HOST, Settings
 
 Row = tuple[str, str | Callable[[Any], object], str, str]
@@ -76,6 +75,19 @@ def _split_biases(config: Any) -> object:
 _OUT = "leave it out"
 _OWN_TYPE = "experts compute in the type of their weights"
 _OWN_BACKWARD = "gradients of expert weights are made in the layer's own backward schedule"
+# Rows of two tables.
+_FOR_INFERENCE: Row = (
+    "--transformer-impl inference_optimized",
+    lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
+    "its MoE layers are for inference, and move rows by themselves",
+    "use --transformer-impl transformer_engine or local to train",
+)
+_ONE_TENSOR: Row = (
+    "--moe-single-grouped-weight",
+    "moe_single_grouped_weight",
+    "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
+    _OUT,
+)
 
 
 class Way(NamedTuple):
@@ -112,7 +124,7 @@ def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
     """Why Megatron's own layer does not serve, a clause; empty if it does."""
     if settings.hooks != NO_HOOKS:
         return "hooks look at rows within a layer"
-    if replicas(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
+    if replicates(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
     each = (strategy, *getattr(strategy, "contenders", {}).values())
     return next(filter(None, map(partial(_schedules, settings), each)), "")
@@ -131,11 +143,6 @@ def _schedules(settings: Settings, strategy: Strategy) -> str:
         return f"keys of strategy {name!r} say how tokens travel"
     asked = (key for key in WITHIN if getattr(strategy, key, None))
     return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
-
-
-def replicas(strategy: Strategy) -> bool:
-    """Whether it may copy experts."""
-    return ("ep", PARAM) in strategy.uses()
 
 
 REFUSALS = _refusals(
@@ -226,18 +233,8 @@ REFUSALS = _refusals(
         _OWN_TYPE,
         _OUT,
     ),
-    (
-        "--transformer-impl inference_optimized",
-        lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
-        "its MoE layers are for inference, and move rows by themselves",
-        "use --transformer-impl transformer_engine or local to train",
-    ),
-    (
-        "--moe-single-grouped-weight",
-        "moe_single_grouped_weight",
-        "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
-        _OUT,
-    ),
+    _FOR_INFERENCE,
+    _ONE_TENSOR,
 )
 """Of a ``TransformerConfig``, where our program runs the layers."""
 
@@ -248,12 +245,7 @@ GUESTS = _refusals(
         "tokens are counted, and sent by another plan, from step to step",
         "use --cuda-graph-scope attn moe_router, or none",
     ),
-    (
-        "--transformer-impl inference_optimized",
-        lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
-        "its MoE layers are for inference, and move rows by themselves",
-        "use --transformer-impl transformer_engine or local to train",
-    ),
+    _FOR_INFERENCE,
 )
 """Of a ``TransformerConfig``, where Megatron runs the layers."""
 
@@ -276,12 +268,7 @@ REPLICAS = _refusals(
         "weights of 8 bits are not copied yet",
         _OUT,
     ),
-    (
-        "--moe-single-grouped-weight",
-        "moe_single_grouped_weight",
-        "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
-        _OUT,
-    ),
+    _ONE_TENSOR,
 )
 """The same, where experts are copied."""
 
@@ -293,7 +280,7 @@ def refuse_flags(settings: Settings, strategy: Strategy, config: Any) -> None:
         refuse(REFUSALS, config)
         return
     refuse(GUESTS, config)
-    if replicas(strategy):
+    if replicates(strategy):
         refuse(REPLICAS, config, or_else="use strategy 'ep'")
 
 
