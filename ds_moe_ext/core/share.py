@@ -674,22 +674,24 @@ class PlannedParts:
     @classmethod
     def of(cls, target: Placement, rule: Rule, predicted_CE: np.ndarray | None) -> PlannedParts:
         """Parts of a rule, by the rows that it was planned for, or by any where it needs none."""
-        copied_X = np.flatnonzero(target.num_holders_E > 1)
-        most = int(target.num_holders_E.max())
-        holder_XH = np.zeros((len(copied_X), most), dtype=np.int64)
-        for place, expert in enumerate(copied_X):
-            holders = np.flatnonzero(target.holds_EC[expert])
-            holder_XH[place] = np.pad(holders, (0, most - len(holders)), mode="edge")
+        num_E = target.num_holders_E
+        copied_X = np.flatnonzero(num_E > 1)
+        # Pairs of an expert follow each other; the last one of those that have fewer is repeated.
+        place_H, last_X1 = np.arange(num_E.max()), num_E[copied_X, None] - 1
+        pair_XH = (num_E.cumsum() - num_E)[copied_X, None] + np.minimum(place_H, last_X1)
+        holder_XH = target.holder_N[pair_XH]
         if isinstance(rule, LocalElseOwner | NearestReplica) or predicted_CE is None:
             predicted_CE = np.full(target.holds_EC.T.shape, EVENLY)
         predicted_CE = np.maximum(predicted_CE, 1)
         share = rule.of_rows(predicted_CE)
-        until_CXH = np.empty((target.num_ep_ranks, *holder_XH.shape))
-        is_new_XH = np.diff(holder_XH, axis=1, prepend=-1) > 0
-        for sender, rows_E in enumerate(predicted_CE):
-            (sent_EC,) = share.rows_from(sender, rows_E[None])
-            sent_XH = np.take_along_axis(sent_EC[copied_X], holder_XH, axis=1) * is_new_XH
-            until_CXH[sender] = sent_XH.cumsum(axis=1) / rows_E[copied_X, None]
+        sent_CN = np.concatenate(
+            [
+                sent_by_pair(share, target, sender, rows_E[None])
+                for sender, rows_E in enumerate(predicted_CE)
+            ]
+        )
+        sent_CXH = sent_CN[:, pair_XH] * (place_H <= last_X1)
+        until_CXH = sent_CXH.cumsum(axis=2) / predicted_CE[:, copied_X, None]
         return cls(target, copied_X, holder_XH, until_CXH)
 
     def prepare(self, ep_rank: int) -> None:

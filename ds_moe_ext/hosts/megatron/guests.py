@@ -79,15 +79,21 @@ def _placed(plan: Plan) -> Plan:
         rematerialize=False,
         revise=None,
         carried=None,
-        successor=None if following is None else partial(_successor, following),
+        successor=None if following is None else partial(_successor, following, plan),
         reductions=NOWHERE,
         way=Way.DIRECT,
         sends_once=False,
     )
 
 
-def _successor(following: Callable[[np.ndarray], Plan], rows_CE: np.ndarray) -> Plan:
-    return _placed(following(rows_CE))
+def _successor(
+    following: Callable[[np.ndarray], Plan], before: Plan, rows_CE: np.ndarray
+) -> Plan:
+    """Parts stay as long as replicas do, for parts of other loads would be new tables."""
+    plan = following(rows_CE)
+    if plan.target is before.target:
+        plan = replace(plan, share=before.share, predicted_CE=before.predicted_CE)
+    return _placed(plan)
 
 
 # Where tokens go: the router's choices of experts, rewritten to choices of virtual experts.
@@ -333,9 +339,9 @@ class GuestExperts(MegatronExperts):
         return self._stock_preprocess(hidden, map_TV, probs_TV)
 
     def _of_plan(self, plan: Plan) -> Places | None:
-        if plan is not self._plan:
+        before, self._plan = self._plan, plan
+        if before is None or plan.target is not before.target or plan.share is not before.share:
             is_stock = plan.target.is_single and plan.owner.is_like(self._first_owner)
-            self._plan = plan
             self._places = None if is_stock else Places.of(plan, self._rank, self._device)
         return self._places
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -242,27 +242,30 @@ class Grouped(Form):
         self, experts: Any, names: Sequence[str], more: Sequence[Sequence[Tensor]]
     ) -> Iterator[None]:
         num_own, is_fused = int(experts.num_local_experts), getattr(experts, FUSED, False)
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        linears = [experts.get_submodule(path) for path in paths]
-        numbers = range(num_own, num_own + len(more))
-        for number, weights in zip(numbers, more):
-            for name, weight in zip(names, weights):
-                path, _, key = name.rpartition(".")
-                setattr(experts.get_submodule(path), f"{key}{number}", weight)
-            if not any(name.endswith(".bias") for name in names):
-                for linear in linears:  # Transformer Engine has empty tensors then
-                    setattr(linear, f"bias{number}", getattr(linear, "bias0", None))
+        named = [name.rpartition(".") for name in names]
+        linears = {path: experts.get_submodule(path) for path, _, _ in named}
+        # Not by ``setattr``, for which a module looks at all that it has.
+        added: dict[str, dict[str, Any]] = {path: {} for path in linears}
+        for number, weights in enumerate(more, num_own):
+            for (path, _, key), weight in zip(named, weights):
+                added[path][f"{key}{number}"] = weight
+            if len(linears) == len(named):  # Transformer Engine has empty tensors for biases then
+                for path, linear in linears.items():
+                    added[path][f"bias{number}"] = getattr(linear, "bias0", None)
+        for path, linear in linears.items():
+            vars(linear).update(added[path])
         if is_fused:  # into one op, that was made of the parameters
             setattr(experts, FUSED, False)
         try:
-            _resize(experts, linears, numbers.stop)
+            _resize(experts, linears.values(), num_own + len(more))
             yield
         finally:
-            _resize(experts, linears, num_own)
+            _resize(experts, linears.values(), num_own)
             if is_fused:
                 setattr(experts, FUSED, True)
-            for linear, number, kind in product(linears, numbers, ("weight", "bias")):
-                vars(linear).pop(f"{kind}{number}", None)
+            for path, linear in linears.items():
+                for key in added[path]:
+                    vars(linear).pop(key, None)
 
 
 def _resize(experts: Any, linears: Iterable[Any], num_slots: int) -> None:
