@@ -123,6 +123,20 @@ def test_tokens_that_are_gathered(name: str) -> None:
     assert num_replicas(ours) > 1
 
 
+GRAPHED = with_config(
+    RUN,
+    cuda_graph_impl="transformer_engine",  # Megatron-LM's loop would capture, and none runs here
+    cuda_graph_scope=["moe_router", "moe_preprocess"],
+)
+
+
+def test_a_dispatcher_in_a_graph_is_left_alone() -> None:
+    ours, stock = (pool_of(2).run(train_skewed, GRAPHED, s, SKEW) for s in (BLOCKS["ep"], None))
+    assert_equal(ours, stock)
+    with pytest.raises(AssertionError, match="--cuda-graph-scope moe_preprocess.*\n*.*use strategy"):
+        pool_of(2).run(train_skewed, GRAPHED, BLOCKS["fssdp"], SKEW)
+
+
 # Who runs the layers.
 
 

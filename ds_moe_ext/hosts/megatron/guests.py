@@ -38,6 +38,7 @@ from torch import Tensor
 from ds_moe_ext.core.share import PlannedParts
 from ds_moe_ext.hosts.attachment.host_layer import Slot
 from ds_moe_ext.hosts.megatron.layers import Form, MegatronExperts
+from ds_moe_ext.hosts.megatron.refusals import PREPROCESS, graphed
 from ds_moe_ext.moe.layer import RoutedExperts, by_ep_rank
 from ds_moe_ext.moe.observation import notify
 from ds_moe_ext.moe.replica_memory import Weights
@@ -290,7 +291,8 @@ class GuestExperts(MegatronExperts):
         if "input_splits" not in vars(stock):  # one exchange over all
             ranks = all_ranks
         self._stock_preprocess = partial(self._waiting_for, all_ranks, stock.dispatch_preprocess)
-        stock.dispatch_preprocess = self._dispatch_preprocess
+        if PREPROCESS not in graphed(self._config):  # else nothing is copied, and nothing counted
+            stock.dispatch_preprocess = self._dispatch_preprocess
         for op, name in ((DISPATCH, "token_dispatch"), (COMBINE, "token_combine")):
             run = partial(self._waiting_for, ranks, getattr(stock, name))
             setattr(stock, name, partial(self._timed, op, run))

@@ -99,6 +99,8 @@ class Way(NamedTuple):
 
 DENSE = ("attn", "mamba", "mlp")
 """Scopes of CUDA graphs without MoE layers."""
+PREPROCESS = "moe_preprocess"
+"""The scope in which a dispatcher takes the router's choices."""
 
 OWN_ORDER = ("schedules", "stages")
 """Members by which a strategy says itself how a layer runs."""
@@ -240,9 +242,9 @@ REFUSALS = _refusals(
 
 GUESTS = _refusals(
     (
-        "--cuda-graph-impl with MoE scopes other than moe_router",
-        lambda config: [p for p in graphed(config) if p not in (*DENSE, "moe_router")],
-        "tokens are counted, and sent by another plan, from step to step",
+        "--cuda-graph-impl with MoE scopes other than moe_router and moe_preprocess",
+        lambda config: [p for p in graphed(config) if p not in (*DENSE, "moe_router", PREPROCESS)],
+        "a graph of experts is for a number of tokens that does not change",
         "use --cuda-graph-scope attn moe_router, or none",
     ),
     _FOR_INFERENCE,
@@ -256,6 +258,12 @@ def _delayed_scaling(config: Any) -> object:
 
 
 REPLICAS = _refusals(
+    (
+        f"--cuda-graph-scope {PREPROCESS}",
+        lambda config: PREPROCESS in graphed(config),
+        "a replayed graph would send tokens by the plan of the step in which it was captured",
+        "use --cuda-graph-scope attn moe_router, or none",
+    ),
     (
         "--fp8-recipe delayed",
         _delayed_scaling,
