@@ -100,7 +100,10 @@ class Section:
 
     def __str__(self) -> str:
         lines = [f"## {self.title}", "", "| asked for | why not | what to do |", "|---|---|---|"]
-        lines += [f"| {row.what} | {row.reason} | {row.remedy} |" for row in self.rows]
+        asked: dict[tuple[str, str], list[str]] = {}  # in one row what has one reason and remedy
+        for row in self.rows:
+            asked.setdefault((row.reason, row.remedy), []).append(row.what)
+        lines += [f"| {'<br>'.join(whats)} | {' | '.join(why)} |" for why, whats in asked.items()]
         return "\n".join(lines)
 
 

@@ -137,7 +137,7 @@ class Layers:
         specs = TransformerBlockSubmodules(layer_specs=[alone] * sizes.layers)
         torch.manual_seed(0)
         stack = TransformerBlock(config, specs, pre_process=False, post_process=False)
-        self.model = DDP(config, DistributedDataParallelConfig(), stack)
+        self.model: Any = DDP(config, DistributedDataParallelConfig(), stack)
         self._stack = stack
         # Ranks of a fake world all say what this one says.
         grids = engine.Grids(Grid(ranks, ranks, 1, tuple(range(ranks))), (), 0)

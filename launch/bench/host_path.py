@@ -29,13 +29,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import numpy as np
@@ -54,7 +54,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rotation import NUM_WARM_UPS, rotated
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_moe_ext.core import comm
@@ -402,7 +402,19 @@ def no_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def passes(layers: Ours, batch: Batch, number: int) -> Iterator[Span]:
+class Timed(Protocol):
+    """Layers whose steps are timed: as ``Ours``, or a host's."""
+
+    model: nn.Module
+
+    def turn(self) -> AbstractContextManager[None]: ...
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+    def after_step(self, number: int) -> None: ...
+
+
+def passes(layers: Timed, batch: Batch, number: int) -> Iterator[Span]:
     """One step, with the moments between its parts. Collective."""
     yield now()
     y_TD = layers.forward(batch)
@@ -414,7 +426,7 @@ def passes(layers: Ours, batch: Batch, number: int) -> Iterator[Span]:
     yield now()
 
 
-def take_step(layers: Ours, batch: Batch, number: int) -> Step:
+def take_step(layers: Timed, batch: Batch, number: int) -> Step:
     """One step, timed. Collective."""
     layers.model.zero_grad(set_to_none=True)
     with layers.turn():
@@ -428,7 +440,7 @@ def take_step(layers: Ours, batch: Batch, number: int) -> Step:
     return Step(*spans)
 
 
-def counts_of(layers: Ours, sizes: Sizes, first: int) -> Counts:
+def counts_of(layers: Timed, sizes: Sizes, first: int) -> Counts:
     """What steps from a number on count. Collective."""
     batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 1)]
     with counted() as seen:
@@ -446,7 +458,7 @@ def counts_of(layers: Ours, sizes: Sizes, first: int) -> Counts:
     )
 
 
-def waits_of_passes(layers: Ours, batch: Batch, number: int) -> list[str]:
+def waits_of_passes(layers: Timed, batch: Batch, number: int) -> list[str]:
     """Where the host waits in forward and backward of a step. Collective."""
     found: list[Counter[Place]] = []
     layers.model.zero_grad(set_to_none=True)

@@ -87,9 +87,7 @@ def _placed(plan: Plan) -> Plan:
     )
 
 
-def _successor(
-    following: Callable[[np.ndarray], Plan], before: Plan, rows_CE: np.ndarray
-) -> Plan:
+def _successor(following: Callable[[np.ndarray], Plan], before: Plan, rows_CE: np.ndarray) -> Plan:
     """Parts stay as long as replicas do, for parts of other loads would be new tables."""
     plan = following(rows_CE)
     if plan.target is before.target:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.planning.exchange_costs import Way as Exchange
-from ds_moe_ext.planning.strategy import Overlay, Strategy, names_with, replicates
+from ds_moe_ext.planning.strategy import Overlay, Strategy, replicates
 from ds_moe_ext.strategies.settings import BLOCK, HOST, Settings
 
 Row = tuple[str, str | Callable[[Any], object], str, str]
@@ -73,8 +73,6 @@ def _split_biases(config: Any) -> object:
 
 
 _OUT = "leave it out"
-_OWN_TYPE = "experts compute in the type of their weights"
-_OWN_BACKWARD = "gradients of expert weights are made in the layer's own backward schedule"
 # Rows of two tables.
 _FOR_INFERENCE: Row = (
     "--transformer-impl inference_optimized",
@@ -147,96 +145,66 @@ def _schedules(settings: Settings, strategy: Strategy) -> str:
     return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
 
 
-REFUSALS = _refusals(
-    (
-        "--overlap-moe-expert-parallel-comm",
-        "overlap_moe_expert_parallel_comm",
-        "it takes MoE layers apart to interleave two micro-batches, past our schedule",
-        f"leave it out; strategy {names_with('schedules')} overlaps within a layer",
-    ),
-    ("--delay-wgrad-compute", "delay_wgrad_compute", _OWN_BACKWARD, _OUT),
-    (
-        "--cuda-graph-impl with MoE scopes",
-        lambda config: [part for part in graphed(config) if part not in DENSE],
-        "row counts change from step to step, and plans with them",
-        "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
-    ),
-    (
-        "--moe-token-dispatcher-type flex",
-        lambda config: config.moe_token_dispatcher_type == "flex",
-        "rows travel by ds_moe_ext's own dispatch",
-        f"use alltoall; strategy {names_with('ways')} has rows travel by DeepEP where asked to",
-    ),
-    ("--fp8-format", "fp8", _OWN_TYPE, "use --bf16"),
-    ("--fp4-format", "fp4", _OWN_TYPE, "use --bf16"),
-    (
-        "--moe-router-padding-for-quantization",
-        _any_of("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
-        "padded rows are for fp8 and fp4, which are not supported",
-        _OUT,
-    ),
-    (
-        "--recompute-modules moe_act",
-        _recomputes_activations,
-        "activations of experts are not recomputed alone",
-        "use --recompute-modules moe",
-    ),
-    (
-        "--offload-modules expert_fc1 or moe_act",
-        _offloaded,
-        "inputs of experts are kept by our program",
-        "leave these modules out",
-    ),
-    (
-        "--activation-func-fp8-input-store",
-        "activation_func_fp8_input_store",
-        "activations of experts are kept in their own type",
-        _OUT,
-    ),
-    (
-        "biases of experts (no --disable-bias-linear) with --expert-tensor-parallel-size above 1",
-        _split_biases,
-        "Megatron adds the whole bias once on every rank that has a part of the expert",
-        "use --disable-bias-linear",
-    ),
-    (
-        "--moe-apply-probs-on-input with --moe-pad-expert-input-to-capacity and biases of experts "
-        "(no --disable-bias-linear)",
-        _all_of("moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "add_bias_linear"),
-        "Megatron adds what the biases make of rows that only fill up to the tokens these rows "
-        "were taken from, and here such rows are not computed",
-        "use --disable-bias-linear, or leave one of the two flags out",
-    ),
-    (
-        "--moe-mlp-glu-interleave-size",
-        lambda config: (
-            config.gated_linear_unit and getattr(config, "moe_mlp_glu_interleave_size", None)
+def _of_hosts_layer(*rows: tuple[str, str | Callable[[Any], object]]) -> tuple[Refusal, ...]:
+    """Flags of what only Megatron's own layer does."""
+    reason = "only Megatron's own layer does that, and ours runs here"
+    remedy = "leave it out, or have Megatron run the layer: strategy ep, fssdp or prophet"
+    return _refusals(*((*row, reason, remedy) for row in rows))
+
+
+REFUSALS = (
+    *_of_hosts_layer(
+        ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
+        ("--delay-wgrad-compute", "delay_wgrad_compute"),
+        (
+            "--cuda-graph-impl with MoE scopes",
+            lambda config: [part for part in graphed(config) if part not in DENSE],
         ),
-        "gate and up lie behind each other in an expert's weights, not in turns",
-        _OUT,
-    ),
-    (
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "overlap_dispatch_backward_with_experts_wgrad",
-        _OWN_BACKWARD,
-        _OUT,
-    ),
-    (
-        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
-        lambda config: (
-            getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
+        (
+            "--moe-token-dispatcher-type flex",
+            lambda config: config.moe_token_dispatcher_type == "flex",
         ),
-        "a layer runs once a micro-batch, or nobody knows which pass is the last",
-        _OUT,
+        ("--fp8-format", "fp8"),
+        ("--fp4-format", "fp4"),
+        (
+            "--moe-router-padding-for-quantization",
+            _any_of("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        ),
+        ("--recompute-modules moe_act", _recomputes_activations),
+        ("--offload-modules expert_fc1 or moe_act", _offloaded),
+        ("--activation-func-fp8-input-store", "activation_func_fp8_input_store"),
+        (
+            "biases of experts (no --disable-bias-linear) with --expert-tensor-parallel-size above "
+            "1",
+            _split_biases,
+        ),
+        (
+            "--moe-apply-probs-on-input with --moe-pad-expert-input-to-capacity and biases of "
+            "experts (no --disable-bias-linear)",
+            _all_of(
+                "moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "add_bias_linear"
+            ),
+        ),
+        (
+            "--moe-mlp-glu-interleave-size",
+            lambda config: (
+                config.gated_linear_unit and getattr(config, "moe_mlp_glu_interleave_size", None)
+            ),
+        ),
+        (
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
+        (
+            "--mtp-use-repeated-layer with --mtp-num-layers above 1",
+            lambda config: (
+                getattr(config, "mtp_use_repeated_layer", False)
+                and (config.mtp_num_layers or 0) > 1
+            ),
+        ),
+        ("--use-kitchen or a quantization recipe", _any_of("use_kitchen", "quant_recipe")),
     ),
-    (
-        "--use-kitchen or a quantization recipe",
-        _any_of("use_kitchen", "quant_recipe"),
-        _OWN_TYPE,
-        _OUT,
-    ),
-    _FOR_INFERENCE,
-    _ONE_TENSOR,
+    *_refusals(_FOR_INFERENCE, _ONE_TENSOR),
 )
 """Of a ``TransformerConfig``, where our program runs the layers."""
 
