@@ -145,7 +145,7 @@ WORDS = (
     ("replica", "an expert's weights on another EP rank, for one step"),
     ("stream", "a queue of tasks: a CUDA stream, or a thread on a CPU"),
 )
-"""Our words beside those that users of the hosts know; docs/glossary.md has more."""
+"""Our words beside those that users of the hosts know; docs/style.md has more."""
 
 
 def legend() -> Html:

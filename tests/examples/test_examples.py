@@ -51,6 +51,18 @@ def test_deepspeed_and_hugging_face_by_json() -> None:
         check_trains(printed_by(*launcher, *script, file, **address), "fssdp")
 
 
+@pytest.mark.slow  # tests/hosts/test_trainer.py has the Trainer
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hugging_face_trainer(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    with key_value_store() as address:
+        launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", address["MASTER_PORT"])
+        script = ("examples/hf_trainer/train.py", "--output_dir", str(tmp_path), "--deepspeed")
+        file = f"examples/hf_trainer/zero{stage}.json"
+        check_trains(printed_by(*launcher, *script, file, **address), "fssdp")
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 @pytest.mark.slow  # tests/hosts/test_megatron_*.py run the same code in ranks of a pool
 def test_megatron_core_by_its_flag() -> None:
     pytest.importorskip("megatron.core")

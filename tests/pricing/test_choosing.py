@@ -24,7 +24,7 @@ COLUMNS = {
 
 def reported(column: int) -> dict[str, str]:
     """What the page says, by strategy."""
-    rows = re.findall(r"^\| (`.*)\|$", PAGE.partition("## What it would bring")[2], re.M)
+    rows = re.findall(r"^\| (`.*)\|$", PAGE.partition("## Expected gain")[2], re.M)
     ep_ranks = [[ep_rank.strip(" *") for ep_rank in row.split("|")] for row in rows[:6]]
     return {row[0].replace("`", ""): row[column] for row in ep_ranks}
 

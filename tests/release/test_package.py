@@ -135,8 +135,8 @@ def test_pages_say_the_same_of_versions_and_minutes() -> None:
     admitted = f"0.{low} to 0.{int(below) - 1}"
     assert admitted in readme and admitted in megatron.splitlines()[2]
     (minutes,) = re.findall(r"(\w+) minutes on two quiet cores", started)
-    assert f"shows what there is: {minutes.lower()} minutes" in readme
-    assert f"(measurements.md#the-main-job) in {minutes.lower()} minutes" in all_pages
+    assert f"trains and compares: {minutes.lower()} minutes" in readme
+    assert f"`bash launch/quickstart.sh` ({minutes.lower()} minutes" in all_pages
 
 
 def test_every_source_names_its_licence() -> None:
