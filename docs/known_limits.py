@@ -30,7 +30,7 @@ INTRODUCTION = """\
 What is refused at start, by an error that says the same: each row is what a user asks for, why it
 does not go with replaced experts, and what to do. This page is made of the rows that refuse
 (`python docs/known_limits.py`), and a test compares the two. Nobody can ask at start for what the
-last section has. What composes with what otherwise is in [composition.md](composition.md).
+last section has. What composes with what otherwise is in [strategies](strategies/README.md).
 
 Only what a person wrote is refused. A key that is null (the default) asks for what the host can do:
 where a row of the sections "where experts move" and "where dense gradients are sliced" applies,

@@ -112,11 +112,12 @@ def modules_of_the_page() -> dict[str, str]:
 
 
 def test_the_page_has_two_strategies() -> None:
-    assert set(modules_of_the_page()) == {"my_package/busiest.py", "my_package/paying.py"}
+    assert set(modules_of_the_page()) == {"my_package/eplb_like.py", "my_package/llep_like.py"}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [slow("busiest:Busiest", '{"num_copied": 2}'), slow("paying:Paying", "{}")]
+    ("name", "options"),
+    [slow("eplb_like:EplbLike", '{"redundant": 2}'), slow("llep_like:LlepLike", "{}")],
 )
 def test_strategies_of_the_page_pass(tmp_path: Path, name: str, options: str) -> None:
     for path, text in modules_of_the_page().items():
@@ -128,7 +129,7 @@ def test_strategies_of_the_page_pass(tmp_path: Path, name: str, options: str) ->
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("equal") == len(testing.CASES) and "left out" not in ran.stdout
-    assert re.search(r"[1-9]\d* copies", ran.stdout)
+    assert re.search(r"[1-9]\d* replicas", ran.stdout)
 
 
 def test_the_page_has_every_member_and_every_field() -> None:

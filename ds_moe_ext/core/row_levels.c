@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How the replicas of a layer's experts divide its rows, by the rows as they are: whole numbers only,
- * so that every rank finds the same on whatever processor. docs/priced_share.md has the idea.
+ * so that every rank finds the same on whatever processor. docs/planners.md has the idea.
  *
  * Expert by expert, all others as they are, rows fill the holders up to one level: of time, in rows
  * of the fastest EP rank. A row that leaves its EP rank has to find a level lower by leave, one that

@@ -28,7 +28,7 @@ SLOWEST = PARTS >> 6  # an EP rank's speed counts as so much at least
 HIGHEST = 1 << 20  # price
 MIDDLE = 4  # of eleven steps
 SLOWER = 100
-"""Times that the twin takes over those of the C code, about (docs/priced_share.md)."""
+"""Times that the twin takes over those of the C code, about (docs/planners.md)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ chose by load, and ``Repair`` adds some once rows are known.
 
 In the programme senders of one node are alike but for the rows that a sender can keep, so
 that the unknowns are how many rows of its own each holder keeps, and how many of all others each
-node sends to each holder; docs/priced_share.md has the idea. Shape letters: C EP ranks, E
+node sends to each holder; docs/planners.md has the idea. Shape letters: C EP ranks, E
 experts, V nodes, X copied experts, N (copied expert, holder) pairs, by expert and then holder.
 """
 
@@ -324,7 +324,7 @@ def fewest(
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """Adds replicas once rows are known, where the forecast failed; docs/priced_share.md."""
+    """Adds replicas once rows are known, where the forecast failed; docs/planners.md."""
 
     owner: Placement  # where the experts live
     share: LevelShare  # of the replicas that stand

@@ -47,7 +47,7 @@ class Copying(Strategy):
     """Keys of all strategies that copy experts."""
 
     # how replicas divide rows: "priced", so that the layer takes least time, by the rows as they
-    # are, and replicas are chosen by that, too (docs/priced_share.md); "planned", in the parts that
+    # are, and replicas are chosen by that, too (docs/planners.md); "planned", in the parts that
     # are best for the rows that are predicted; "paper", the paper's rule, which has a name of its
     # own
     share: str = PRICED
