@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/results.md: what days on GPUs have measured, of each file of docs/results.
+"""Write the results in docs/gpu_day.md, of each file of docs/results: what days on GPUs measured.
 
 python docs/results.py
 """
@@ -18,23 +18,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch/gpu_day"))
 from gpu_day import HEADINGS, SHARED, cells
 
 ROOT = Path(__file__).parents[1]
-FOLDER, PAGE = ROOT / "docs/results", ROOT / "docs/results.md"
+FOLDER, PAGE = ROOT / "docs/results", ROOT / "docs/gpu_day.md"
+BEGIN, END = "<!-- results: made by python docs/results.py of docs/results/*.json -->\n", "<!-- end"
 INTRODUCTION = """\
-# Results of days on GPUs
+## Results
 
-Each section is one file of `docs/results/`, as [`launch/gpu_day.sh`](gpu_day.md) wrote it on
-somebody's GPUs: every figure with its command and its spread. To add yours, copy your
-`gpu_day.json` to `docs/results/NAME.json`, run `python docs/results.py`, and send both. A rehearsal
-is refused. Figures from before there was such a command are in
-[measurements.md](measurements.md#on-one-h200).
+To add yours, copy `gpu_day.json` to `docs/results/NAME.json`, run `python docs/results.py`,
+and send both.
 """
-NONE_YET = "\nThere is no file yet.\n"
+NONE_YET = "There is no file yet; figures from before this command: [results.md](results.md).\n"
 
 
 def page(folder: Path = FOLDER) -> str:
-    """The page of all files of a folder."""
-    paths = sorted(folder.glob("*.json"))
-    return INTRODUCTION + ("".join(map(of_file, paths)) or NONE_YET)
+    """The page, with the results of all files of a folder between its marks."""
+    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    sections = "".join(map(of_file, sorted(folder.glob("*.json"))))
+    return head + BEGIN + INTRODUCTION + (sections or NONE_YET) + END + tail
 
 
 def of_file(path: Path) -> str:
@@ -50,9 +50,9 @@ def of_file(path: Path) -> str:
         raise ValueError(
             f"{path} is a rehearsal without a GPU, which measures nothing; leave it out"
         )
-    lines = [f"\n## {path.stem}\n"]
+    lines = [f"\n### {path.stem}\n"]
     for stage, rows in groupby(document["rows"], key=lambda row: row["stage"]):
-        lines.append(f"\n### {path.stem}: {stage}\n")
+        lines.append(f"\n#### {path.stem}: {stage}\n")
         lines += [line for row in rows for line in of_row(row)]
     return "".join(lines)
 

@@ -36,7 +36,7 @@ class Zipf:
 
 
 TRAINED = Zipf(skew=1.3, drift=0.01, jitter=0.04, cold=0.25)
-"""Fitted to a real pre-training run; docs/loads.md says how near it comes."""
+"""Fitted to a real pre-training run; docs/price.md says how near it is."""
 
 
 def zipf_rows(sizes: Sizes, seed: int, zipf: Zipf) -> np.ndarray:

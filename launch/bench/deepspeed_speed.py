@@ -4,6 +4,7 @@
 `torchrun --nproc_per_node 4 launch/bench/deepspeed_speed.py
 --model configs/models/mixtral_tiny.json`
 `... --strategies fssdp ep`: the first one named is compared with all others.
+`... --rounds 16 --steps_per_round 3`: as in docs/results.md; 24 rounds for 4 ranks on 2 cores.
 
 All contenders are built in the same processes and take turns, a few steps each, in an order that
 rotates, so that a machine whose speed drifts slows them alike; ratios are paired by round.

@@ -2,6 +2,7 @@
 """Whether a GPU waits for its host: layers of real sizes on one GPU that stands for one of many.
 
 `python launch/bench/device_path.py --shapes qwen3_30b_a3b mixtral_8x7b --only ep fssdp`
+`... --rounds 6 --hardware configs/hardware/dgx_h100.json --attention`: as in docs/results.md
 
 The ways of `host_path.py`, whose collectives return at once (`fake_world.py`): what is left is what
 a rank computes, and what issues it. They take turns, a step each. Of a step, a layer:

@@ -3,6 +3,8 @@
 
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`
 `... --only ep prophet --rounds 40 --json host.json`
+`taskset -c 1 chrt -r 10 python launch/bench/host_path.py --ranks 8 --slots 1 8 --rounds 40`: on one
+core, where cores change their speed by half within seconds; only ratios of one run count there.
 
 One process stands for one of all ranks (`fake_world.py`), experts are tiny, layers take the way of
 a GPU, and grouped GEMMs return at once, so that what is left is the processor's time to issue them.

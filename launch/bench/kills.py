@@ -3,6 +3,7 @@
 
 `python launch/bench/kills.py --cases 28`
 `python launch/bench/kills.py --how save save_beside save_over --cases 60`
+`python launch/bench/kills.py --how stop --cases 20 --at_once 3 --patience_s 100 --seed 2`
 
 Cases take turns between hosts, strategies and what happens. No launcher ends the others, as
 torchrun would: they end by themselves or are counted as hanging. Where a rank is stopped ("stop")

@@ -7,6 +7,9 @@ the last four plan after the gate, on the rows to come in either case. HECATE's 
 No device and no process group is needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
+    python launch/bench/planners_table.py --trace loads.npz --run 1 --degrees 8 16 --replicas 1 2 4
+
+Of its pairs of figures the left one is planned on the rows to come, the right one on those before.
 
 A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.loads`` writes them, or ``counts_IRLE``
 and ``iteration_I``. Shape letters: I logged steps, L layers, C EP ranks, E experts.

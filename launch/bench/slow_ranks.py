@@ -2,6 +2,8 @@
 """Zebra parallelism beside DistEP and `ep` where some ranks are slow, and beside the simulator.
 
 `torchrun --nproc_per_node 4 launch/bench/slow_ranks.py --attention_us 100`
+`chrt -r 10 torchrun ... --attention_us 50 --stripes 2 4 --rounds 7`: attention half as long as
+experts; 100 as long, 150 half as long again. With paces of 0 it shows what stripes cost.
 
 The first half of the ranks are new, the others old: there attention takes 2.5 times as long and
 experts 1.25 times. Both only take time, so that few cores stand for any number of devices; engines,

@@ -157,7 +157,7 @@ def test_a_strangers_file_becomes_a_section(tmp_path: Path) -> None:
     folder.mkdir()
     shutil.copy(day.path, folder / "somebody.json")
     text = results.page(folder)
-    assert "## somebody\n" in text and "```bash\necho one\n```" in text
+    assert "### somebody\n" in text and "```bash\necho one\n```" in text
     assert "| lines | 1 |  |  |  |" in text
     assert r"**\<b\>\|odd**: done" in text
     assert "&lt;b&gt;|odd" in page_of(json.loads(day.path.read_text()))

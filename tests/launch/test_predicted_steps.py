@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of every strategy run as the simulator takes them to: stream by stream, and no faster.
 
-How much slower they are is measured, not tested: see docs/measurements.md.
+How much slower they are is measured, not tested: see docs/results.md.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_tokens_choose_different_experts(name: str, top_k: int) -> None:
 
 
 def test_trained_is_near_what_it_was_fitted_to() -> None:
-    """A run of 16 ranks, 24 layers and 32 experts, two a token; docs/loads.md has its figures."""
+    """A run of 16 ranks, 24 layers and 32 experts, two a token; docs/price.md has its figures."""
     loads = read_loads("trained", ranks=16, experts=32, layers=24, tokens=8192, top_k=2, steps=24)
     figures = figures_of(loads)
     assert figures.by_rank_IL.mean() == pytest.approx(6.36, abs=0.15)
