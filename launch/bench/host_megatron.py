@@ -84,14 +84,27 @@ class GroupedLinear(nn.Module):
         return _AtOnce.apply(x, self.width, *weights), None
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one process measures."""
+
+    ranks: int
+    sizes: Sizes
+    only: Sequence[str]
+    rounds: int
+    is_settled: bool
+    micro_batches: int
+
+
 class Layers:
     """Megatron's blocks under a way; as ``fake_world.Ours``."""
 
-    def __init__(self, name: str, block: dict[str, Any] | None, sizes: Sizes, ranks: int) -> None:
+    def __init__(self, name: str, block: dict[str, Any] | None, job: Job) -> None:
         from ds_moe_ext.hosts.megatron import engine
         from ds_moe_ext.patches.megatron import forget, use
 
-        self.name = name
+        sizes, ranks, self.name = job.sizes, job.ranks, name
+        self._schedules, self._micro_batches = engine.SCHEDULES, job.micro_batches
         forget()
         if block is not None:
             use({"ds_moe_ext": {"enabled": True, **_NO_REPORT, **block}})
@@ -154,15 +167,20 @@ class Layers:
         return nullcontext()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Tokens through all blocks."""
+        """Tokens of the last micro-batch through all blocks; those before it go there and back."""
         self.model.zero_grad_buffer()
+        self._schedules.begin(self._micro_batches, forward_only=False)
         hidden = batch.x_TD[:, None]
         self._stack.set_input_tensor(hidden)
+        with self.model.no_sync():
+            for _ in range(self._micro_batches - 1):
+                self.model(hidden, None).backward(torch.ones_like(hidden))
         made: Tensor = self.model(hidden, None)
         return made
 
     def after_step(self, number: int) -> None:
         """What Megatron's schedule and its optimizer do behind backward."""
+        self._schedules.end()
         self.model.finish_grad_sync()
         self.optimizer.step()
 
@@ -192,24 +210,13 @@ def megatron(ranks: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one process measures."""
-
-    ranks: int
-    sizes: Sizes
-    only: Sequence[str]
-    rounds: int
-    is_settled: bool
-
-
 def measure(job: Job) -> list[Result]:
     """All ways, turn by turn. In a process of its own."""
     torch.set_num_threads(1)
     names = [name for name in WAYS if not job.only or name in job.only]
     with megatron(job.ranks):
         with megatron_on_cpu.CudaMeansCpu():
-            built = [Layers(name, WAYS[name], job.sizes, job.ranks) for name in names]
+            built = [Layers(name, WAYS[name], job) for name in names]
         steps: dict[str, list[Any]] = {name: [] for name in names}
         after = 1 + NUM_WARM_UPS + job.rounds
         with no_collector():
@@ -235,6 +242,7 @@ def main() -> None:
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=64, help="of a rank")
     add("--top_k", type=int, default=2)
+    add("--micro-batches", type=int, default=1, help="of a step; times are of all")
     add("--rounds", type=int, default=24)
     add("--settled", action="store_true", help="loads stay, and so do plans")
     given = parser.parse_args()
@@ -243,7 +251,8 @@ def main() -> None:
         sizes = Sizes(given.layers, ranks * slots, given.tokens, given.top_k, device=CPU)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(
-                measure, Job(ranks, sizes, given.only, given.rounds, given.settled)
+                measure,
+                Job(ranks, sizes, given.only, given.rounds, given.settled, given.micro_batches),
             ).result()
         console.print(table_of(f"{ranks} ranks, {slots} experts each", found))
     load = f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"

@@ -407,7 +407,8 @@ def no_collector() -> Iterator[None]:
 class Timed(Protocol):
     """Layers whose steps are timed: as ``Ours``, or a host's."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module: ...
 
     def turn(self) -> AbstractContextManager[None]: ...
 

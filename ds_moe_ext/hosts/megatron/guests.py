@@ -273,6 +273,8 @@ class GuestExperts(MegatronExperts):
         self._places: Places | None = None  # none where all is as Megatron built it
         self._first_owner = routed.layer_context.plan.owner
         self._sums: dict[int, Weights] = {}  # gradients of guests so far, by expert
+        # Weights of guests in a step, by expert: those that came, and what computes with them.
+        self._leaves: dict[int, tuple[Weights, Weights]] = {}
         self._sums_of = -1  # the step that they are of
         self._delayed: deque[_Pass] = deque()  # whose weights' gradients are made later
         self._returning: Prefetch | None = None  # gradients of a step on their way
@@ -378,7 +380,13 @@ class GuestExperts(MegatronExperts):
         learns = torch.is_grad_enabled() and self.training and self._is_trained
         like = own[0].parameters if own else replicas.like
         sums = self._sums_now(places) if learns else {}
-        weights = [self._guest(held[e], sums.get(e), like) for e in places.guests]
+        if not learns:
+            weights = [tuple(weight.detach() for weight in held[e]) for e in places.guests]
+        else:
+            for e in places.guests:
+                if e not in self._leaves or self._leaves[e][0] is not held[e]:
+                    self._leaves[e] = held[e], self._leaves_of(held[e], sums[e], like)
+            weights = [self._leaves[e][1] for e in places.guests]  # micro-batches have the same
         # Slots that this rank has and no expert: no token comes.
         empty = tuple(weight.detach() for weight in like)
         gap = [empty] * (places.num_owners - len(own))
@@ -401,15 +409,15 @@ class GuestExperts(MegatronExperts):
                 e: tuple(w.new_zeros(w.shape, dtype=d) for w, d in zip(like, dtypes))
                 for e in places.guests
             }
-            self._sums_of = step
+            self._sums_of, self._leaves = step, {}
         return self._sums
 
-    def _guest(self, held: Weights, sums: Weights | None, like: Sequence[Tensor]) -> Weights:
+    def _leaves_of(self, held: Weights, sums: Weights, like: Sequence[Tensor]) -> Weights:
         """A guest's weights as Megatron's modules take parameters: leaves, with a ``main_grad``."""
         leaves = tuple(weight.detach() for weight in held)
         replicas = self.routed.replicas
         assert replicas is not None
-        for leaf, total, own, any_own in zip(leaves, sums or (), like, replicas.like):
+        for leaf, total, own, any_own in zip(leaves, sums, like, replicas.like):
             if any_own.requires_grad or replicas.some_are_trained:  # here or on another rank
                 leaf.requires_grad_(True)
                 marks = {key: value for key, value in vars(own).items() if key not in OF_OWNER}
@@ -459,7 +467,7 @@ class GuestExperts(MegatronExperts):
         if not found.is_last:
             return
         sums, self._sums = self._sums, {}
-        self._sums_of = -1
+        self._sums_of, self._leaves = -1, {}
         prefetch.send_back(
             {
                 expert: tuple(s.to(w.dtype) for s, w in zip(own, replicas.like))
