@@ -134,7 +134,7 @@ def test_a_dispatcher_in_a_graph_is_left_alone() -> None:
     ours, stock = (pool_of(2).run(train_skewed, GRAPHED, s, SKEW) for s in (BLOCKS["ep"], None))
     assert_equal(ours, stock)
     with pytest.raises(
-        AssertionError, match="--cuda-graph-scope moe_preprocess.*\n*.*use strategy"
+        AssertionError, match=r"--cuda-graph-scope moe_preprocess.*\n*.*use strategy"
     ):
         pool_of(2).run(train_skewed, GRAPHED, BLOCKS["fssdp"], SKEW)
 

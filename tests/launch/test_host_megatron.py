@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With replicas in Megatron's own layer its host waits for the device no more often than without."""
+"""With replicas Megatron's own layer makes its host wait for the device no more than without."""
 
 from __future__ import annotations
 
