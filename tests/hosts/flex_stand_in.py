@@ -77,8 +77,8 @@ def hybrid_ep_dispatch(  # noqa: PLR0917
     pad_multiple: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, None, Tensor, Sent]:
-    """As ``fused_a2a.hybrid_ep_dispatch``: rows come in the order of experts."""
-    assert pad_multiple is None
+    """As ``fused_a2a.hybrid_ep_dispatch``: rows come in the order of experts, and behind those of
+    each zeros, up to a multiple."""
     _GROUPS[:] = [group]
     top_k = int(routing_map.sum(1).max())
     expert_TK = routing_map.byte().topk(top_k, dim=1).indices
@@ -88,15 +88,21 @@ def hybrid_ep_dispatch(  # noqa: PLR0917
         x, chosen_TK, prob_TK, routing_map.shape[1], group
     )
     places = [(slot_RK == slot).nonzero() for slot in range(num_local_experts)]
-    row_N, choice_N = torch.cat(places).unbind(1)
+    padded = [-len(place) % (pad_multiple or 1) for place in places]
+    nowhere = [slot_RK.new_full((num, 2), len(rows)) for num in padded]
+    row_N, choice_N = torch.cat([x for pair in zip(places, nowhere) for x in pair]).unbind(1)
+    rows_and_zero = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    probs_and_zero = torch.cat([prob_RK, prob_RK.new_zeros(1, prob_RK.shape[1])])
+    choice_N = choice_N.clamp(max=top_k - 1)
     handle = sent._replace(expert_N=row_N)
-    return rows[row_N], prob_RK[row_N, choice_N], None, counts, handle
+    counts = counts + torch.tensor(padded)
+    return rows_and_zero[row_N], probs_and_zero[row_N, choice_N], None, counts, handle
 
 
 def hybrid_ep_combine(x: Tensor, handle: Sent, **options: Any) -> Tensor:
     """As ``fused_a2a.hybrid_ep_combine``."""
-    summed = x.new_zeros(handle.num_came, x.shape[1]).index_add(0, handle.expert_N, x)
-    return fused_combine(summed, _GROUPS[0], handle)[0]
+    summed = x.new_zeros(handle.num_came + 1, x.shape[1]).index_add(0, handle.expert_N, x)
+    return fused_combine(summed[:-1], _GROUPS[0], handle)[0]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ FOLDER = Path("tests/functional_tests/test_cases")
 OTHER_NAMES = {  # of a flag in the config that Megatron makes of it
     "fp8_format": "fp8",
     "fp4_format": "fp4",
+    "fp8_param_gather": "fp8_param",
     "swiglu": "gated_linear_unit",
     "quick_geglu": "gated_linear_unit",
 }

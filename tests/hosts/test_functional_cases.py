@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.functional_cases import FOLDER, Case, cases, of_megatron, refusals, table
+from tests.hosts.functional_runs import run_toys, verdicts
+from tests.hosts.functional_toys import NUM_RANKS, layout, reduced
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
-NOT_REFUSED = 49  # at least, of 70 in d98e8a64dd
+NOT_REFUSED = 62  # at least, of 70 in d98e8a64dd
+RUN = (  # cases whose toys need two ranks
+    "moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4",
+    "moe/gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4",
+    "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_optimizer",
+)
 
 
 def written(checkout: Path, name: str, arguments: str) -> None:
@@ -50,6 +57,39 @@ def test_flags_meet_the_tables() -> None:
     used = {**plain.arguments, "--moe-single-grouped-weight": True, "--fp8-format": False}
     met = refusals(Case("packed", used), of_megatron())
     assert [one.what for one in met] == ["--moe-single-grouped-weight"]
+
+
+def test_cases_are_reduced_by_rules() -> None:
+    flags = {
+        "--num-experts": 64,
+        "--moe-router-topk": 6,
+        "--moe-router-load-balancing-type": "none",
+    }
+    sizes = {"--tensor-model-parallel-size": 4, "--expert-model-parallel-size": 8}
+    small = reduced(Case("some", {**flags, **sizes, "--swiglu": True, "--norm-epsilon": "1e-6"}))
+    assert small.toy is not None and not small.dropped and small.toy.world_size == NUM_RANKS
+    run, config = small.toy.run, dict(small.toy.run.config)
+    assert (run.tp, run.ep, run.etp, run.num_experts, run.topk, run.swiglu) == (2, 2, 2, 8, 4, True)
+    assert config["layernorm_epsilon"] == 1e-6 and config["moe_router_topk"] == 4
+    one = layout({"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8})
+    assert one == ({"tp": 1, "pp": 2, "cp": 1, "ep": 2, "etp": 1}, [])
+    all_of = {f"{way}_model_parallel_size": 2 for way in ("tensor", "pipeline", "expert")}
+    assert layout(all_of)[1] == ["pipeline stages"]
+    graphs = {**flags, "--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn"}
+    assert reduced(Case("graphs", graphs)).dropped == ("CUDA graphs",)
+    assert "FSDP" in reduced(Case("wrapped", {**flags, "--use-megatron-fsdp": True})).cannot
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout")
+def test_some_cases_learn_the_same() -> None:
+    toys = [reduced(case).toy for case in cases(Path(str(CHECKOUT))) if case.name in RUN]
+    assert len(toys) == len(RUN) and all(toy and toy.world_size == 2 for toy in toys)
+    asked = [toy for toy in toys if toy is not None]
+    for toy, found in zip(asked, run_toys(asked), strict=True):
+        said = {"stock": "runs", "ep": "equal", "fssdp": "equal", "varied": "equal"}
+        assert verdicts(toy, found) == said
+        assert found["fssdp"]["replicas"] > 0
 
 
 @pytest.mark.slow
