@@ -21,6 +21,7 @@ from ds_moe_ext.hosts.megatron.refusals import way_of
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.planning.strategy import Plan
 from ds_moe_ext.strategies.settings import read_settings
+from tests.hosts.megatron_jobs import Training, _forward
 from tests.hosts.megatron_skewed import NEVER, assert_equal, num_replicas, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_te_stand_in import by_engine
@@ -137,6 +138,23 @@ def test_a_dispatcher_in_a_graph_is_left_alone() -> None:
         AssertionError, match=r"--cuda-graph-scope moe_preprocess.*\n*.*use strategy"
     ):
         pool_of(2).run(train_skewed, GRAPHED, BLOCKS["fssdp"], SKEW)
+
+
+def two_in_flight(training: Training) -> str:
+    """What a pipeline schedule of one's own raises, which has two micro-batches in flight."""
+    batches = training._batches(step=0)
+    losses = [_forward(batches, training.chunks[0])[0].mean() for _ in range(2)]
+    try:
+        for loss in losses:
+            loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_of_ones_own_is_an_error() -> None:
+    found = pool_of(2).run(train_skewed, RUN, BLOCKS["varied"], SKEW, look=two_in_flight)
+    assert any("get_forward_backward_func" in one.trained.seen for one in found)
 
 
 # Who runs the layers.

@@ -467,6 +467,12 @@ class GuestExperts(MegatronExperts):
         if not found.is_last:
             return
         sums, self._sums = self._sums, {}
+        if not sums and self._places is not None and self._places.guests:
+            raise RuntimeError(
+                f"{self.routed.name}: gradients of replicas were sent to their owners before the "
+                "backward pass of another micro-batch; a pipeline schedule must come from "
+                "megatron.core.pipeline_parallel.get_forward_backward_func, or use strategy 'ep'"
+            )
         self._sums_of, self._leaves = -1, {}
         prefetch.send_back(
             {
