@@ -69,6 +69,7 @@ def add_price(commands: Any) -> None:
     add("--micro-batch", type=int, help="samples of a rank in one pass")
     add("--micro-batches", type=int, help="passes of a step")
     add("--recomputes", action=argparse.BooleanOptionalAction, help="activations, in backward")
+    add("--quick", action="store_true", help="no other micro-batches, and no other loads")
     add("--pays", action="store_true", help="price other skews and token counts, too")
     add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")
     add("--trace", type=Path, metavar="FILE", help="a timeline, for ui.perfetto.dev")

@@ -164,6 +164,8 @@ class Hardware:
     # replicas of weights over all ranks, into nodes and on within them, as bytes that the busiest
     # rank takes in; null where there is one level, or nothing was measured
     copy: Link | None = None
+    # seconds in which a rank's host issues one operation of torch; null: 9e-6, as one H200's took
+    host_launch_s: float | None = None
     # names of devices, as their driver shows them, for whose clusters the file stands where a run
     # names none
     stands_for: list[str] = field(default_factory=list, hash=False)
@@ -171,6 +173,7 @@ class Hardware:
     def __post_init__(self) -> None:
         _positive("num_nodes", self.num_nodes)
         _positive("ranks_per_node", self.ranks_per_node)
+        _positive("host_launch_s", self.host_launch_s)
         for name in self.stands_for:
             if not name.strip():
                 raise ValueError(

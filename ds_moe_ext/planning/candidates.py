@@ -20,6 +20,7 @@ from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.described_run import DescribedRun, MemoryUse, copied_bytes_C, stage_memory
 from ds_moe_ext.planning.loads import LoadWindow
+from ds_moe_ext.planning.model_shape import Training
 from ds_moe_ext.planning.step_price import (
     Passes,
     StepPrice,
@@ -82,7 +83,7 @@ class Reached:
         )
 
 
-PRICED = 2  # steps of the loads whose price is taken; those before them are what plans go by
+PRICED = 1  # steps of the loads whose price is taken; those before them are what plans go by
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +93,7 @@ class Way:
     name: str  # of the strategy, for a person
     strategy: Strategy  # with its keys
     grid: Grid  # of the ranks
+    training: Training | None = None  # other than the job's: its micro-batch, or recomputation
 
 
 @dataclass(frozen=True, eq=False)

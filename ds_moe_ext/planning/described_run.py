@@ -29,7 +29,7 @@ from ds_moe_ext.planning.exchange_costs import (
 from ds_moe_ext.planning.exchange_costs import layer_costs as costs_of_layer
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.planning.layer_seconds import HOST_TIMES, HostTimes, TaskCosts, issued
+from ds_moe_ext.planning.layer_seconds import HostTimes, TaskCosts, host_of, issued
 from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
 from ds_moe_ext.planning.prices import Line, Prices, RowBytes
 from ds_moe_ext.planning.step_price import Conditions, Pass, most_kept
@@ -117,12 +117,17 @@ class DescribedRun:
     training: Training  # how
     grid: Grid  # of the ranks of a stage
     passes: int = 16  # as of ``Reached``
-    host: HostTimes = HOST_TIMES  # what issuing takes; see ``HostTimes``
+    own_host: HostTimes | None = None  # what issuing takes; None: as of the cluster's devices
     # what rows and replicas weigh as they travel; None: what they do in memory
     on_its_way: OnItsWay | None = None
     # clusters that it was joined of, where their devices are unlike (``mixed_cluster``), reckoned
     # with likewise: each computes experts at its own speed
     mixed: tuple[Hardware, ...] = ()
+
+    @cached_property
+    def host(self) -> HostTimes:
+        """What issuing takes."""
+        return self.own_host or host_of(self.hardware)
 
     @property
     def node_C(self) -> np.ndarray:

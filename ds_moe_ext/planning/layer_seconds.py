@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import HostSeconds
@@ -72,6 +73,12 @@ class HostTimes:
         both = {name: self.backward.get(name, 0.0) + again.get(name, 0.0) for name in names}
         return replace(self, backward=both)
 
+    def scaled(self, times: float) -> HostTimes:
+        """Of a host that takes so many times as long."""
+        sides = (self.forward, self.backward)
+        forward, backward = ({name: times * s for name, s in side.items()} for side in sides)
+        return HostTimes(forward=forward, backward=backward)
+
     @property
     def is_nothing(self) -> bool:
         """Whether no task takes any."""
@@ -109,8 +116,8 @@ def with_host(schedule: Schedule, host: HostTimes) -> tuple[Schedule, Mapping[in
 
 _US = 1e-6
 
-# Measured once, of all strategies.
-HOST_TIMES = HostTimes(
+# A thread of a CPU that issues to no device; measured once, of all strategies.
+CPU_HOST = HostTimes(
     forward={
         "attention": 320 * _US,
         "order": 350 * _US,
@@ -139,6 +146,54 @@ HOST_TIMES = HostTimes(
         "begin_gradients": 40 * _US,
     },
 )
+
+# The host of one H200, whose operations of torch take 9 us each to issue. Not measured task by
+# task: sums of tasks are those of 28 November 2026 (docs/results.md, host time), forward and
+# backward with attention: 5.48 ms a layer under ``ep``, 1.72 more for a chunk, 1.8 to 2.1 more with
+# replicas; within these sums the parts are as in the table above.
+GPU_LAUNCH_S = 9 * _US
+GPU_HOST = HostTimes(
+    forward={
+        "attention": 1050 * _US,
+        "order": 1150 * _US,
+        "dispatch": 290 * _US,
+        "expert": 290 * _US,
+        "combine": 250 * _US,
+        "restore": 170 * _US,
+        "join": 870 * _US,
+        "launch": 225 * _US,
+        "start": 75 * _US,
+        "etp_gather": 290 * _US,
+        "etp_scatter": 290 * _US,
+    },
+    backward={
+        "attention": 1560 * _US,
+        "dispatch": 180 * _US,
+        "expert": 220 * _US,
+        "combine": 180 * _US,
+        "restore": 140 * _US,
+        "join": 250 * _US,
+        "send_to_owner": 225 * _US,
+        "recall": 225 * _US,
+        "have_again": 150 * _US,
+        "etp_gather": 260 * _US,
+        "etp_scatter": 260 * _US,
+        "begin_gradients": 100 * _US,
+    },
+)
+
+CPU_NAME = "CPU"
+"""How names of devices end, where ranks compute on their hosts."""
+
+
+def host_of(hardware: Hardware) -> HostTimes:
+    """What the host of a cluster's devices takes: as measured on one H200, scaled by what the file
+    says that an operation takes to issue."""
+    if hardware.device.name.endswith(CPU_NAME):
+        return CPU_HOST
+    times = (hardware.host_launch_s or GPU_LAUNCH_S) / GPU_LAUNCH_S
+    return GPU_HOST.scaled(times)
+
 
 _CHUNKS = ("dispatch", "expert", "combine", "restore")
 _SPLIT = ("etp_gather", "etp_scatter")  # of EP ranks whose ranks split experts

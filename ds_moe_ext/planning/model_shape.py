@@ -250,6 +250,17 @@ class ModelShape:
         """Of one expert."""
         return self.products * self.width * self.expert_width
 
+    def flops(self, length: int) -> float:
+        """Of one token in a step, forward and backward, as Megatron-LM counts them: matrix products
+        of what the token passes, and of attention over half of a sample; what runs again is not
+        counted."""
+        expert = self.top_k * self.expert_weights
+        passed = self.all_dense_weights + len(self.moe_layers) * expert
+        vocabulary = self.vocabulary
+        passed -= (vocabulary.tables - vocabulary.has_head) * vocabulary.size * self.width
+        scores = self.num_layers * sum(self.head_width) * length / 2
+        return 6.0 * (passed + scores)
+
     def part(self, layers: range) -> ModelShape:
         """Some layers that follow each other, with the embedding or the head if they have the first
         one or the last."""

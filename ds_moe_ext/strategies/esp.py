@@ -9,9 +9,9 @@ one lays its pipeline over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -329,17 +329,15 @@ def _each(choices: Iterable[int | str]) -> str:
 
 def _piped(piped: Piped, plan: Plan) -> Plan:
     """The plan of where experts compute, and all that follow it, with how rows travel."""
-    successor = plan.successor
-
-    def following(rows_CE: np.ndarray) -> Plan:
-        assert successor is not None
-        return _piped(piped, successor(rows_CE))
-
     return replace(
         plan,
         forward_degree=piped.forward_degree,
         backward_degree=piped.backward_degree,
         reductions=piped.placed,
         way=piped.way,
-        successor=successor and following,
+        successor=plan.successor and partial(_piped_next, piped, plan.successor),
     )
+
+
+def _piped_next(piped: Piped, successor: Callable[[np.ndarray], Plan], rows_CE: np.ndarray) -> Plan:
+    return _piped(piped, successor(rows_CE))

@@ -25,7 +25,7 @@ from ds_moe_ext.planning.layer_pipelines import (
     place,
     plan_pipelines,
 )
-from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
+from ds_moe_ext.planning.layer_seconds import CPU_HOST, issued
 from ds_moe_ext.planning.pipeline_degrees import BackwardLayer, best_degree, partition_gradients
 from ds_moe_ext.planning.prices import FREE, AllReduce, LinearCost
 from ds_moe_ext.schedule.orders import PIPELINES, Pipeline
@@ -199,9 +199,9 @@ def test_chunks_that_the_host_cannot_issue_in_time_are_not_made() -> None:
 
 
 def test_a_host_is_as_slow_as_its_chunks() -> None:
-    forward, backward = issued(HOST_TIMES, is_split=False)
-    assert issued(HOST_TIMES, is_split=True)[0].chunk_s > forward.chunk_s
+    forward, backward = issued(CPU_HOST, is_split=False)
+    assert issued(CPU_HOST, is_split=True)[0].chunk_s > forward.chunk_s
     chunk_s = (4 * forward.chunk_s, 2 * backward.chunk_s)
-    slow_forward, slow_backward = issued(HOST_TIMES, is_split=False, chunk_s=chunk_s)
+    slow_forward, slow_backward = issued(CPU_HOST, is_split=False, chunk_s=chunk_s)
     assert slow_forward == pytest.approx([4 * s for s in forward])
     assert slow_backward == pytest.approx([2 * s for s in backward])

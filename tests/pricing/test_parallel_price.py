@@ -44,7 +44,7 @@ def run_on(
         shape=model or tiny(),
         training=training,
         grid=grid,
-        host=NO_HOST,
+        own_host=NO_HOST,
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ds_moe_ext.commands.price.inputs import read_clusters
 from ds_moe_ext.commands.price.market import Case
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Way, price_way
+from ds_moe_ext.planning.layer_seconds import CPU_HOST
 from ds_moe_ext.planning.model_shape import ModelParallel, Training, of_config
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.pricing.test_model_shape import MIXTRAL
@@ -32,7 +34,8 @@ def test_the_worked_example() -> None:
     )
     case = Case(tuple(read_clusters(["dgx_h100"], [8])), of_config(MIXTRAL, "it"), training)
     way = Way("ep", ExpertParallel(), Grid(64, 8))
-    priced = price_way(way, case.run(way.grid), case.rows("balanced").rows_ILCE)
+    run = replace(case.run(way.grid), own_host=CPU_HOST)
+    priced = price_way(way, run, case.rows("balanced").rows_ILCE)
 
     window_s = TOKENS * ((DENSE + TOKENS / 2 * 2 * WIDTH) / PRODUCTS + 16 * STATE / MEMORY)
     moved_s = 2 * STATE / MEMORY
@@ -79,7 +82,8 @@ def test_the_worked_example_of_a_pipeline() -> None:
     )
     case = Case(tuple(read_clusters(["dgx_h100"], [8])), of_config(MIXTRAL, "it"), training)
     way = Way("ep", ExpertParallel(), Grid(32, 8))
-    priced = price_way(way, case.run(way.grid), case.rows("balanced").rows_ILCE)
+    run = replace(case.run(way.grid), own_host=CPU_HOST)
+    priced = price_way(way, run, case.rows("balanced").rows_ILCE)
 
     layers, tokens, rows = LAYERS // 2, TOKENS // 2, ROWS // 2
     moved_s = 2 * STATE / MEMORY

@@ -57,7 +57,14 @@ def price(given: argparse.Namespace) -> int:
     case = Case(tuple(clusters), shape, training, hooks=settings.hooks)
     chosen = chosen_strategies(asked.document, given.strategies)
     to = wide_console()
-    market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=to)
+    market = priced_market(
+        case,
+        given.loads,
+        chosen,
+        every_grid=given.grids == EVERY,
+        is_quick=given.quick,
+        to=to,
+    )
     if given.strategies != EVERY and SEVERAL not in given.strategies:
         market = replace(market, asked=given.strategies)
     pays = scans(market, given.loads, to) if given.pays else ()
@@ -98,11 +105,12 @@ def scans(market: Market, loads: str, to: Console) -> list[str]:
 
 def _gains(case: Case, loads: str, base: Way, ways: Sequence[Way]) -> list[float | None]:
     """Of each way over the base; None where it cannot be."""
-    rows = case.rows(loads).rows_ILCE
 
     def seconds(way: Way) -> float | None:
+        plain = replace(way, training=None)  # the tokens of a pass are the case's
         try:
-            return price_way(way, case.run(way.grid), rows, num_priced=1).step_s
+            rows_ILRE = case.rows(loads).rows_ILCE
+            return price_way(plain, case.run(way.grid), rows_ILRE, num_priced=1).step_s
         except ValueError:
             return None
 

@@ -8,9 +8,14 @@ for the tables, the page and the files.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from multiprocessing import get_context
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -107,6 +112,10 @@ class Case:
             )
         except ValueError as error:
             return str(error)
+
+    def of(self, way: Way) -> Case:
+        """The same, trained as a way has it."""
+        return self if way.training is None else replace(self, training=way.training)
 
     def run(self, grid: Grid) -> DescribedRun:
         """The model on the cluster by one grid."""
@@ -233,13 +242,60 @@ def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
 def _by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
     """The fastest way of each strategy that copies, by other ways for replicas to divide rows: the
     paper's, or by price."""
-    fastest: dict[str, Way] = {}
-    for each in priced:
-        fastest.setdefault(each.way.name, each.way)
-    for way in fastest.values():
+    for way in _fastest(priced):
         for name, strategy in way.strategy.by_share.items() if way.grid.num_ep_ranks > 1 else ():
             if strategy != way.strategy:
                 yield replace(way, name=way.name + name, strategy=strategy)
+
+
+def _fastest(priced: Sequence[Priced]) -> list[Way]:
+    """Of each strategy the fastest; ``priced`` has the fastest first."""
+    fastest: dict[str, Way] = {}
+    for each in priced:
+        fastest.setdefault(each.way.name, each.way)
+    return [*fastest.values()]
+
+
+HOST_BOUND = 0.03
+"""Part of a step that devices wait for their host, from which larger micro-batches are tried."""
+SIZES = (2, 4, 8)
+"""Times the job's micro-batch; a step has as many fewer of them."""
+
+
+def _by_other_training(market: Market) -> Iterator[Way]:
+    """Larger micro-batches of the strategies whose steps wait for the host; and what makes those
+    fit that do not: layers that run again in backward, or smaller micro-batches."""
+    training = market.case.training
+    seen = set[str]()
+    for each in market.priced:
+        way = each.way
+        if way.name in seen:
+            continue
+        seen.add(way.name)
+        if not market.fits(each):
+            if not training.recomputes:
+                again = replace(training, recomputes=True)
+                yield replace(way, name=f"{way.name}{RUN_AGAIN}", training=again)
+            for by in SIZES:
+                if training.micro_batch % by == 0:
+                    yield _sized(way, training, training.micro_batch // by)
+        elif each.mean("host_s") > HOST_BOUND * each.step_s:
+            for by in SIZES:
+                stages = training.parallel.pipeline if training.parallel.chunks > 1 else 1
+                if training.micro_batches % (by * stages) == 0:
+                    yield _sized(way, training, training.micro_batch * by)
+
+
+def _sized(way: Way, training: Training, micro_batch: int) -> Way:
+    """The same step in micro-batches of another size."""
+    samples = training.micro_batch * training.micro_batches
+    other = replace(training, micro_batch=micro_batch, micro_batches=samples // micro_batch)
+    return replace(way, name=f"{way.name}{SIZED}{micro_batch}", training=other)
+
+
+COMMA = ", "
+RUN_AGAIN, SIZED = f"{COMMA}recomputation", f"{COMMA}micro-batch "
+"""How names of ways begin to say that they train otherwise than the job."""
 
 
 # What came out.
@@ -257,6 +313,9 @@ class Market:
     # what it would take, or why it cannot be; None where devices are alike
     zebra: ZebraPrice | str | None = None
     asked: str = ""  # name of the only strategy that was asked for; empty if there are several
+    # gains of the fastest way of each strategy over plain expert parallelism under other loads, by
+    # the loads' name and the way's
+    under: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     def fits(self, priced: Priced) -> bool:
         """Whether a rank has memory for it."""
@@ -267,6 +326,22 @@ class Market:
     def base(self) -> Priced | None:
         """The fastest of plain expert parallelism; of those that fit, if any does."""
         return self._fastest_of(BASE)
+
+    def flops_per_s(self, priced: Priced) -> float:
+        """Of the model, of one device: what runs again in backward is not counted."""
+        training = self.case.training
+        flops = self.case.shape.flops(training.length) * priced.tokens_per_s
+        return flops / training.num_ranks
+
+    def mfu(self, priced: Priced) -> float | None:
+        """Part of the device's peak that the model's products come to; None where no datasheet says
+        the peak."""
+        peak = vars(self.case.hardware.device.flops_per_s)[self.case.training.number_type]
+        return None if peak is None else self.flops_per_s(priced) / peak
+
+    def host_bound(self, priced: Priced) -> bool:
+        """Whether devices wait for their host for more than a small part of the step."""
+        return priced.mean("host_s") > HOST_BOUND * priced.step_s
 
     @property
     def best(self) -> Priced | None:
@@ -287,6 +362,13 @@ class Market:
     def traced(self) -> Priced | None:
         """The fastest of the only strategy that was asked for, else of all; likewise."""
         return self._fastest_of(self.asked) or self.best or next(iter(self.priced), None)
+
+    @property
+    def best_of_each(self) -> list[Priced]:
+        """The fastest way of each strategy, of those that fit if any does."""
+        names = dict.fromkeys(each.way.name.partition(COMMA)[0] for each in self.priced)
+        found = (self._fastest_of(name) for name in names)
+        return [each for each in found if each is not None]
 
     @property
     def named(self) -> list[tuple[str, Priced]]:
@@ -310,38 +392,131 @@ class Market:
         return None if self.base is None else self.base.step_s / priced.step_s
 
     def _fastest_of(self, name: str) -> Priced | None:
-        named = [each for each in self.priced if each.way.name == name]
+        names = (name, f"{name}{RUN_AGAIN}", f"{name}{SIZED}")
+        named = [
+            each
+            for each in self.priced
+            if each.way.name == name or (name and each.way.name.startswith(names[1:]))
+        ]
         return next(filter(self.fits, named), None) or next(iter(named), None)
 
 
 def priced_market(
-    case: Case, loads: str, chosen: Sequence[Chosen], *, every_grid: bool, to: Console
+    case: Case,
+    loads: str,
+    chosen: Sequence[Chosen],
+    *,
+    every_grid: bool,
+    is_quick: bool = False,
+    to: Console,
 ) -> Market:
-    """Price every way; ``to`` shows progress."""
+    """Price every way; ``to`` shows progress. Quick: whole experts and no composed strategies, at
+    the job's own micro-batch and loads."""
     rows, num_experts = case.rows(loads), case.shape.num_experts
     ranks = case.training.stage_ranks
     ways = list(ways_of(chosen, case.hardware, ranks, num_experts, every_grid=every_grid))
-    refused = list[Refused]()
-
-    def price_all(ways: Sequence[Way], about: str, progress: Progress) -> list[Priced]:
-        found = list[Priced]()
-        for way in progress.track(ways, description=about):
-            try:
-                run = case.run(way.grid)
-                found.append(price_way(way, run, rows.rows_ILCE, num_priced=case.num_priced))
-            except ValueError as error:
-                refused.append(Refused(way, str(error)))
-        return sorted(found, key=lambda each: each.step_s)
-
-    with Progress(console=to, transient=True) as progress:
-        priced = price_all([way for _, way in ways], "pricing", progress)
-        others = price_all(list(_by_other_shares(priced)), "by other shares", progress)
-    known_s = {(each.way.name, each.way.grid): each.step_s for each in priced}
-    for each in others:
-        alike_s = known_s[each.way.name.partition(", ")[0], each.way.grid]
-        if abs(each.step_s - alike_s) > ALIKE * alike_s:
-            priced.append(each)
-    priced.sort(key=lambda each: each.step_s)
     own = next((each.name for each in chosen if each.is_own), "")
+    if is_quick:
+        ways = [
+            (each, way)
+            for each, way in ways
+            if each.is_own or (OVER not in each.name and way.grid.etp_size == 1)
+        ]
     zebra = case.zebra(rows) if case.has_two_kinds else None
-    return Market(case, rows.source, own, tuple(priced), tuple(refused), zebra)
+    with Progress(console=to, transient=True) as progress:
+
+        def price_all(ways: Sequence[Way], about: str, loads: str) -> list[Priced | Refused]:
+            found = priced_ways(case, loads, ways)
+            return list(progress.track(found, total=len(ways), description=about))
+
+        def market_of(found: Sequence[Priced | Refused]) -> Market:
+            priced = [each for each in found if isinstance(each, Priced)]
+            priced.sort(key=lambda each: each.step_s)
+            refused = [each for each in found if isinstance(each, Refused)]
+            return Market(case, rows.source, own, tuple(priced), tuple(refused), zebra)
+
+        found = price_all([way for _, way in ways], "pricing", loads)
+        market = market_of(found)
+        if every_grid:
+            others = price_all([*_by_other_shares(market.priced)], "by other shares", loads)
+            known_s = {(each.way.name, each.way.grid): each.step_s for each in market.priced}
+            for each in others:
+                if isinstance(each, Priced):
+                    alike_s = known_s[each.way.name.partition(COMMA)[0], each.way.grid]
+                    if abs(each.step_s - alike_s) <= ALIKE * alike_s:
+                        continue
+                found.append(each)
+            market = market_of(found)
+        if is_quick:
+            return market
+        trained = price_all([*_by_other_training(market)], "other micro-batches", loads)
+        market = market_of([*found, *_better(market, trained)])
+        shown = [each.way for each in market.best_of_each]
+        under = {}
+        for other in OTHER_LOADS:
+            if other != loads:
+                alike = price_all(shown, f"under {other}", other)
+                under[other] = _gains([each for each in alike if isinstance(each, Priced)], market)
+        return replace(market, under=under)
+
+
+def _better(market: Market, trained: Sequence[Priced | Refused]) -> list[Priced]:
+    """Of each strategy the fastest other training that fits, where it is faster than the job's."""
+    before_s = {each.way.name: each.step_s for each in reversed(market.priced) if market.fits(each)}
+    better: dict[str, Priced] = {}
+    fitting = (each for each in trained if isinstance(each, Priced) and market.fits(each))
+    for each in sorted(fitting, key=lambda each: each.step_s):
+        name = each.way.name.partition(COMMA)[0]
+        if each.step_s < before_s.get(name, math.inf):
+            better.setdefault(name, each)
+    return [*better.values()]
+
+
+OTHER_LOADS = ("balanced", "zipf:0.6")
+"""What gains are also shown under: nobody knows the loads of a run that has not begun."""
+
+
+def _gains(priced: Sequence[Priced], market: Market) -> dict[str, float | None]:
+    base = market.base
+    seconds = {each.way.name: each.step_s for each in priced}
+    base_s = None if base is None else seconds.get(base.way.name)
+    return {name: base_s and base_s / step_s for name, step_s in seconds.items()}
+
+
+# What a process that is forked to price has of the one that forks it.
+_FORKED: list[tuple[Case, str, Sequence[Way]]] = []
+
+
+def priced_ways(case: Case, loads: str, ways: Sequence[Way]) -> Iterator[Priced | Refused]:
+    """Each way in its order, by all cores."""
+    cores = min(len(os.sched_getaffinity(0)), len(ways))
+    if cores <= 1:
+        yield from (_priced(case, loads, way) for way in ways)
+        return
+    _FORKED.append((case, loads, ways))
+    try:
+        with ProcessPoolExecutor(cores, get_context("fork")) as pool:
+            found = [pool.submit(_priced_here, number) for number in range(len(ways))]
+            for way, each in zip(ways, found):
+                try:
+                    yield each.result()
+                except (AttributeError, TypeError, PicklingError) as error:
+                    if "pickle" not in str(error):
+                        raise
+                    yield _priced(case, loads, way)  # by a strategy of a user's own
+    finally:
+        _FORKED.pop()
+
+
+def _priced_here(number: int) -> Priced | Refused:
+    case, loads, ways = _FORKED[-1]
+    return _priced(case, loads, ways[number])
+
+
+def _priced(case: Case, loads: str, way: Way) -> Priced | Refused:
+    own = case.of(way)
+    try:
+        rows_ILRE = own.rows(loads).rows_ILCE
+        return price_way(way, own.run(way.grid), rows_ILRE, num_priced=own.num_priced)
+    except ValueError as error:
+        return Refused(way, str(error))

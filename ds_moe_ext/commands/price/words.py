@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ds_moe_ext import older_names
-from ds_moe_ext.commands.price.market import OVER, Market
+from ds_moe_ext.commands.price.market import BASE, COMMA, OVER, SIZED, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_replicas
@@ -34,10 +34,12 @@ PARTS = {
 """Where the time of a step goes: heading, and number of ``StepPrice``."""
 BUBBLE = {"bubble": "bubble_s"}
 """And where there are pipeline stages."""
-FULL = 150
+FULL = 165
 """Columns of a terminal that all of these want."""
-BRIEF = ("step", "gain", "balance", "GiB a rank")
+BRIEF = ("step", "MFU", "gain", "GiB a rank")
 """What is shown on fewer."""
+ON_PAGES = ("balance", "replicas")
+"""What is shown by --html and --json alone."""
 MEMORY = ("weights", "gradients", "optimizer", "activations", "replicas", "runtime")
 """What a rank needs memory for: numbers of ``MemoryUse``."""
 NUMBERS = (*PARTS.values(), *BUBBLE.values(), "balance")
@@ -201,12 +203,24 @@ def zebra_words(market: Market) -> list[str]:
     ]
 
 
+def host_words(market: Market) -> list[str]:
+    """Where the host bounds, and what helps."""
+    bound = [each for each in market.best_of_each if market.host_bound(each)]
+    if not bound:
+        return []
+    shares = ", ".join(f"{each.way.name} {each.mean('host_s') / each.step_s:.0%}" for each in bound)
+    return [
+        f"host-bound: devices wait for their host for part of the step ({shares}); larger "
+        "micro-batches, a faster host (host_launch_s of the hardware file) or ep help"
+    ]
+
+
 def block_words(market: Market) -> list[str]:
     """How the fastest way is asked for."""
     best = market.best
     if best is None:
         return []
-    strategy, _, balance = best.way.name.partition(OVER)
+    strategy, _, balance = best.way.name.partition(COMMA)[0].partition(OVER)
     grid = best.way.grid
     block = {
         "enabled": True,
@@ -216,8 +230,14 @@ def block_words(market: Market) -> list[str]:
         "expert_sharding_size": grid.etp_size if grid.etp_size > 1 else None,
     }
     stated = {key: value for key, value in block.items() if value is not None}
+    training, trained = best.way.training, ""
+    if training is not None:
+        batches = counted(training.micro_batches, "micro-batch")
+        trained = f" in {batches} of {training.micro_batch}"
+        trained += ", with recomputation" * training.recomputes
     return [
-        f"to run the fastest: {json.dumps({BLOCK: stated})}; under Megatron the sizes are flags: "
+        f"to run the fastest{trained}: {json.dumps({BLOCK: stated})}; under Megatron the sizes are "
+        "flags: "
         f"--expert-model-parallel-size {grid.num_ep_ranks} "
         f"--expert-tensor-parallel-size {grid.etp_size}"
     ]
@@ -229,8 +249,8 @@ def assumed(market: Market) -> list[str]:
     lines = [
         "assumed where the hardware file has no measurement: products reach "
         f"{reached.products:.0%} of the peak, memory {reached.memory:.0%}, links "
-        f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; the host issues as "
-        "measured (docs/price.md says all)"
+        f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; a host as slow as "
+        "one H200's that was measured (docs/price.md)"
     ]
     training = market.case.training
     if training.zero_stage >= 2 and training.micro_batches > 1:
@@ -264,7 +284,9 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     if market.priced:
         to.print(_seconds(market, to.width))
         to.print(_memory(market))
-    lines = [verdict(market), *block_words(market)]
+    if market.under and market.base is not None:
+        to.print(_loads(market))
+    lines = [verdict(market), *host_words(market), *block_words(market)]
     lines += [f"{name}: {plan_words(each)}" for name, each in market.named]
     lines += [*zebra_words(market), *pays]
     lines += [
@@ -295,8 +317,11 @@ def figures_of(market: Market, priced: Priced, style: Style) -> dict[str, str]:
     parts = parts_of(market).items()
     return {
         "step": style.seconds(priced.step_s),
-        "tokens/s": f"{priced.tokens_per_s:,.0f}",
+        "tokens/s": f"{priced.tokens_per_s / market.case.training.num_ranks:,.0f}",
+        "TFLOP/s": f"{market.flops_per_s(priced) / 1e12:,.0f}",
+        **({"MFU": f"{used:.0%}"} if (used := market.mfu(priced)) is not None else {}),
         "gain": style.unknown if gain is None else style.gain(gain),
+        "micro-batch": f"{(priced.way.training or market.case.training).micro_batch}",
         **{heading: style.seconds(priced.mean(part)) for heading, part in parts},
         "balance": style.balance(priced.mean("balance")),
         "replicas": f"{priced.replicas:.1f}",
@@ -305,22 +330,37 @@ def figures_of(market: Market, priced: Priced, style: Style) -> dict[str, str]:
 
 
 def _seconds(market: Market, width: int) -> Table:
-    table = Table("", "strategy", "grid", title="a step, ms", title_justify="left")
+    named = Column("", no_wrap=True), Column("strategy", no_wrap=True)
+    title = "a step, ms; tokens/s and model TFLOP/s of one GPU"
+    table = Table(*named, "grid", title=title, title_justify="left")
     rows = [figures_of(market, each, IN_TEXT) for each in market.priced]
-    shown = [heading for heading in rows[0] if width >= FULL or heading in BRIEF]
+    wanted = BRIEF if width < FULL else [each for each in rows[0] if each not in ON_PAGES]
+    shown = [heading for heading in rows[0] if heading in wanted]
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for each, row in zip(market.priced, rows):
         marks = ">" if each is market.best else ""
         table.add_row(
-            f"{marks} yours".strip() if each.way.name == market.own else marks,
-            each.way.name,
+            f"{marks} yours".strip() if each is market.own_best else marks,
+            each.way.name.partition(SIZED)[0],
             grid_text(each.way.grid),
             *(row[heading] for heading in shown),
             style=None if market.fits(each) else "dim",
         )
-    if len(shown) < len(rows[0]):
+    if width < FULL:
         table.caption = f"where the time goes: from {FULL} columns on, by --html or --json"
+    return table
+
+
+def _loads(market: Market) -> Table:
+    """Gains under other loads than those that were asked for."""
+    table = Table("strategy", title=f"gain over {BASE}, by loads", title_justify="left")
+    for name in (*market.under, market.loads):
+        table.add_column(name, justify="right")
+    for each in market.best_of_each:
+        gains = [of_loads.get(each.way.name) for of_loads in market.under.values()]
+        shown = ["" if gain is None else f"{gain:.2f} x" for gain in (*gains, market.gain(each))]
+        table.add_row(each.way.name, *shown)
     return table
 
 
@@ -363,6 +403,7 @@ def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
         ],
         "zebra": None if market.zebra is None else zebra_words(market)[0],
         "pays": list(pays),
+        "gains_by_loads": market.under,
         "reached": dataclasses.asdict(case.reached),
         "assumed": assumed(market),
     }
@@ -379,6 +420,10 @@ def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
         "fits": market.fits(priced),
         "step_s": priced.step_s,
         "tokens_per_s": priced.tokens_per_s,
+        "model_flops_per_s_per_gpu": market.flops_per_s(priced),
+        "mfu": market.mfu(priced),
+        "micro_batch": (priced.way.training or market.case.training).micro_batch,
+        "recomputes": (priced.way.training or market.case.training).recomputes,
         "gain": market.gain(priced),
         **{name: priced.mean(name) for name in NUMBERS},
         "replicas": priced.replicas,

@@ -34,7 +34,7 @@ from ds_moe_ext.planning.exchange_costs import (
     line_of_way,
 )
 from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.planning.layer_seconds import HOST_TIMES, issued
+from ds_moe_ext.planning.layer_seconds import GPU_HOST, issued
 from ds_moe_ext.planning.prices import Line
 from ds_moe_ext.planning.probe import Paths, Payload, measure_carrier, measure_pipeline, quick_bench
 from ds_moe_ext.planning.strategy import CostGroup
@@ -143,7 +143,7 @@ class Pipelines:
         host_s = None
         if self.device.type != CPU.type:  # else the host is what computes
             is_split = self.layers[0].routed.layer_context.layout.grid.etp_size > 1
-            host_s = issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
+            host_s = issued(GPU_HOST, is_split=is_split, chunk_s=chunk_s)
         return Measured(
             tuple(measured[layer] for layer in range(len(self.layers))),
             self.gradients.head_elements,
