@@ -17,7 +17,13 @@ from ds_moe_ext.core.layout import world
 from ds_moe_ext.files.whole_files import why_unwritable
 from ds_moe_ext.hosts.attachment.startup_check import Launched
 from ds_moe_ext.planning.bench import Bench, clock_of
-from ds_moe_ext.planning.probe import Sizes, levels_of, measure_cluster, measure_memory
+from ds_moe_ext.planning.probe import (
+    Sizes,
+    levels_of,
+    measure_cluster,
+    measure_launch,
+    measure_memory,
+)
 
 
 def measure_here(
@@ -57,9 +63,15 @@ def measure_here(
             )
             hardware = measure_cluster(levels, bench, sizes_of(is_quick, expert_bytes))
             device_read = replace(hardware.device, memory_bytes_per_s=measure_memory(bench))
+            launch_s = measure_launch(device)
     how = "ds-moe-ext profile --quick" if is_quick else "ds-moe-ext profile"
     source = f"{how}, {datetime.date.today()}, torch {torch.__version__}, {backend}"
-    return rank, replace(hardware, device=device_read, source=f"measured by {source}")
+    return rank, replace(
+        hardware,
+        device=device_read,
+        host_launch_s=launch_s,
+        source=f"measured by {source}",
+    )
 
 
 def device_of(launched: Launched, kind: str | None) -> torch.device:

@@ -10,6 +10,7 @@ sizes, C members of a group, R rows, D model width.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,6 +360,28 @@ def matmul_sweep(
     rows_NRD = [torch.ones(rows, width, dtype=dtype, device=device) for rows in num_rows_N]
     works_N = [partial(torch.matmul, rows_RD, weight_DD) for rows_RD in rows_NRD]
     return Sweep(f"matmul {dtype}", [rows * width**2 for rows in num_rows_N], works_N)
+
+
+LAUNCHES = 2000
+
+
+def measure_launch(device: torch.device) -> float | None:
+    """Seconds in which this host issues one operation to its device, of all ranks the slowest's;
+    None where the host is what computes. Collective."""
+    if device.type != "cuda":
+        return None
+    x = torch.zeros(8, device=device)
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(LAUNCHES):
+            x.add_(1.0)  # few enough that the device's queue never stops the host
+        seconds.append((time.perf_counter() - began_s) / LAUNCHES)
+        torch.cuda.synchronize(device)
+    slowest = torch.tensor(sorted(seconds)[len(seconds) // 2], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return _rounded(float(slowest))
 
 
 def measure_memory(bench: Bench) -> float:

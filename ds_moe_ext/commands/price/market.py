@@ -265,24 +265,23 @@ SIZES = (2, 4, 8)
 def _by_other_training(market: Market) -> Iterator[Way]:
     """Larger micro-batches of the strategies whose steps wait for the host; and what makes those
     fit that do not: layers that run again in backward, or smaller micro-batches."""
-    training = market.case.training
-    seen = set[str]()
+    training, stages = market.case.training, market.case.training.parallel
+    fewest = stages.pipeline if stages.chunks > 1 else 1
+    fastest_s: dict[str, float] = {}
     for each in market.priced:
-        way = each.way
-        if way.name in seen:
-            continue
-        seen.add(way.name)
+        way, name = each.way, each.way.name
+        is_first = name not in fastest_s
+        fastest_s.setdefault(name, each.step_s)
         if not market.fits(each):
-            if not training.recomputes:
+            if is_first and not training.recomputes:
                 again = replace(training, recomputes=True)
-                yield replace(way, name=f"{way.name}{RUN_AGAIN}", training=again)
-            for by in SIZES:
+                yield replace(way, name=f"{name}{RUN_AGAIN}", training=again)
+            for by in SIZES if is_first else ():
                 if training.micro_batch % by == 0:
                     yield _sized(way, training, training.micro_batch // by)
-        elif each.mean("host_s") > HOST_BOUND * each.step_s:
+        elif market.host_bound(each) and each.step_s - each.mean("host_s") < fastest_s[name]:
             for by in SIZES:
-                stages = training.parallel.pipeline if training.parallel.chunks > 1 else 1
-                if training.micro_batches % (by * stages) == 0:
+                if training.micro_batches % (by * fewest) == 0:
                     yield _sized(way, training, training.micro_batch * by)
 
 
