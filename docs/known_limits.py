@@ -27,18 +27,16 @@ PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 INTRODUCTION = """\
 # Known limits
 
-What is refused at start, by an error that says the same: each row is what a user asks for, why it
-does not go with replaced experts, and what to do. This page is made of the rows that refuse
-(`python docs/known_limits.py`), and a test compares the two. Nobody can ask at start for what the
-last section has. What composes with what otherwise is in [strategies](strategies/README.md).
+Each row is refused at start, by an error that says the same: what you asked for, why it cannot be
+combined with replaced experts, and what to do. `python docs/known_limits.py` makes this page of the
+rows that refuse, except the last section, which only shows while a run trains. What composes:
+[strategies](strategies/README.md).
 
-Only what a person wrote is refused. A key that is null (the default) asks for what the host can do:
-where a row of the sections "where experts move" and "where dense gradients are sliced" applies,
-experts keep their owners and the host reduces dense gradients, and a line at start names the key
-and the reason. Two things are known too late for that. In plain PyTorch the optimizer comes after
-the
-sizes: one that takes norms of whole weights, where `esp` splits experts over the ranks of a node,
-needs `expert_sharding_size` 1. And which gradients become ready is known in the first backward
+Only what you wrote is refused. Where a key is null (the default) and a row of "where experts move"
+or "where dense gradients are sliced" applies, experts keep their owners and the host reduces dense
+gradients; a line at start names the key and the reason. Two exceptions are known too late. In plain
+PyTorch the optimizer comes after the sizes: one that takes norms of whole weights needs
+`expert_sharding_size` 1 under `esp`. Which gradients become ready is known in the first backward
 pass: where [slices cannot take them](strategies/esp.md#slices-of-dense-gradients), set
 `slice_gradients` to false.
 """

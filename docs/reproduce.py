@@ -27,18 +27,15 @@ ds-moe-ext reproduce hecate prophet fsmoe hetermoe --html figures.html
 
 computes tables and figures of the four papers with the planners, prices and simulator of this
 package, and prints each beside the paper's value. It needs a clone of the repository and no GPU;
-the four take 3, 2, 28 and 10 s. The command prints for each paper what was taken from it, what is
-assumed, fitted and left out, and **why each missed figure is missed**. `--html FILE` writes one
-page with charts, `--json` a document.
+the four take 3, 2, 28 and 10 s. The command also prints what was taken from each paper, what is
+assumed, fitted and left out, and **why each missed figure is missed**. `--html FILE` writes a page
+with charts, `--json` a document.
 
 All of it is computed, nothing is measured. No row has settings of its own. Tolerances: HECATE's
 ratios within 15 %, FSMoE's means within 0.05, HeterMoE's means within 10 %; of Pro-Prophet only
-orders, since no single bandwidth meets all of its tables. A figure is met if all its held values
-and all its claims (an order or a sentence of the paper) are. *Italics*: beyond the tolerance.
-
-Models: [configs/models](../configs/models/README.md). Clusters: `configs/hardware`
-([hardware](price.md#hardware)). Code: `launch/papers`. `python docs/reproduce.py` writes this page,
-and a slow test compares the two.
+orders, since no single bandwidth meets all of its tables. A figure is met if all its values and
+claims (an order or a sentence of the paper) are. *Italics*: beyond the tolerance. Code:
+`launch/papers`; `python docs/reproduce.py` writes this page.
 """
 # What was fitted, and what most misses come from.
 NOTES = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/keys.md names every key of the block, and no other, with its default."""
+"""docs/keys.md and strategies' pages name every key of the block, with its default."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_moe_ext.planning.strategy import registered
 from ds_moe_ext.strategies.settings import Settings
 from ds_moe_ext.strategies.zebra import Profile
 from ds_moe_ext.strict import fields_of
 
-PAGE = (Path(__file__).parents[1] / "docs/keys.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "keys.md").read_text(encoding="utf-8")
 
 
 STRATEGIES = {n: c for n, c in registered().items() if c.__module__.startswith("ds_moe_ext.")}
@@ -33,9 +36,9 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + field.name, [] if field.name == "hooks" else default
 
 
-def on_the_page(first: str, last: str) -> dict[str, str]:
-    """Defaults by key of the tables between two headings."""
-    part = PAGE.partition(f"\n## {first}\n")[2].partition(f"\n## {last}\n")[0]
+def on_the_page(page: str, heading: str, end: str = "\n## ") -> dict[str, str]:
+    """Defaults by key of the tables below a heading."""
+    part = page.partition(f"\n## {heading}\n")[2].partition(end)[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", part, re.M)
     return {name: default for keys, default in rows for name in re.findall(r"`(.*?)`", keys)}
 
@@ -50,17 +53,18 @@ def as_written(default: Any) -> str:
 
 def test_keys_of_the_block() -> None:
     wanted = {key: as_written(default) for key, default in keys_of(Settings)}
-    page = on_the_page("The block", "Blocks of strategies")
+    page = on_the_page(PAGE, "The block", "\n## Blocks of strategies")
     blocks = {"report", "trace", "waits", "checkpoint", "megatron", *STRATEGIES}
     assert {key: page[key] for key in page if key not in blocks} == wanted
     assert blocks <= page.keys()
 
 
-def test_keys_of_strategies() -> None:
-    wanted = {
-        key: as_written(default)
-        for name, cls in STRATEGIES.items()
-        for key, default in keys_of(cls, f"{name}.")
-    }
-    wanted |= {key: as_written(default) for key, default in keys_of(Profile, "zebra.profile.")}
-    assert on_the_page("Blocks of strategies", "`gate`") == wanted
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_keys_of_a_strategy(name: str) -> None:
+    wanted = {key: as_written(default) for key, default in keys_of(STRATEGIES[name])}
+    (row,) = re.findall(rf"^\| \[`{name}`\].*? \| (.*) \|$", PAGE, re.M)
+    assert {*re.findall(r"`(.*?)`", row)} == wanted.keys()
+    if name == "zebra":
+        wanted |= {key: as_written(default) for key, default in keys_of(Profile, "profile.")}
+    page = (DOCS / f"strategies/{name}.md").read_text(encoding="utf-8")
+    assert on_the_page(page, "Keys") == wanted

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Megatron-LM's functional cases with experts on a CPU, with us and without.
 
-``python -m tests.hosts.functional_runs CHECKOUT [BRIDGE]`` writes ``docs/megatron_cases.md``.
+``python -m tests.hosts.functional_runs CHECKOUT [BRIDGE]`` writes ``tests/hosts/megatron_cases.md``.
 Each toy that cases are reduced to runs once, several in a process; what was found is kept in
 RESULTS, by toy, and not run again. A process that is given a file runs its toys as one of the
 ranks.
@@ -34,7 +34,7 @@ from tests.hosts.megatron_skewed import NEVER, Seen, num_replicas, worst
 from tests.hosts.processes import ROOT, started
 
 RESULTS = Path(tempfile.gettempdir()) / "functional_runs.json"
-PAGE = ROOT / "docs/megatron_cases.md"
+PAGE = ROOT / "tests/hosts/megatron_cases.md"
 BLOCK = {"enabled": True, "report": {"enabled": False}, "megatron": {"layer": "host"}}
 FSSDP = {"overlap_degree": 2, "replicas_per_rank": 2, "reshard_interval": 0}
 VARIED = {"strategy": "tests.hosts.varied:Varied", "options": {"layers": 1.0, "replicas": 0.5}}

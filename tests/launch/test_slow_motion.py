@@ -43,7 +43,7 @@ def test_streams_share_a_card() -> None:
 
 
 def test_a_scene_takes_what_the_price_says() -> None:
-    """docs/price.md, followed by hand: Mixtral 8x7B on H100s, 4,096 tokens a rank."""
+    """As in tests/pricing/test_worked_example.py: Mixtral 8x7B on H100s, 4,096 tokens a rank."""
     words = ("--model", "mixtral_8x7b", "--hardware", "dgx_h100", "--tokens", "4096")
     scene = Scene.of(slow_motion.parse_arguments((*words, "--slower", "3")), 4)
     sizes = scene.sizes(2)

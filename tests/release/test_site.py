@@ -26,7 +26,7 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.slow  # it installs what makes a site
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Anchors too, pages that the navigation lacks, and names of the API that are not there: by the
-    newest packages that docs/requirements.txt admits, which the script installs once."""
+    packages that docs/requirements.txt pins, which the script installs once."""
     done = subprocess.run(
         ["bash", "launch/docs.sh", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
