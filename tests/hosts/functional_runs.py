@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Megatron-LM's functional cases with experts on a CPU, with us and without.
 
-``python -m tests.hosts.functional_runs CHECKOUT [BRIDGE]`` writes ``tests/hosts/megatron_cases.md``.
+``python -m tests.hosts.functional_runs CHECKOUT [BRIDGE]`` writes ``megatron_cases.md`` beside it.
 Each toy that cases are reduced to runs once, several in a process; what was found is kept in
 RESULTS, by toy, and not run again. A process that is given a file runs its toys as one of the
 ranks.
