@@ -28,7 +28,8 @@ where two micro-batches are interleaved). Every size of tensor, pipeline, contex
 tensor parallelism above 1 is 2; where this needs more than {ranks} ranks, pipeline stages are left
 out, then context parallelism. Transformer Engine and HybridEP are stand-ins in torch
 ([on stand-ins](../../docs/megatron.md#on-stand-ins-not-on-a-gpu)). Attention stays within a
-context parallel rank's part, and routers prefer the same experts in every run, so that replicas are worth it.
+context parallel rank's part, and routers prefer the same experts in every run, so that replicas
+are worth it.
 
 Three steps; losses, gradient norms, gradients of the first step and weights are compared with those
 of stock Megatron: losses to 1e-12 in float64, 1e-5 in float32 and bfloat16, norms to ten times,
