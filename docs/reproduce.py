@@ -33,9 +33,10 @@ with charts, `--json` a document.
 
 All of it is computed, nothing is measured. No row has settings of its own. Tolerances: HECATE's
 ratios within 15 %, FSMoE's means within 0.05, HeterMoE's means within 10 %; of Pro-Prophet only
-orders, since no single bandwidth meets all of its tables. A figure is met if all its values and
-claims (an order or a sentence of the paper) are. *Italics*: beyond the tolerance. Code:
-`launch/papers`; `python docs/reproduce.py` writes this page.
+orders, since no single bandwidth meets all of its tables. Verdicts: **met** (all values and
+claims), **met in order only** (no value is held), **fitted on this row** (met, but something was
+fitted with it in sight), **missed**. *Italics*: beyond the tolerance. Code: `launch/papers`;
+`python docs/reproduce.py` writes this page.
 """
 # What was fitted, and what most misses come from.
 NOTES = {
@@ -62,7 +63,7 @@ def section(paper: Paper) -> str:
 
 
 def line(figure: Figure) -> str:
-    verdict, _, _ = figure.verdict.partition(":")
+    verdict = figure.worth if figure.is_judged else figure.verdict
     return f"| {figure.name} | {figure.title} | {values(figure)} | {verdict} |"
 
 

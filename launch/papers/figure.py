@@ -82,6 +82,8 @@ class Figure:
         claims: what must hold besides.
         assumed: for this figure, beside what is assumed for the whole paper.
         because: why what is not met is not.
+        is_fitted: what all figures share was chosen with this one in sight, so that meeting it
+            says little.
         curves: ours, where the paper has a picture.
     """
 
@@ -92,6 +94,7 @@ class Figure:
     claims: tuple[Claim, ...] = ()
     assumed: tuple[str, ...] = ()
     because: str = ""
+    is_fitted: bool = False
     curves: tuple[Curve, ...] = ()
 
     @property
@@ -137,7 +140,19 @@ class Figure:
             lines.append(f"{number} of {len(self.claims)} claims hold")
         if not self.is_judged:
             return "for comparison"
-        return f"{'met' if self.is_met else 'missed'}: {', '.join(lines)}"
+        return f"{self.worth}: {', '.join(lines)}"
+
+    @property
+    def worth(self) -> str:
+        """What meeting it says, in a few words."""
+        if not self.is_met:
+            return MISSED
+        if self.is_fitted:
+            return FITTED
+        return MET if self.held else IN_ORDER
+
+
+MET, IN_ORDER, FITTED, MISSED = "met", "met in order only", "fitted on this row", "missed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +179,8 @@ class Paper:
 
 
 def met_of(figures: Sequence[Figure]) -> str:
-    """How many of those that are judged are met, in words."""
-    judged = [figure.is_met for figure in figures if figure.is_judged]
-    return f"{sum(judged)} of {len(judged)} tables and figures met"
+    """How many of those that are judged are met, and how, in words."""
+    worths = [figure.worth for figure in figures if figure.is_judged]
+    parts = [f"{worths.count(worth)} {worth}" for worth in (IN_ORDER, FITTED) if worth in worths]
+    met = f"{worths.count(MET)} of {len(worths)} tables and figures met"
+    return ", ".join([met, *parts])

@@ -79,6 +79,7 @@ def figure_9_and_10() -> Figure:
     few, many, fast = (geometric_mean(of) for of in speeds.values())
     return Figure(
         name="Figures 9, 10",
+        is_fitted=True,
         title="speed over EP, end to end, geometric mean of four models",
         rows=(
             *(
@@ -129,6 +130,7 @@ def figure_11() -> Figure:
     exponents = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
     return Figure(
         name="Figure 11",
+        is_fitted=True,
         title="speed of an MoE layer over EP, GPT-MoE-S on B",
         rows=(
             Row(name="geometric mean of layers", paper=11.87, ours=geometric_mean(speeds_L)),
@@ -276,6 +278,7 @@ def figure_15a() -> Figure:
     text = f"with {TOKENS:,} tokens"
     return Figure(
         name="Figure 15a",
+        is_fitted=True,
         title="HECATE over its parts, end to end, GPT-MoE-S on B",
         rows=(
             Row(name="over sharding alone", paper=3.32, ours=sharding),

@@ -132,7 +132,7 @@ def test_fsmoes_operations_and_models() -> None:
     # Spec 8.3.
     assert rows["A, GPT2-XL, A2A"] == approx(9.70, abs=0.01)
     assert rows["B, Mixtral-7B, AllGather"] == approx(38.40, abs=0.01)
-    assert table_6.is_met
+    assert not table_6.missed and not table_6.is_met  # gates are priced alike
     models = fsmoe_figures.figure_6()
     assert not models.broken
     ours = {row.name: row.ours for row in models.rows}
