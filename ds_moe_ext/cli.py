@@ -33,7 +33,7 @@ class _Version(argparse.Action):
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
-        prog="ds-moe-ext", description="What a run with ds_moe_ext would do, would gain, and did."
+        prog="ds-moe-ext", description="Predict, verify and report what ds_moe_ext does and gains."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -50,7 +50,7 @@ def main() -> None:
 def add_price(commands: Any) -> None:
     """Add ``price``: what a job would take under every strategy."""
     parser = commands.add_parser(
-        "price", help="what a job would take under every strategy, before a GPU hour is spent"
+        "price", help="predict step time and memory of a job under every strategy"
     )
     add = parser.add_argument
     add("job", type=Path, help="DeepSpeed's JSON, or a file of Megatron's flags")
@@ -59,18 +59,22 @@ def add_price(commands: Any) -> None:
         "--hardware",
         required=True,
         nargs="+",
-        help="a file, or a name of configs/hardware, as dgx_h100; several stand side by side",
+        help="a file, or a name of configs/hardware, as dgx_h100; several are compared",
     )
-    add("--nodes", type=int, nargs="+", help="of each cluster, where not those of its file")
+    add("--nodes", type=int, nargs="+", help="nodes of each cluster (default: as in its file)")
     add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
     add("--strategies", default="all", help="names with commas between, or all; or module:Class")
-    add("--grids", choices=("few", "all"), default="few", help="of ranks that are tried")
-    add("--length", type=int, help="tokens of a sample")
-    add("--micro-batch", type=int, help="samples of a rank in one pass")
-    add("--micro-batches", type=int, help="passes of a step")
-    add("--recomputes", action=argparse.BooleanOptionalAction, help="activations, in backward")
-    add("--quick", action="store_true", help="no other micro-batches, and no other loads")
-    add("--pays", action="store_true", help="price other skews and token counts, too")
+    add("--grids", choices=("few", "all"), default="few", help="EP group sizes to try")
+    add("--length", type=int, help="tokens per sample")
+    add("--micro-batch", type=int, help="samples per rank and pass")
+    add("--micro-batches", type=int, help="passes per step")
+    add(
+        "--recomputes",
+        action=argparse.BooleanOptionalAction,
+        help="recompute activations in backward",
+    )
+    add("--quick", action="store_true", help="skip other micro-batches and loads")
+    add("--pays", action="store_true", help="also price other skews and token counts")
     add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")
     add("--trace", type=Path, metavar="FILE", help="a timeline, for ui.perfetto.dev")
     add("--json", type=Path, metavar="FILE", help="all numbers")
@@ -87,22 +91,24 @@ def add_convert(commands: Any) -> None:
     """Add ``convert``: a checkpoint's weights in the form of another host."""
     parser = commands.add_parser(
         "convert",
-        help="write a checkpoint's weights in the form of Megatron, DeepSpeed or Hugging Face",
+        help="convert the weights of a checkpoint between Megatron, DeepSpeed and Hugging Face",
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", type=Path, help="folder of a checkpoint")
     add("target", metavar="TARGET", type=Path, help="folder to write, new or empty")
-    add("--from", dest="given", choices=FORMS, help="form of SOURCE; default: as it looks")
+    add("--from", dest="given", choices=FORMS, help="form of SOURCE (default: detected)")
     add("--to", dest="goal", choices=FORMS, required=True, help="form of TARGET")
     add(
         "--model",
         dest="described",
         metavar="FILE",
         type=Path,
-        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
-        "a name there; a deepspeed SOURCE needs it, others say themselves",
+        help=(
+            "a Hugging Face config.json (or its folder), a file like those of configs/models, "
+            "or a name there; required for a deepspeed SOURCE"
+        ),
     )
-    add("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    add("--dtype", choices=DTYPES, help="of the weights (default: unchanged)")
     parser.set_defaults(run=_convert)
 
 

@@ -211,8 +211,8 @@ class Stage(Enum):
 
     WEIGHTS = (
         "weights at start",
-        "the script draws them without a seed, or loads others; call torch.manual_seed before the "
-        "model is made",
+        "the script initialises weights without a seed, or loads different ones; call "
+        "torch.manual_seed before the model is made",
     )
     INPUT = (
         "input of MoE layers",
@@ -221,40 +221,39 @@ class Stage(Enum):
     )
     CHOICES = (
         "chosen experts",
-        "the gate chooses otherwise than the host's, and not by ties: a gate of the block "
+        "the gate chooses other experts than the host's, beyond ties: a gate of the block "
         "(`gate`), or a capacity that drops choices",
     )
     SCORES = (
         "scores",
-        "the gate weighs otherwise than the host's: a gate of the block (`gate`) that normalises "
-        "or scales its scores in another way",
+        "the gate weights differ from the host's: a gate of the block (`gate`) that "
+        "normalises or scales its scores in another way",
     )
     OUTPUT = (
         "output of MoE layers",
-        "the experts compute something else of the same rows: a function given to "
-        "register_experts that is not what the class computes (its activation, the order of its "
-        "weights), scores applied twice or not at all, or rows that the block drops "
-        "(`capacity_factor`) or changes on their way (`hooks`)",
+        "the experts compute something else from the same tokens: a function given to "
+        "register_experts that is not what the class computes (its activation, the order of "
+        "its weights), scores applied twice or not at all, or tokens that the block drops "
+        "(`capacity_factor`) or changes (`hooks`)",
     )
     GRADIENTS = (
         "gradients",
-        "the forward pass agrees, so it is the way back: an expert's function whose gradient is "
-        "not its own, or an error of ds_moe_ext: please report it, with this name",
+        "the forward pass agrees, so the cause is in backward: a wrong gradient of an "
+        "expert's function, or a bug in ds_moe_ext: please report it with this name",
     )
     NORM = (
         "norm of the reduced gradients",
-        "what each rank computes agrees, so it is how gradients are summed or averaged over ranks: "
-        "please report it; not so at ZeRO 0 with experts that DeepSpeed itself spreads, where it "
-        "takes a mean of norms",
+        "each rank's gradients agree, so the cause is the reduction over ranks: please report "
+        "it (except at ZeRO 0 with DeepSpeed's own expert parallelism, which averages norms)",
     )
     FIRST_LOSS = (
         "loss of the first step",
-        "MoE layers agree, so it is what stands beside them: a balance loss of the gate",
+        "MoE layers agree, so the cause is outside them: a balance loss of the gate",
     )
     CURVE = (
         "losses of later steps",
-        "the first step agrees, gradients too, so it is what steps do: the optimizer, clipping, "
-        "experts that move or are copied; more so if the difference begins at one step",
+        "the first step and its gradients agree, so the cause is the update: the optimizer, "
+        "clipping, moved experts or replicas, especially if the difference begins at one step",
     )
 
     def __init__(self, words: str, cause: str) -> None:
@@ -374,7 +373,7 @@ def _unseen(ranks: Sequence[RankRecord]) -> Iterator[str]:
     """What a host does not show."""
     for kind, words in KINDS.items():
         if not any(record.gradients[kind] for record in ranks):
-            yield f"gradients of {words}, which are frozen, or which the host keeps to itself"
+            yield f"gradients of {words}, which are frozen, or which the host does not expose"
 
 
 def _weights(off: Sequence[RankRecord], on: Sequence[RankRecord]) -> Iterator[Compared]:

@@ -215,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--eval-iters", type=int, default=4)
     add("--save", type=Path, help="folder for a checkpoint after the last step")
     add("--save-interval", type=int, default=0, help="save also every so many steps")
-    add("--load", type=Path, help="folder of a checkpoint to go on from")
+    add("--load", type=Path, help="folder of the checkpoint to resume from")
 
     add = parser.add_argument_group("parallelism").add_argument
     add("--tensor-model-parallel-size", type=int, default=1)
@@ -281,7 +281,9 @@ class Run:
 def read_run(arguments: argparse.Namespace) -> Run:
     """Read the files that the command line names, and check what Megatron does not."""
     if arguments.train_iters < 1:
-        raise ValueError(f"--train-iters {arguments.train_iters} trains nothing; give 1 or more")
+        raise ValueError(
+            f"--train-iters {arguments.train_iters} is not a number of steps; give 1 or more"
+        )
     if arguments.save_interval and arguments.save is None:
         raise ValueError(f"--save-interval {arguments.save_interval} needs --save FOLDER")
     path = arguments.ds_moe_ext_config

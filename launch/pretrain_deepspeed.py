@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--ep_size", type=int, help="replaces ep_size of a gpt_moe model file")
     add("--save", type=Path, help="folder for a checkpoint after the last step")
     add("--save_every", type=int, default=0, help="save also every so many steps")
-    add("--resume", type=Path, help="folder of a checkpoint to go on from")
+    add("--resume", type=Path, help="folder of the checkpoint to resume from")
     add("--eval_every", type=int, default=0, help="held-out loss every so many steps; 0: never")
     add("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
@@ -162,7 +162,7 @@ def read_run(arguments: argparse.Namespace) -> Run:
     name = named(config, arguments.output, Path("runs/quickstart"))
     num_steps = _last_step(config) if arguments.steps is None else arguments.steps
     if num_steps < 1:
-        raise ValueError(f"--steps {num_steps} trains nothing; give 1 or more")
+        raise ValueError(f"--steps {num_steps} is not a number of steps; give 1 or more")
     if arguments.save_every and arguments.save is None:
         raise ValueError(f"--save_every {arguments.save_every} has no effect without --save FOLDER")
     text = read_text(arguments.data)

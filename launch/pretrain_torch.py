@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--sequence_length", type=int, default=128, help="bytes in a window")
     add("--data", type=Path, help="file or folder of text; default: Python's standard library")
     add("--save", type=Path, help="folder for a checkpoint after the last step")
-    add("--resume", type=Path, help="folder of a checkpoint to go on from")
+    add("--resume", type=Path, help="folder of the checkpoint to resume from")
     return parser.parse_args()
 
 

@@ -62,11 +62,14 @@ def learned(plain: Finished, copied: Finished) -> str:
     if alike == len(ours):
         until = f"in each of {alike} steps (largest difference {worst.loss:.0e})"
     else:
-        until = f"in the first {alike} of {len(ours)} steps; then a last bit decides otherwise"
+        until = (
+            f"in the first {alike} of {len(ours)} steps; after that, rounding changes an "
+            "expert choice"
+        )
     return (
-        "It learns the same. Each expert at one place "
-        f"({plain.name}) and replicas of busy ones ({copied.name}) give losses within {EQUAL:.0e} "
-        f"{until}: from {ours[0]:.3f} to {ours[-1]:.3f}. Only who computes what differs."
+        f"Training results are unchanged. Without replicas ({plain.name}) and with replicas of "
+        f"hot experts ({copied.name}), losses agree within {EQUAL:.0e} {until}: from "
+        f"{ours[0]:.3f} to {ours[-1]:.3f}. Only where each expert is computed differs."
     )
 
 
@@ -75,10 +78,10 @@ def levelled(plain: Finished, copied: Finished) -> str:
     before, after = plain.outcome, copied.outcome
     assert before is not None and after is not None
     return (
-        "Work is spread more evenly. Some experts are asked far more often than others, and every "
-        f"rank waits for the one that holds them. That one had {before.balance:.2f} times the "
-        f"average work; with {after.replicas:.0f} replicas of busy experts on idle ranks, made for "
-        f"one step at a time, {after.balance:.2f} times."
+        "The load is more even. Hot experts get far more tokens than others, and every rank "
+        f"waits for the rank that holds them. That rank had {before.balance:.2f} times the "
+        f"mean load; with {after.replicas:.0f} replicas of hot experts on less loaded ranks, "
+        f"made for one step at a time, it had {after.balance:.2f} times."
     )
 
 
@@ -87,9 +90,10 @@ def timed(seen: Mapping[str, Any], training: Finished) -> str:
     plain, *others = seen["results"]
     gains = " and ".join(f"{median(each['faster']):.2f} times ({each['name']})" for each in others)
     text = (
-        "That saves time where waiting costs time. In slow motion, on 4 GPUs with a network "
-        f"between them, steps were {gains} as fast as with {plain['name']}: the busiest rank has "
-        "less to compute and to receive, and replicas travel while ranks compute."
+        "This shortens the step on a cluster. In slow motion (4 GPUs with a network between "
+        f"them; compute and network time are simulated by sleeping), steps were {gains} as "
+        f"fast as with {plain['name']}: the busiest rank computes and receives less, and "
+        "replicas are prefetched while ranks compute."
     )
     if seen["load"] > BUSY * seen["cores"]:
         text += (
@@ -98,8 +102,8 @@ def timed(seen: Mapping[str, Any], training: Finished) -> str:
         )
     if training.reported.device == ON_CPU:
         text += (
-            " (The training above says nothing of speed: its ranks share the cores of this "
-            "machine, where copying costs and nobody waits.)"
+            " (The training above does not show speed: its ranks share the cores of this "
+            "machine, where replicas cost time and waiting costs none.)"
         )
     return text
 
@@ -108,10 +112,10 @@ def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     """Of clusters."""
     text = "; ".join(f"on {_cluster(each)} {_gains(each)}" for each in documents)
     return (
-        f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
-        f"asked as unevenly as those of this young model, {text}. (esp splits each expert over the "
-        "GPUs of a node; paper share: rows divided as the strategy's paper says.) A router that "
-        "was trained longer is often more even: less to gain."
+        f"Predicted gain on clusters, by `ds-moe-ext price`: if the expert load of {PUBLIC} "
+        f"were as uneven as in this young model, {text}. (esp splits each expert over the GPUs "
+        "of a node; paper share: tokens divided as in the strategy's paper.) A router that "
+        "was trained longer is often more balanced, with less to gain."
     )
 
 
@@ -146,11 +150,11 @@ def screen(root: Path) -> Iterator[str]:
         timed(read_document(root / "slow_motion.json"), runs[0]),
         priced([read_document(path) for path in prices]),
     )
-    yield "What you have seen"
+    yield "Results"
     for number, text in enumerate(stated, start=1):
         yield textwrap.fill(text, WIDTH, initial_indent=f" {number}. ", subsequent_indent="    ")
     pages = [runs[1].folder / "report.html", *(path.with_suffix(".html") for path in prices)]
-    yield "Where to look next"
+    yield "Next steps"
     yield f"    pictures           {pages[0]}"
     for page in pages[1:]:
         yield f"                       {page}"

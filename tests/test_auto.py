@@ -101,7 +101,7 @@ def test_a_choice_stays_until_the_next_is_due() -> None:
     assert chosen(auto, kept) == Choice("ep", 1.0, "it was")
     due = chosen(auto, job_of(SKEWED, step=20, present="ep"))
     assert due.name != "ep"
-    assert due.reported.startswith(f"auto takes {due.name}: a step is expected to take ")
+    assert due.reported.startswith(f"auto uses {due.name}: predicted step time ")
     assert all(name in due.reported for name in USUAL)
     assert {name for name, _ in due.among_s} == {*USUAL}
 
@@ -186,8 +186,8 @@ def test_replicas_that_do_not_fit_are_left_out_and_reported() -> None:
     tight = chosen(auto, without(job, wanted - 1))
     assert (tight.name, tight.left_out) == ("ep", ("fssdp",))
     assert tight.reported.endswith(
-        "(ms, but for the optimizer); fssdp is left out, for its replicas want "
-        f"{wanted / 1e6:,.0f} MB of a rank, where {(wanted - 1) / 1e6:,.0f} MB are free for them"
+        "(ms, without the optimizer); fssdp is left out: its replicas need "
+        f"{wanted / 1e6:,.0f} MB on a rank, but only {(wanted - 1) / 1e6:,.0f} MB are free"
     )
     # It is reported again where others are left out, though the same runs.
     assert not tight.is_like(tight._replace(left_out=()))
@@ -215,7 +215,9 @@ def test_what_was_seen_counts_where_that_is_more() -> None:
     assert chosen(auto, without(job, much, fssdp=much)).name == "fssdp"
     seen = chosen(auto, without(job, much, fssdp=much + 10**6))
     assert (seen.name, seen.left_out) == ("ep", ("fssdp",))
-    assert "its replicas want 1,000,001 MB of a rank, where 1,000,000 MB are free" in seen.reported
+    assert (
+        "its replicas need 1,000,001 MB on a rank, but only 1,000,000 MB are free"
+    ) in seen.reported
     assert chosen(auto, without(job, much, ep=2 * much)).name == "fssdp"
 
 
@@ -288,10 +290,10 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
         ),
         ({"auto": {"interval": 0}}, r"interval is 0; it must be at least 1"),
         ({"auto": {"margin": 1.0}}, r"margin is 1.0; it must be at least 0 and below 1"),
-        ({"esp": {"schedule": "tutel"}}, r"esp.schedule is 'tutel', but ds_moe_ext.auto lets all"),
-        ({"esp": {"all_to_all": "2dh"}}, r"esp.all_to_all is '2dh', but ds_moe_ext.auto lets all"),
-        ({"ep": {"send_once": True}}, r"knows 'ep' without its keys.*leave out the block"),
-        ({"strategy": "esp", "balance": "auto"}, r"balance is 'auto', which does not place"),
+        ({"esp": {"schedule": "tutel"}}, r"esp.schedule is 'tutel', but ds_moe_ext.auto runs all"),
+        ({"esp": {"all_to_all": "2dh"}}, r"esp.all_to_all is '2dh', but ds_moe_ext.auto runs all"),
+        ({"ep": {"send_once": True}}, r"runs 'ep' without its keys.*leave out the block"),
+        ({"strategy": "esp", "balance": "auto"}, r"balance is 'auto', which cannot place"),
     ],
 )
 def test_bad_keys_are_refused(block: dict[str, Any], stated: str) -> None:

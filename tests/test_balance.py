@@ -168,7 +168,9 @@ class Sliced(ExpertParallel):
     ],
 )
 def test_a_balance_that_decides_how_rows_travel_is_refused(balance: Strategy, name: str) -> None:
-    with pytest.raises(ValueError, match=f"decides itself how rows travel.*leave {name} to the"):
+    with pytest.raises(
+        ValueError, match=(f"chooses itself how tokens are sent.*leave {name} to the")
+    ):
         ExpertSharding().over(balance)
 
 

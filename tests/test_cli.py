@@ -312,7 +312,7 @@ def hosts_moe() -> nn.Module:
 
 def test_doctor_lists_what_stays_as_it_is(here: Callable[..., Done]) -> None:
     done = here("doctor", "--model", f"{__name__}:with_others")
-    (row,) = [line for line in done.stdout.splitlines() if "not known: stays as it is" in line]
+    (row,) = [line for line in done.stdout.splitlines() if "unknown: stays unchanged" in line]
     assert "lists.experts (Linear, 1)" in row
     assert "deepspeed.moe" in done.stdout
 
@@ -353,7 +353,7 @@ def test_doctor_lists_no_layers(here: Callable[..., Done]) -> None:
         ("no_such_module:build", "cannot be imported: No module named 'no_such_module'"),
         ("json:no_such_function", "cannot be imported"),
         ("torch.nn:Linear", "cannot be called without arguments (missing a required argument"),
-        ("math:pi", "is no function but 3.14"),
+        ("math:pi", "is not a function but 3.14"),
     ],
 )
 def test_doctor_says_what_is_no_model(model: str, expected: str, here: Callable[..., Done]) -> None:
@@ -454,7 +454,7 @@ def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
     ("arguments", "given", "expected"),
     [
         ("heterogeneous-sharding --in -", "not json", "cannot be read as JSON"),
-        ("heterogeneous-sharding --in -", '{"load": [NaN]}', "NaN is no number"),
+        ("heterogeneous-sharding --in -", '{"load": [NaN]}', "NaN is not a number"),
         ("heterogeneous-sharding --in -", "{}", "needs the key 'load'; add it"),
         ("heterogeneous-sharding --in no.json", "", "--in is 'no.json', which cannot be read (No"),
         ("heterogeneous-sharding --in .", "", "--in is '.', which cannot be read (Is a directory)"),

@@ -118,10 +118,10 @@ def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
     }
     losses, found, balance, *alone, first_page, second_page = notices(*runs)
     assert found == (
-        "Found: a step took 500 ms with ep and 400 ms with fssdp, 1.25 times as fast (measured in "
-        "both runs)."
+        "Result: the step time is 500 ms with ep and 400 ms with fssdp, 1.25 times as fast "
+        "(measured in both runs)."
     )
-    assert "equal within 1e-05 in the first 3 steps" in losses and "1 at best" in balance
+    assert "equal within 1e-05 in the first 3 steps" in losses and "1 is perfect" in balance
     assert [first_page, second_page] == [f"Pictures: {run.folder / 'report.html'}" for run in runs]
     assert alone == [
         f"{run.name} by its own report: {verdict(run.record)}." for run in runs if run.record
@@ -131,11 +131,11 @@ def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
 
 def test_ranks_of_one_cpu_measure_no_speed(runs: tuple[Finished, Finished]) -> None:
     """What is slower there says on its own line that it is no measure."""
-    for cores, why in ((1, "no measure: shared cores"), (8, "no measure: no network")):
+    for cores, why in ((1, "not comparable: shared cores"), (8, "not comparable: no network")):
         on_cpu = [telling(run, device="cpu", cores=cores) for run in runs]
         table = printed(*on_cpu)
         assert [table[name][-1] for name in ("tokens/s", "a step takes")] == [why, why]
-        assert any("no measure" in line for line in notices(*on_cpu))
+        assert any("do not predict" in line for line in notices(*on_cpu))
 
 
 def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) -> None:
@@ -152,14 +152,14 @@ def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) ->
     alone = [dataclasses.replace(run, reported=Reported()) for run in found]
     check_comparable(*alone)
     table = printed(*alone)
-    why = "no measure: shared cores"
+    why = "not comparable: shared cores"
     assert table["tokens/s"] == ["9", "9", why] and table["a step takes"] == ["2.000 s"] * 2 + [why]
     assert table["loss, step 10"] == ["4.000000", "4.000000", "+0.0e+00"]
     assert table["host memory, fullest rank"] == ["3 MiB", "3 MiB", ""]
     assert "allocated, fullest rank" not in table and "loss, step 1" not in table
     first, *others = notices(*alone)
     assert "in the first 2 of 2 steps that both reports cover." in first
-    assert any("(1 cores here) are no measure" in line for line in others)
+    assert any("(1 cores here) do not predict" in line for line in others)
     both = printed(found[0], alone[1])
     assert both["loss, step 20"] == table["loss, step 20"] and both["tokens/s"][:2] == ["9", "9"]
     assert printed(*found)["tokens/s"][:2] == ["9", "9"]  # as pages and consoles have it

@@ -141,7 +141,10 @@ def test_rows_are_carried_as_by_an_all_to_all() -> None:
 
 def _misordered(rank: int, world_size: int) -> None:
     buffer_of.cache_clear()
-    with installed(Reversed), pytest.raises(RuntimeError, match=r"another order .*choose another"):
+    with (
+        installed(Reversed),
+        pytest.raises(RuntimeError, match=(r"changes the order .*choose another")),
+    ):
         buffer_of(dist.group.WORLD, CPU, 32)
 
 
@@ -160,7 +163,7 @@ def layout_of(num_ep_ranks: int, ranks_per_node: int) -> ParallelLayout:
         (8, 8, ""),
         (4, 8, ""),
         (16, 8, ""),
-        (6, 8, "6 EP ranks exchange rows, and DeepEP has settings for 2, 4, 8"),
+        (6, 8, "6 EP ranks exchange tokens, but DeepEP has settings for 2, 4, 8"),
         (4, 2, "up to 8 EP ranks on one node, or 8 on each"),
         (16, 4, "up to 8 EP ranks on one node, or 8 on each"),
     ],
@@ -176,6 +179,6 @@ def test_where_it_cannot_be() -> None:
     layout = layout_of(8, 8)
     assert why_not(layout, CUDA) == "the package deep_ep is not installed"
     with installed():
-        assert why_not(layout, CPU) == "rows are on cpu, and DeepEP carries rows of CUDA devices"
+        assert why_not(layout, CPU) == "tokens are on cpu, but DeepEP needs CUDA"
     with installed(None):
         assert "has no Buffer; install 2.1 or an earlier one" in why_not(layout, CUDA)

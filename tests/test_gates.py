@@ -223,7 +223,7 @@ def test_a_kept_token_stays_though_its_score_vanishes() -> None:
         (
             ExpertChoice,
             {"capacity_factor": 0.0},
-            r"capacity_factor 0\.0 leaves experts no rows; give",
+            r"capacity_factor 0\.0 leaves experts no tokens; give",
         ),
         (ExpertChoice, {"top_k": 0}, "top_k is 0; a token needs 1 expert or more"),
         (SigmoidTopK, {"top_k": -1}, "top_k is -1"),

@@ -340,13 +340,16 @@ def test_passes_that_wait_for_rows_run_as_ever_and_say_so() -> None:
         warmed(routed, weights)
         with (
             mock.patch.object(slot_rows, "is_captured", _is_captured),
-            pytest.warns(UserWarning, match="not replayed, as rows of each expert must be known"),
+            pytest.warns(
+                UserWarning,
+                match=("not replayed, because the token counts of experts must be known"),
+            ),
         ):
             for number in range(2):
                 batch = Batch(number)
                 ours = step(routed, batch, weights)
                 assert alike(ours, step(plain, batch, weights))
-    assert not recorder.records and "rows of each expert" in str(routed.graph_use)
+    assert not recorder.records and "token counts of experts" in str(routed.graph_use)
 
 
 def test_nothing_is_recorded_before_backward_has_run() -> None:
@@ -368,7 +371,7 @@ def test_checkpointed_passes_are_not_replayed_and_say_so() -> None:
         warmed(routed, weights)
         x_TD, expert_TK, score_TK, grad_TD = Batch(3).drawn()
         routed.rows.begin(is_training=True)
-        with pytest.warns(UserWarning, match="not replayed, as activation checkpointing"):
+        with pytest.warns(UserWarning, match="not replayed, because activation checkpointing"):
             y_TD = checkpoint(routed, x_TD, expert_TK, score_TK, weights, use_reentrant=False)
         grads = torch.autograd.grad(y_TD, (x_TD, score_TK, *weights), grad_TD)
         assert alike([y_TD.detach(), *grads], step(plain, Batch(3), weights))
@@ -430,7 +433,7 @@ def _route_alone(rank: int, world_size: int) -> None:
 
 def test_graphs_are_refused_where_passes_differ() -> None:
     for stated in pool_of(2).run(refusal, _route_alone):
-        assert "ep.cuda_graphs is true, but 2 ranks exchange rows" in stated
+        assert "ep.cuda_graphs is true, but 2 ranks exchange tokens" in stated
         assert "set ds_moe_ext.expert_parallel_size to 1" in stated
     with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true.*may be dropped.*set"):
         routed_by(ALONE, LayerOptions(gate_may_drop=True))

@@ -88,8 +88,8 @@ def test_what_is_copied_and_what_that_takes_is_reported(given: int | None) -> No
     gathers = gathers_of(POOL, EXPERTS, 6, (0, 0, 1, 1))
     degree = gathers.hidden(0.02) if given is None else given
     reported = strategy.describe(job_of(rows(0), rows(1)))
-    takes = f"{1e3 * gathers.seconds(degree):.3g} ms, behind 20 ms of attention"
-    assert f"up to {degree} experts of a layer are copied" in reported and takes in reported
+    takes = f"{1e3 * gathers.seconds(degree):.3g} ms, hidden by 20 ms of attention"
+    assert f"up to {degree} experts of a layer get replicas" in reported and takes in reported
     nothing = strategy_of(overlap_degree=None, replicas_per_rank=0).plan(job_of(rows(0), rows(1)))
     assert not any(plan.has_replicas for plan in nothing)
 

@@ -440,7 +440,7 @@ class Retypes(Same):
 
 @pytest.mark.parametrize("codec", [LosesRows(), Widens(), Retypes()], ids=str)
 def test_a_codec_that_breaks_rows_is_refused(codec: Codec) -> None:
-    with pytest.raises(ValueError, match=rf"{type(codec).__name__}.*comes out as it went in"):
+    with pytest.raises(ValueError, match=rf"{type(codec).__name__}.*must keep the number of rows"):
         codec.of_rows.around(lambda rows: rows, torch.zeros(3, D))
 
 
@@ -558,7 +558,7 @@ def test_the_block_takes_them() -> None:
 
 def test_what_an_observer_may_do_is_reported() -> None:
     hooks = read_hooks(["int8", f"{HERE}:Counts"], "hooks")
-    assert hooks.rule.startswith("hooks: Counts may read what is shown, and clone it")
+    assert hooks.rule.startswith("hooks: Counts may read and clone tensors")
     assert Hooked(codecs=(Int8(),)).rule == ""
 
 
@@ -573,9 +573,9 @@ def refusals() -> Iterator[tuple[Any, str, str, str]]:
     yield [{"type": "int8", "combine": 1}], "hooks[0].combine", "is 1", "must be true or false"
     yield ["no.such:Hook"], "hooks[0]", "'no.such:Hook'", "give the importable module"
     yield [f"{HERE}:Note"], "hooks[0]", "Note'", "give the importable module"
-    yield ["json:JSONDecoder"], "hooks[0]", "is no hook", "derive it from ds_moe_ext.moe.hooks"
-    yield [f"{HERE}:HERE"], "hooks[0]", "is no hook", "derive it from"
-    yield ["ds_moe_ext.moe.codecs:Codec"], "hooks[0]", "is no hook", "let it encode and decode"
+    yield ["json:JSONDecoder"], "hooks[0]", "is not a hook", "derive it from ds_moe_ext.moe.hooks"
+    yield [f"{HERE}:HERE"], "hooks[0]", "is not a hook", "derive it from"
+    yield ["ds_moe_ext.moe.codecs:Codec"], "hooks[0]", "is not a hook", "let it encode and decode"
     yield [{"type": f"{HERE}:Notes", "a": 1}], "hooks[0]", "no key 'a'", "make"
     yield [f"{HERE}:Needy"], "hooks[0]", "cannot be made", "make it a dataclass"
     yield ["bf16", "int8"], "hooks", "both encode the rows of dispatch", "set 'dispatch' to false"
@@ -699,4 +699,4 @@ def test_keys_of_a_codec_without_effect_are_reported() -> None:
     results, _ = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1), everywhere)
     in_etp_groups, of_replicas = results
     assert "'etp' of" in in_etp_groups and "raise expert_sharding_size" in in_etp_groups
-    assert "strategy 'ep' copies no experts" in of_replicas
+    assert "strategy 'ep' makes no replicas" in of_replicas

@@ -64,18 +64,18 @@ def test_calibration_that_depends_on_measurements(
     keys: dict[str, int], unknown: str, over: dict[str, str]
 ) -> None:
     (line,) = stated({**fssdp(calibrate=True, **keys), **over}, 8, 8)
-    assert f"which {unknown} of ds_moe_ext.fssdp, null, leave to measurements" in line
+    assert f"measurements decide that (ds_moe_ext.fssdp has null {unknown})" in line
     assert "set overlap_degree below replicas_per_rank" in line
 
 
 def test_calibration_without_room() -> None:
     (line,) = stated(fssdp(calibrate=True, overlap_degree=3, replicas_per_rank=3), 8, 8)
     assert line.startswith(
-        "calibrate can add no replicas, for 3 of 8 experts are copied anyway (t)"
+        "calibrate cannot add replicas: 3 of 8 experts are prefetched already (t)"
     )
     assert "set ds_moe_ext.fssdp.overlap_degree below replicas_per_rank" in line
     all_copied = fssdp(calibrate=True, overlap_degree=8, replicas_per_rank=9, reshard_interval=0)
-    assert stated(all_copied, 8, 8)[0].startswith("calibrate can add no replicas, for 8 of 8")
+    assert stated(all_copied, 8, 8)[0].startswith("calibrate cannot add replicas: 8 of 8")
 
 
 def test_owners_of_layers_whose_experts_are_all_copied() -> None:
@@ -92,7 +92,7 @@ def test_what_is_measured_is_reported_when_it_has_been() -> None:
     cost_group = CostGroup(layers=(0, 1), expert_bytes=100)
     cost_group = replace(cost_group, prices=replace(cost_group.prices, copy_s=1.0))
     none_left = strategy.describe(job_of(4, 4, cost_groups=(cost_group,), window_s=(9.0, 9.0)))
-    assert "calibrate can add no replicas, for 4 of 4 experts are copied anyway" in none_left
+    assert "calibrate cannot add replicas: 4 of 4 experts are prefetched already" in none_left
     assert "replicas_per_rank; heterogeneous_sharding moves no expert" in none_left
     some_left = strategy.describe(job_of(4, 4, cost_groups=(cost_group,), window_s=(9.0, 1.0)))
     assert "calibrate" not in some_left and "heterogeneous" not in some_left
@@ -105,7 +105,7 @@ def test_zebra_without_asymmetric_experts() -> None:
 
 def test_nothing_is_copied_by_a_key() -> None:
     (line,) = stated(fssdp(overlap_degree=0), 8, 8)
-    assert line == "no expert is ever copied, for ds_moe_ext.fssdp.overlap_degree is 0"
+    assert line == "no replicas are made, because ds_moe_ext.fssdp.overlap_degree is 0"
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,17 @@ def test_nothing_is_copied_by_a_key() -> None:
         (
             {"replica_bytes": 1000},
             (0.5, 9.0),
-            "of 1 of 2 layers, for no expert can be sent within so little attention (t is 0); to "
-            'copy all the same, set {"ds_moe_ext": {"fssdp": {"overlap_degree": 1}}}',
+            "for 1 of 2 layers: attention is too short to hide the transfer of an expert (t "
+            'is 0); to make replicas anyway, set {"ds_moe_ext": {"fssdp": {"overlap_degree": '
+            "1}}}",
         ),
         (
             {"replica_bytes": 299},
             (9.0, 9.0),
-            "of any layer, for a rank has no room for a copy (m is 0); to make room, set "
+            "for any layer: a rank has no memory for one (m is 0); to free memory, set "
             '{"ds_moe_ext": {"fssdp": {"replica_bytes": 300}}}',
         ),
-        ({}, (9.0, 9.0), '(m is 0); to make room, set {"ds_moe_ext": {"fssdp": {"rematerialize"'),
+        ({}, (9.0, 9.0), '(m is 0); to free memory, set {"ds_moe_ext": {"fssdp": {"rematerialize"'),
         ({"rematerialize": True}, (9.0, 9.0), '{"fssdp": {"replicas_per_rank": 1}}'),
     ],
 )
@@ -135,6 +136,6 @@ def test_nothing_is_copied_by_what_was_measured(
     cost_group = replace(cost_group, prices=replace(cost_group.prices, copy_s=1.0))
     job = job_of(4, 4, cost_groups=(cost_group,), window_s=window_s)
     reported = strategy_of(**fssdp(**keys)).describe(job)
-    assert reported.count("; nothing is copied ") == 1 and expected in reported
+    assert reported.count("; no replicas ") == 1 and expected in reported
     given = strategy_of(**fssdp(overlap_degree=1, replicas_per_rank=1)).describe(job)
-    assert "nothing is copied" not in given
+    assert "no replicas" not in given

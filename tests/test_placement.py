@@ -64,7 +64,7 @@ def test_block_that_does_not_divide(num_experts: int, num_ep_ranks: int) -> None
 
 
 def test_an_expert_without_a_holder_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no EP rank holds expert\(s\) \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"no EP rank has expert\(s\) \[1, 2\]"):
         Placement(holds("x.", "..", "..", ".x"))
     with pytest.raises(ValueError, match=r"expert\(s\) \[0\]"):
         Placement.owned_by(np.array([2, 0]), 2)

@@ -93,7 +93,7 @@ def test_alone_it_says_what_it_cannot_measure(tmp_path: Path) -> None:
     assert (hardware.name, hardware.num_ranks) == ("my laptop", 1)
     assert hardware.device.flops_per_s.fp32 is not None
     assert (hardware.intra, hardware.inter) == (None, None)
-    assert "links: not measured, there is one rank; start with torchrun" in done.stdout
+    assert "links: not measured, because there is one rank; start with torchrun" in done.stdout
 
 
 def exit_of(
@@ -180,12 +180,12 @@ def cluster(num_nodes: int, ranks_per_node: int, **known: Any) -> Hardware:
 def test_overlap_degree_of_the_spec() -> None:
     """HECATE, H7: 13 replicas."""
     text = replicas_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, 5e-3)
-    assert text.endswith("of 4.5 MiB everywhere: 377 µs; behind 5 ms: 13 (overlap degree t)")
+    assert text.endswith("of 4.5 MiB on every rank: 377 µs; hidden by 5 ms: 13 (overlap degree t)")
     assert "behind" not in replicas_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, None)
 
 
 def test_notes_say_what_is_missing_and_what_is_noise() -> None:
-    assert [note[:27] for note in notes(cluster(1, 1))] == ["links: not measured, there "]
+    assert [note[:19] for note in notes(cluster(1, 1))] == ["links: not measured"]
     assert list(notes(cluster(1, 2, intra=line(1e9)))) == [
         "between nodes: not measured, all ranks are on one"
     ]
@@ -217,7 +217,7 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("num_devices", "local_rank", "expected"),
     [
         (0, 0, "--device is 'cuda', but torch finds no CUDA device here; give --device cpu"),
-        (2, 2, r"local rank 2 \(LOCAL_RANK\), but this node has 2 CUDA device\(s\), one a rank"),
+        (2, 2, r"local rank 2 \(LOCAL_RANK\), but this node has 2 CUDA device\(s\), one per rank"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(

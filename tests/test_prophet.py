@@ -81,7 +81,7 @@ def test_no_more_is_copied_than_fits(
     for num_replicas in range(3):
         job = replace(plenty, free_bytes=(num_replicas + 1) * each - 1, accumulates=accumulates)
         strategy = ProProphet(**keys)
-        assert f"a rank has room for {num_replicas} replicas of a layer" in strategy.describe(job)
+        assert f"a rank has memory for {num_replicas} replicas of a layer" in strategy.describe(job)
         plans = strategy.plan(job)
         for rows_LCE in ROWS_ILCE[1:4]:
             most = [int((p.target.holds_EC & ~OWNERS[0].holds_EC).sum(axis=0).max()) for p in plans]
@@ -433,6 +433,6 @@ def test_what_is_refused(name: str) -> None:
 
 def test_more_ep_ranks_cannot_be_excluded_than_there_are() -> None:
     with pytest.raises(
-        ValueError, match="num_excluded is 4, but experts are spread over 4 EP ranks"
+        ValueError, match="num_excluded is 4, but an expert has 3 EP ranks besides its owner"
     ):
         ProProphet(num_excluded=4).plan(job_of(ROWS_ILCE[0]))

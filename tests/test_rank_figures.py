@@ -188,7 +188,7 @@ def test_a_run_that_has_just_gone_on() -> None:
     ranks = seen.record()
     assert ranks is not None and np.isnan(ranks.pace.step_s_G).all()
     run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks).to_json())
-    assert ranks_line(run).startswith("rank 0 needs most, ")
+    assert ranks_line(run).startswith("rank 0 uses the most memory, ")
 
 
 def test_the_first_scores_that_are_no_numbers() -> None:
@@ -211,7 +211,9 @@ def test_the_first_scores_that_are_no_numbers() -> None:
     assert ranks_record is not None and ranks_record.bad_scores == lines[0]
     run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks_record).to_json())
     assert run.ranks is not None and run.ranks.bad_scores == lines[0]
-    assert scores_line(run).startswith("scores of m.1.a were no finite numbers in step 5")
+    assert scores_line(run).startswith(
+        "router scores of m.1.a were not finite (NaN or inf) in step 5"
+    )
     assert scores_line(worked()) == ""
     hostile = run.to_json().replace('"bad_scores": [5, 1, 1]', '"bad_scores": [5, 2, 1]')
     with pytest.raises(ValueError, match="names layer 2 of 2"):

@@ -136,7 +136,7 @@ def test_who_planned_from_when_on() -> None:
     again = RunRecord.from_json(run.to_json())
     assert again.choices == run.choices
     page = page_of(run)
-    assert "What was chosen" in page
+    assert "Strategy chosen by auto" in page
     assert "fssdp is cheaper" in page
 
 

@@ -370,7 +370,7 @@ def test_plans_say_the_fastest_way() -> None:
     job = job_of([costs(1, 2, 3), costs(3, 2, 1), costs(3, 1, 2)])
     plans = esp().plan(job)
     assert [plan.way for plan in plans] == [Way.DIRECT, Way.BY_PLACES, Way.BY_LEADERS]
-    text = "rows travel in 1 chunk forward and 1 chunk backward, between EP ranks by "
+    text = "tokens are sent in 1 chunk forward and 1 chunk backward, between EP ranks by "
     assert esp().describe(job) == f"{text}direct, 2dh, 1dh all-to-alls"
     same = job_of([costs(3, 2, 1)] * 2)
     assert esp().describe(same) == f"{text}2dh all-to-alls"

@@ -272,8 +272,9 @@ def test_divisions_worked_by_hand() -> None:
     assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
     assert division_line(run) == (
         "balance 1.00 without replicas -> 1.25 predicted -> 1.00 reached (1.50 by the paper's "
-        "rule), in 1 of 2 recorded steps, those predicted; replicas did not help, and the plan "
-        "predicted no gain; 45.5 % of rows left their EP rank, 9.1 % crossed nodes"
+        "rule), in 1 of 2 recorded steps, those with a prediction; replicas did not help, and the "
+        "plan predicted no gain; 45.5 % of routed tokens left their EP rank, 9.1 % crossed "
+        "nodes"
     )
     second = division_of(run, run.looks, [1])
     assert (second.left, second.crossed) == (0.5, 0.0)
@@ -285,9 +286,9 @@ def test_one_node_is_not_crossed() -> None:
         looked_at().looks, num_nodes=1, predicted_IL=np.full((2, 2), UNKNOWN)
     )
     run = dataclasses.replace(worked(), looks=looks)
-    assert division_line(run) == "45.5 % of rows left their EP rank"
+    assert division_line(run) == "45.5 % of routed tokens left their EP rank"
     page = checked(run)
-    assert "Where rows went" in page and "crossed nodes" not in page
+    assert "Where tokens went" in page and "crossed nodes" not in page
 
 
 def test_drift_compares_quarters() -> None:
@@ -301,23 +302,23 @@ def test_drift_compares_quarters() -> None:
 
 def test_page_of_a_run_with_replicas() -> None:
     page = checked(copied())
-    assert "at its owner only it would have computed <b>1.39 times the mean</b>" in page
+    assert "Without replicas it would have computed <b>1.39 times the mean</b>" in page
     assert "There were 1.0 replicas a step, and owners changed 1 time." in page
     assert "Balance with replicas, and without" in page
     assert "of the experts, and their replicas" in page
-    assert "where in step 20, the last" in page
+    assert "on which EP ranks in step 20, the last" in page
     assert sum("owners changed" in reported for reported in pictures(page)) == 1
     (drawn,) = (
         reported for reported in pictures(page) if reported.startswith("loads of 4 experts")
     )
-    assert "their replicas, and who held them" in drawn
+    assert "their replicas, and the EP ranks that held them" in drawn
     assert f"EP rank 0 1.33{TIMES}, EP rank 1 0.67{TIMES}" in drawn
 
 
 def test_page_of_a_run_with_replicas_made_after_the_gate() -> None:
     page = checked(added())
     assert "There were 2.0 replicas a step, 1.0 of them made after the gate, and owners" in page
-    assert "counted where any pass of the step had them" in page
+    assert "counted if any pass of the step had them" in page
     assert "replica made after the gate" in words_in(
         chart_files(page)["load-of-the-experts-and-their-replicas-colours"]
     )
@@ -364,7 +365,7 @@ def test_the_host_plans_while_rows_are_on_their_way() -> None:
     )
     page = checked(dataclasses.replace(worked(), traced=TracedRecord(tasks)))
     assert streams_of(page) == ["compute", "inter", "intra", "host", "other"]
-    assert "The host planned the next step for 4 s, during 75 % of which rows were on" in page
+    assert "The host planned the next step for 4 s, during 75 % of which token" in page
     assert "planned" not in checked(dataclasses.replace(worked(), traced=TracedRecord(tasks[:1])))
 
 
@@ -412,7 +413,7 @@ def test_the_rest_of_the_model_lies_between_the_layers() -> None:
         (0.0, 1.0, "before the first layer: data, embedding"),
         (4.0, 5.0, "between m.0.a and m.1.a, forward"),
         (6.0, 6.5, "between forward and backward of m.1.a"),
-        (7.0, 10.0, "behind the last layer: gradients, optimizer"),
+        (7.0, 10.0, "after the last layer: gradients, optimizer"),
     ]
     assert Step(traced_tasks).others() == []  # of a file that does not say how long the step was
     page = checked(dataclasses.replace(worked(), traced=TracedRecord(traced_tasks, 10.0)))
@@ -431,9 +432,7 @@ def test_the_critical_path_in_words_and_drawn() -> None:
         ("dispatch", 1.0),
     ]
     reported = critical(traced_tasks)
-    assert (
-        "6 s went by: expert 58 %, dispatch 17 %; none of these was at work for 25 %." in reported
-    )
+    assert "6 s in all: expert 58 %, dispatch 17 %; idle 25 %." in reported
     assert critical(traced(3)) == "" and critical_path(traced(3)) == []
     page = checked(dataclasses.replace(worked(), traced=TracedRecord(traced_tasks, 10.0)))
     (shown,) = (reported for reported in pictures(page) if reported.startswith("the whole step: "))
@@ -441,10 +440,10 @@ def test_the_critical_path_in_words_and_drawn() -> None:
 
 
 def test_a_page_without_charts_has_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where matplotlib is not there, or fails."""
+    """As where matplotlib is not installed, or fails."""
     monkeypatch.setitem(sys.modules, "matplotlib.style", None)
     page = checked(dataclasses.replace(copied(), traced=TracedRecord(step_of_two_layers(), 10.0)))
-    assert page.count("matplotlib is not there") == 1 and "<img" not in page
+    assert page.count("matplotlib is not installed") == 1 and "<img" not in page
     assert f"balance over the steps: m.0.a 1.25{TIMES}, m.1.a 1.40{TIMES}</p>" in page
     monkeypatch.undo()
 
@@ -470,7 +469,7 @@ def test_two_runs_are_compared_over_the_steps_of_both() -> None:
     page = sound(page_beside(Shown("ours", run), Shown(NASTY, short)))
     assert "1 common step, 20 to 20" in page and "a<b>" not in page
     # In step 20 layers have 1.00 and 1.80, in both runs.
-    assert "were as balanced, the busiest EP rank with <b>1.40 times" in page
+    assert "were equally balanced; the busiest EP rank had <b>1.40 times" in page
     drawn = pictures(page)
     assert f"balance over the steps: ours 1.40{TIMES}, {NASTY} 1.40{TIMES}" in drawn
     assert sum(reported.startswith("loads of ") for reported in drawn) == 4
@@ -619,7 +618,7 @@ def any_looks(run: RunRecord, rng: np.random.Generator) -> LooksRecord:
     ("predicted", "copied_experts", "reported"),
     [
         (1.25, True, ""),
-        (1.25, False, "replicas did not help: other rows came than were predicted"),
+        (1.25, False, "replicas did not help: the expert load differed from the prediction"),
         (1.5, False, "replicas did not help, and the plan predicted no gain"),
     ],
 )
@@ -635,5 +634,5 @@ def test_replicas_that_did_not_help_say_why(
         looks, predicted_IL=np.full(shape_IL, predicted), left_IL=np.zeros(shape_IL)
     )
     line = division_line(dataclasses.replace(base, ep_rank_rows_ILC=computed, looks=looks))
-    assert f"in {shape_IL[0]} of {shape_IL[0]} recorded steps, those predicted" in line
+    assert f"in {shape_IL[0]} of {shape_IL[0]} recorded steps, those with a prediction" in line
     assert reported in line and ("did not help" in line) == bool(reported)

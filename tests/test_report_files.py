@@ -61,11 +61,11 @@ def test_what_an_earlier_run_left_is_kept(tmp_path: Path) -> None:
         (tmp_path / "report.json").write_text(str(number))
         (tmp_path / "report.html").write_text(str(number))
         assert keep_earlier(tmp_path) == (
-            f"the report of an earlier run in {str(tmp_path)!r} is kept as report.{number}.json "
-            f"and report.{number}.html"
+            f"the report of an earlier run in {str(tmp_path)!r} was renamed to "
+            f"report.{number}.json and report.{number}.html"
         )
     (tmp_path / "report.html").write_text("3")
-    assert keep_earlier(tmp_path).endswith("is kept as report.3.html")
+    assert keep_earlier(tmp_path).endswith("was renamed to report.3.html")
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {
         **{f"report.{number}.json": str(number) for number in (1, 2)},

@@ -115,7 +115,7 @@ def test_losses_may_be_any_number(loss: float | None) -> None:
     assert run.ranks is not None
     assert np.array_equal(run.ranks.pace.loss_G[:1], [math.nan if loss is None else loss], True)
     page = page_of(run)
-    assert "Time, loss and memory over the steps" in page and "Infinity" not in page
+    assert "Step time, loss and memory over the steps" in page and "Infinity" not in page
 
 
 def longer(values: list[Any]) -> list[Any]:
@@ -132,19 +132,23 @@ def longer(values: list[Any]) -> list[Any]:
             longer,
             "report.layers[0].home_E has 5 entries, but must have 4",
         ),
-        (("rows_ILE",), longer, "report.rows_ILE has the shape [3, 2, 4], but of this run it is"),
+        (("rows_ILE",), longer, "report.rows_ILE has shape [3, 2, 4], but this run needs"),
         (("rows_ILE", 0, 0), longer, "report.rows_ILE has lists of different lengths"),
-        (("rows_ILE", 0, 0, 0), lambda _: 1.5, "report.rows_ILE has numbers that are no integers"),
+        (
+            ("rows_ILE", 0, 0, 0),
+            lambda _: 1.5,
+            "report.rows_ILE has entries that are not 64-bit integers",
+        ),
         (("rows_ILE", 0, 0, 0), lambda _: MOST, "report.rows_ILE adds up to"),
-        (("looks", "left_IL"), longer, "report.looks.left_IL has the shape [3, 2]"),
+        (("looks", "left_IL"), longer, "report.looks.left_IL has shape [3, 2]"),
         (("placements", "moves", 0, "layer"), lambda _: 2, "placements.moves[0] names 2, but"),
         (("placements", "copied_to", 0, 0), lambda _: [2], "copied_to[0][0][0] names 2, but"),
         (("placements", "copied_to"), longer, "copied_to has 3 entries, but must have 2"),
         (("placements", "added", "to", 0, 1), lambda _: [[9, 1]], "added.to[0][1][0] names 9"),
         (("placements", "added", "to", 0, 1), lambda _: [[1]], "is [1], but must have 2 entries"),
-        (("ranks", "sent_s_R"), longer, "report.ranks.sent_s_R has the shape [3]"),
-        (("ranks", "seconds_KR"), longer, "report.ranks.seconds_KR has the shape"),
-        (("ranks", "pace", "step_s_G"), longer, "report.ranks.pace.step_s_G has the shape"),
+        (("ranks", "sent_s_R"), longer, "report.ranks.sent_s_R has shape [3]"),
+        (("ranks", "seconds_KR"), longer, "report.ranks.seconds_KR has shape"),
+        (("ranks", "pace", "step_s_G"), longer, "report.ranks.pace.step_s_G has shape"),
         (("ranks", "ep_rank_R"), longer, "report.ranks.ep_rank_R has 3 entries"),
         (("ranks", "bad_scores"), longer, "but must have 3 entries"),
         (("timeline", 1, "end_s"), lambda _: 1.5, "report.timeline[1].end_s is 1.5, before start"),

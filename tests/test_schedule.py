@@ -210,7 +210,7 @@ def test_a_late_rank_delays_two_collectives_once() -> None:
 
 
 def test_peers_that_do_not_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"a\[0,0\] of rank 1 would wait for ever"):
+    with pytest.raises(ValueError, match=r"a\[0,0\] of rank 1 would wait forever"):
         simulate(
             flow("a inter"),
             lambda rank, task: 1.0,

@@ -292,7 +292,7 @@ def test_what_cannot_be_sent_once_is_refused(strategy: Strategy, stated: str) ->
 def test_what_it_does_is_reported() -> None:
     _, strategy = read_settings({BLOCK: {"enabled": True, "ep": {"send_once": True}}})
     assert strategy == ExpertParallel(send_once=True)
-    for num_ep_ranks, stated in ((2, "once to a rank"), (1, "has no effect")):
+    for num_ep_ranks, stated in ((2, "once to an EP rank"), (1, "has no effect")):
         job = Job.at_start(
             [Placement.block(4, num_ep_ranks)], np.zeros(num_ep_ranks, dtype=np.int64)
         )

@@ -347,7 +347,7 @@ def unknown() -> Iterator[Bad]:
     yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
     # An error stands where it is, also beside a good strategy and in a disabled block.
     yield Bad(block(enabled=True, repport={}), "ds_moe_ext", "'repport'", "did you mean 'report'?")
-    yield Bad(block(report={"path": ""}), "ds_moe_ext.report.path", "is ''", "no folder; name")
+    yield Bad(block(report={"path": ""}), "ds_moe_ext.report.path", "is ''", "not a folder; name")
     yield Bad(block(enabled=False, trace={"pth": 1}), "trace", "'pth'", "did you mean 'path'?")
 
 
@@ -391,7 +391,7 @@ def of_patterns() -> Iterator[Bad]:
             at(("moe_layer_pattern",), pattern),
             "ds_moe_ext.moe_layer_pattern",
             repr(pattern),
-            "no regular expression",
+            "not a regular expression",
         )
 
 

@@ -85,11 +85,11 @@ def test_what_replicas_saved_by_hand() -> None:
     assert saved == pytest.approx((4.0, 1.3875, 1.325, 0.5, 0.1))
     assert saved.saved_s == pytest.approx(0.25)
     assert saved_line(run()) == (
-        "ranks waited 250 ms less in each step than with every expert at its owner, as under ep "
-        "(found, estimated from this run's own 4 s of experts a rank, times balance 1.39 less "
-        "1.32); replicas and their gradients travelled for 500 ms, of which ranks waited 100 ms in "
-        "the layers (measured): were the rest not hidden, copying would have cost more than it "
-        "saved"
+        "ranks waited 250 ms less in each step than without replicas (strategy ep) "
+        "(estimated from this run's own 4 s of expert time per rank, times balance 1.39 "
+        "less 1.32); transfers of replicas and their gradients took 500 ms, of which ranks "
+        "waited 100 ms in the layers (measured): if the rest were not hidden, replicas would "
+        "have cost more than they saved"
     )
 
 
@@ -122,7 +122,7 @@ def test_it_is_the_waiting_of_a_rank_in_layers_whose_seconds_scale_with_rows() -
     ("travelled_s", "waited_s", "ending"),
     [
         (0.2, 0.1, "of which ranks waited 100 ms in the layers (measured)"),
-        (0.5, 0.3, "in the layers (measured): copying cost more than it saved"),
+        (0.5, 0.3, "in the layers (measured): replicas cost more than they saved"),
     ],
 )
 def test_what_replicas_cost(travelled_s: float, waited_s: float, ending: str) -> None:
@@ -131,7 +131,7 @@ def test_what_replicas_cost(travelled_s: float, waited_s: float, ending: str) ->
 
 
 def test_replicas_whose_steps_were_not_timed() -> None:
-    unknown = "; no step with replicas was timed, so what they took is not known"
+    unknown = "; no step with replicas was timed, so their cost is unknown"
     assert saved_line(run(EXPERTS)).endswith(unknown)
 
 
@@ -141,17 +141,17 @@ def test_replicas_that_made_it_worse() -> None:
         seen, ep_rank_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
     )
     reported = saved_line(seen)
-    assert reported.startswith("replicas saved no waiting for experts (found, estimated ")
-    assert reported.endswith("(measured): copying cost more than it saved")
+    assert reported.startswith("replicas did not reduce waiting for experts (estimated ")
+    assert reported.endswith("(measured): replicas cost more than they saved")
 
 
 def test_ranks_on_a_cpu_are_no_measure() -> None:
     assert no_measure(None, 2) == no_measure(DeviceRecord("NVIDIA H100", 1), 2) == ""
     shared, enough = DeviceRecord("cpu", 1), DeviceRecord("cpu", 2)
     assert (no_measure(shared, 2), no_measure(enough, 2)) == ("shared cores", "no network")
-    caveat = "; on a CPU neither is a measure of a cluster: shared cores"
+    caveat = "; on a CPU neither predicts a cluster: shared cores"
     assert saved_line(run(device=shared)) == saved_line(run()) + caveat
-    assert "no measure of a cluster" not in page_of(run())
+    assert "not predict a cluster" not in page_of(run())
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
@@ -178,7 +178,7 @@ def with_pace(base: RunRecord, over_steps: PaceRecord = PACE) -> RunRecord:
 
 
 def card(page: str) -> str:
-    return page.partition("<h2>Time, loss and memory")[2].partition("<section>")[0]
+    return page.partition("<h2>Step time, loss and memory")[2].partition("<section>")[0]
 
 
 def test_two_runs_share_charts() -> None:
@@ -195,7 +195,7 @@ def test_two_runs_share_charts() -> None:
     reported = ranks(over_steps=PACE, device=DeviceRecord("cpu", 1))
     on_cpu = dataclasses.replace(worked(), ranks=reported)
     page = sound(page_beside(Shown("ours", on_cpu), shown[1]))
-    assert "On a CPU these times are no measure of a cluster: shared cores." in page
+    assert "On a CPU these times do not predict a cluster: shared cores." in page
 
 
 # What was chosen.
@@ -213,11 +213,11 @@ def chosen() -> RunRecord:
 def test_what_was_expected_stands_beside_what_was_found() -> None:
     assert [found_s(chosen(), index) for index in (0, 1)] == [1.0, 3.5]
     assert choice_line(chosen()) == (
-        "from step 30 on auto ran fssdp: a step was expected to take 2 s under ep and 1.75 s under "
-        "fssdp (estimated, but for the optimizer); it took 3.5 s (median, measured)"
+        "from step 30 on auto used fssdp: predicted step time 2 s under ep and 1.75 s under "
+        "fssdp (estimated, without the optimizer); measured 3.5 s (median)"
     )
     page = checked(chosen())
-    body = page.partition("<h2>What was chosen")[2].partition("</section>")[0]
+    body = page.partition("<h2>Strategy chosen by auto")[2].partition("</section>")[0]
     assert [ep_rank.partition("<")[0] for ep_rank in body.split("<td>")[1:]] == [
         *("20", "ep", "1.5 s", "1.5 s", "1 s"),
         *("30", "fssdp", "2 s", "1.75 s", "3.5 s"),
@@ -229,7 +229,7 @@ def test_a_choice_that_has_not_run_long_enough() -> None:
     seen = dataclasses.replace(chosen(), choices=late)
     assert found_s(seen, 1) == 2.0 and np.isnan(found_s(seen, 2))
     assert choice_line(seen) == (
-        "from step 45 on auto ran ep: a step was expected to take 1 s under ep (estimated, but for "
+        "from step 45 on auto used ep: predicted step time 1 s under ep (estimated, without "
         "the optimizer)"
     )
     before = dataclasses.replace(seen, choices=(ChoiceRecord(5, "ep", "of an earlier version"),))

@@ -369,8 +369,8 @@ HALVED = Halved(at="before_dispatch")
 WRONG: tuple[tuple[tuple[Transform, ...], str], ...] = (
     ((HALVED,), r"rows of 6 numbers .* are 3 .* behind after_dispatch; .*add what makes them so"),
     ((Halved(at="before_combine"),), "are 3 .* behind after_combine"),
-    ((Weighted(at="before_dispatch"),), "has weights of its own.*have the model compute this"),
-    ((InPlace(at="after_combine"),), "changed in place the rows.*a tensor of their own"),
+    ((Weighted(at="before_dispatch"),), "has weights of its own.*let the model compute this"),
+    ((InPlace(at="after_combine"),), "changed its input in place.*a tensor of their own"),
     ((Loses(at="before_combine"),), r"makes \(0, 6\) of \(1, 6\).*every row must stay one"),
     ((Joined(at="before_moe_end"),), "for an input of .*add what makes it so at before_moe_end"),
 )

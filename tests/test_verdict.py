@@ -16,7 +16,7 @@ from ds_moe_ext.report.two_runs import Shown, page_beside
 from tests.test_report import checked, copied, sound, worked
 from tests.test_time_saved import EXPERTS, REPLICAS, UNKNOWN, pace, ranks
 
-BALANCES = "the busiest rank had 1.39 times the mean without replicas and 1.32 with them"
+BALANCES = "the busiest EP rank had 1.39 times the mean without replicas and 1.32 with them"
 
 
 def steps_of(seconds: float) -> PaceRecord:
@@ -46,15 +46,15 @@ def test_a_gain() -> None:
 def test_replicas_that_cost_more_than_they_saved() -> None:
     """350 ms: the step would have taken 0.9 s."""
     assert verdict(run(waiting(0.35), 1.0)) == (
-        f"no gain here: {BALANCES}; replicas cost more than that saved (0.90 times as fast as ep "
-        "would have been, estimated)"
+        f"no gain here: {BALANCES}; replicas cost more than they saved (0.90 times as fast as "
+        "ep would have been, estimated)"
     )
 
 
 def test_a_gain_that_hardly_counts() -> None:
     assert verdict(run(waiting(0.2), 100.0)) == (
-        f"no gain here: {BALANCES}; that hardly counts in a step (1.00 times as fast as ep would "
-        "have been, estimated)"
+        f"no gain here: {BALANCES}; that is negligible in a step (1.00 times as fast as ep "
+        "would have been, estimated)"
     )
 
 
@@ -63,8 +63,8 @@ def test_replicas_that_relieved_nobody() -> None:
         copied(), ep_rank_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]])
     )
     assert verdict(run(waiting(0.1), 1.0, worse)).startswith(
-        "no gain here: the busiest rank had 1.39 times the mean without replicas and 1.45 with "
-        "them; replicas did not relieve it ("
+        "no gain here: the busiest EP rank had 1.39 times the mean without replicas and 1.45 "
+        "with them; replicas did not reduce its load ("
     )
 
 
@@ -90,7 +90,7 @@ def test_replicas_that_were_not_timed(reported: object) -> None:
     """In a very short run, whose ranks have exchanged reports nothing, too."""
     seen = dataclasses.replace(copied(), ranks=reported)
     assert verdict(seen) == (
-        f"gain not known, as no step with replicas was timed in 2 recorded steps: {BALANCES}"
+        f"gain unknown, because no step with replicas was timed in 2 recorded steps: {BALANCES}"
     )
 
 
@@ -103,20 +103,20 @@ def test_plain_expert_parallelism_says_what_replicas_could_gain() -> None:
     balance = float(worked().balance_IL().mean())
     assert balance == pytest.approx(1.325)
     assert verdict(run(EXPERTS, 6.5, plain())) == (
-        "replicas could gain, a step at most 1.25 times as fast, estimated, if they cost nothing: "
-        "the busiest rank had 1.32 times the mean"
+        "replicas could gain, a step at most 1.25 times as fast, estimated, if they cost "
+        "nothing: the busiest EP rank had 1.32 times the mean"
     )
     assert verdict(run(EXPERTS, 130.0, plain())) == (
-        "little to gain by replicas: the busiest rank had 1.32 times the mean; without that a step "
-        "would be 1.01 times as fast, estimated"
+        "replicas have little to gain: the busiest EP rank had 1.32 times the mean; with "
+        "perfect balance a step would be at most 1.01 times as fast, estimated"
     )
 
 
 @pytest.mark.parametrize("step_s", [UNKNOWN, 1.0], ids=["unknown", "less than was waited"])
 def test_plain_expert_parallelism_that_was_not_timed(step_s: float) -> None:
     unknown = (
-        "gain of replicas not known, as no time was measured in 2 recorded steps: the busiest rank "
-        "had 1.32 times the mean"
+        "gain of replicas unknown, because no time was measured in 2 recorded steps: the "
+        "busiest EP rank had 1.32 times the mean"
     )
     assert verdict(run(EXPERTS, step_s, plain())) == verdict(plain()) == unknown
 
@@ -125,8 +125,9 @@ def test_plain_expert_parallelism_that_was_not_timed(step_s: float) -> None:
 def test_what_copied_nothing(strategy: str) -> None:
     reported = verdict(run(EXPERTS, 8.0, plain(strategy)))
     assert reported == (
-        "no gain by replicas, as none was made in 2 recorded steps: the busiest rank had 1.32 "
-        f"times the mean; what else {strategy} gained, a run with ep and ds-moe-ext compare show"
+        "no gain from replicas, because none was made in 2 recorded steps: the busiest EP "
+        f"rank had 1.32 times the mean; to see what else {strategy} gained, run with ep "
+        "and use ds-moe-ext compare"
     )
 
 
@@ -145,7 +146,7 @@ def test_nothing_recorded() -> None:
 def test_a_cpu_is_no_measure() -> None:
     """Where seconds are predicted."""
     timed = ranks({**EXPERTS, **REPLICAS}, steps_of(1.0), device=DeviceRecord("cpu", 1))
-    caveat = "; seconds on a CPU are no measure of a cluster: shared cores"
+    caveat = "; seconds on a CPU do not predict a cluster: shared cores"
     assert verdict(dataclasses.replace(copied(), ranks=timed)).endswith(caveat)
     assert verdict(dataclasses.replace(plain(), ranks=timed)).endswith("had 1.32 times the mean")
     slow = dataclasses.replace(timed, pace=steps_of(8.0))

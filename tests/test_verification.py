@@ -141,7 +141,7 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
     assert "without a seed" in first.stage.cause
     first = _compared(replace(record, losses_I=np.array([4.0, 3.0, 2.1]))).first
     assert first is not None and (first.stage, first.name) == (Stage.CURVE, "step 3")
-    assert "experts that move" in first.stage.cause
+    assert "moved experts" in first.stage.cause
     first = _compared(replace(record, norms_I=np.array([8.0]))).first
     assert first is not None and first.stage is Stage.NORM
     less = {"embedding": record.weights["embedding"]}
@@ -167,7 +167,7 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
         (("--out", "/proc/x", "--", "true"), "--out is '/proc/x', where nothing can be written ("),
         (
             ("--", sys.executable, "-S", "-c", "import nothing_of_this_name"),
-            "exit code 1 when off, that is as your host runs it without ds_moe_ext",
+            "exit code 1 when off, as your host runs without ds_moe_ext",
         ),
         (("--", sys.executable, "-S", "-c", "print(1)"), "no step of deepspeed.initialize's"),
     ],

@@ -33,10 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What a person may give."""
     add = parser.add_argument
     add("--out", type=Path, default=Path("hardware.json"), help="file to write (%(default)s)")
-    add("--quick", action="store_true", help="fewer and smaller sizes, less exact")
+    add("--quick", action="store_true", help="fewer and smaller sizes, less accurate")
     add("--expert-bytes", type=int, default=EXPERT_BYTES, help="of one expert (%(default)s)")
-    add("--window-s", type=float, help="say how many replicas hide behind these seconds")
-    add("--ranks-per-node", type=int, help="where host names do not show it")
+    add("--window-s", type=float, help="show how many replicas these seconds hide")
+    add("--ranks-per-node", type=int, help="ranks per node, if host names do not show it")
     add("--name", help="of the cluster")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher says it twice
@@ -122,8 +122,8 @@ def notes(hardware: Hardware) -> Iterator[str]:
     """What was not measured, or not well."""
     if hardware.num_ranks == 1:
         yield (
-            "links: not measured, there is one rank; start with torchrun --nproc_per_node N "
-            "-m ds_moe_ext.profile_run"
+            "links: not measured, because there is one rank; start with torchrun "
+            "--nproc_per_node N -m ds_moe_ext.profile_run"
         )
     elif hardware.num_nodes == 1:
         yield "between nodes: not measured, all ranks are on one"
@@ -134,7 +134,7 @@ def notes(hardware: Hardware) -> Iterator[str]:
     noisy = [what for what, r_squared in fits if r_squared is not None and r_squared < NOISY]
     if noisy:
         yield (
-            f"no good lines, r² below {NOISY}: {', '.join(noisy)}; measure again on a quiet "
+            f"poor fits, r² below {NOISY}: {', '.join(noisy)}; measure again on a quiet "
             "machine, without --quick"
         )
 
@@ -143,21 +143,22 @@ def replicas_text(hardware: Hardware, expert_bytes: int, window_s: float | None)
     """How long a replica takes, and how many hide behind a window (HECATE, rules 11 and 50)."""
     link = hardware.copy_link(hardware.num_ranks)
     text = (
-        f"one more replica of an expert of {bytes_text(expert_bytes)} everywhere: "
+        f"one more replica of an expert of {bytes_text(expert_bytes)} on every rank: "
         f"{seconds_text(expert_bytes / link.bytes_per_s)}"
     )
     if window_s is None:
         return text
     num_hidden = int(link.bytes_within(window_s) // expert_bytes)
-    return f"{text}; behind {seconds_text(window_s)}: {num_hidden} (overlap degree t)"
+    return f"{text}; hidden by {seconds_text(window_s)}: {num_hidden} (overlap degree t)"
 
 
 def main() -> int:
     """Entry point of each rank."""
     parser = argparse.ArgumentParser(
         prog="ds_moe_ext.profile_run",
-        description="Measure this cluster, and write a hardware file of it; torchrun starts it on "
-        "every rank.",
+        description=(
+            "Measure this cluster and write its hardware file; torchrun starts it on every rank."
+        ),
     )
     add_options(parser)
     try:

@@ -28,7 +28,7 @@ EQUAL = 1e-5  # nats: losses that sums in another order explain
 def add_compare(commands: Any) -> None:
     """Add ``compare`` to the commands of a parser."""
     parser = commands.add_parser(
-        "compare", help="two runs that differ in the strategy alone, side by side"
+        "compare", help="compare two runs that differ only in the strategy"
     )
     for name in ("first", "second"):
         parser.add_argument(name, type=Path, help="folder of a run's results, with report.json")
@@ -74,12 +74,14 @@ class Reported:
         try:
             document = read_document(path)
             if not isinstance(document, Mapping):
-                raise ValueError("it holds no JSON object")
+                raise ValueError("it is not a JSON object")
             names = {each.name for each in fields(cls)}
             known = {name: value for name, value in document.items() if name in names}
             return cls(**{**known, "losses": tuple(map(float, known.get("losses", ())))})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a summary of a run ({error}); train again") from error
+            raise ValueError(
+                f"{path} is not a summary of a run ({error}); run the training again"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Finished:
         summary, report = folder / SUMMARY, folder / REPORT
         if not summary.is_file() and not report.is_file():
             raise ValueError(
-                f"{folder} has neither {REPORT} nor {SUMMARY}; name the folder that a run left its "
-                'results in, by "report": {"path": FOLDER} or --output FOLDER'
+                f"{folder} has neither {REPORT} nor {SUMMARY}; name the folder of a run's "
+                'results, set by "report": {"path": FOLDER} or --output FOLDER'
             )
         reported = Reported.read(summary) if summary.is_file() else Reported()
         return cls(folder, reported, read_report(report) if report.is_file() else None)
@@ -322,7 +324,7 @@ def comparison(first: Finished, second: Finished) -> Table:
 def _gain(runs: Sequence[Finished], ours: float | None, theirs: float | None) -> str:
     first, second = runs
     if why := no_measure(first.device or second.device, first.world_size or 1):
-        return f"no measure: {why}"
+        return f"not comparable: {why}"
     return f"{100 * (theirs / ours - 1):+.1f} %" if ours and theirs else ""
 
 
@@ -332,8 +334,9 @@ def _took(first: Finished, second: Finished) -> str:
     if not ours or not theirs:
         return ""
     return (
-        f"Found: a step took {seconds_text(ours)} with {first.name} and {seconds_text(theirs)} "
-        f"with {second.name}, {ours / theirs:.2f} times as fast (measured in both runs)."
+        f"Result: the step time is {seconds_text(ours)} with {first.name} and "
+        f"{seconds_text(theirs)} with {second.name}, {ours / theirs:.2f} times as fast "
+        "(measured in both runs)."
     )
 
 
@@ -347,22 +350,23 @@ def notices(first: Finished, second: Finished) -> list[str]:
         if not all(run.reported.losses for run in (first, second)):
             until = f"the first {alike} of {len(steps)} steps that both reports cover"
         lines.append(
-            f"Losses (nats a token) are equal within {EQUAL:.0e} in {until}. Strategies add up the "
-            "same numbers in different orders, so the last bits differ; where two experts score "
-            "almost alike, such a bit decides sooner or later which one a token goes to, and the "
-            "curves part a little: the sooner, the fewer bits a number has."
+            f"Losses (nats a token) are equal within {EQUAL:.0e} in {until}. Strategies add "
+            "the same numbers in different orders, so the last bits differ. Where two experts "
+            "have almost equal scores, such a bit eventually decides which of them a token "
+            "goes to; the curves then diverge slightly, and sooner with fewer bits per number."
         )
     device = first.device or second.device
     if device is not None and device.name == ON_CPU:
         lines.append(
-            f"Speeds of ranks on a CPU ({device.num_cores} cores here) are no measure: a rank that "
-            "waits leaves its core to the busy ones, and there is no network whose time copies "
-            "could save; they only cost."
+            f"Speeds on a CPU ({device.num_cores} cores here) do not predict a cluster: a "
+            "waiting rank leaves its core to the busy ones, and there is no network time that "
+            "replicas could save, so they only add cost."
         )
     elif took := _took(first, second):
         lines.append(took)
     lines.append(
-        "Balance: rows of the busiest rank over the mean; all others wait for it. It is 1 at best."
+        "Balance: routed tokens of the busiest rank over the mean. All other ranks wait for "
+        "it; 1 is perfect."
     )
     lines += [
         f"{run.name} by its own report: {verdict(run.record)}."

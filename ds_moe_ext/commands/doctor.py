@@ -25,7 +25,10 @@ def add_doctor(commands: Any) -> None:
     """Add ``doctor`` to the commands of a parser."""
     parser = commands.add_parser(
         "doctor",
-        help="is it loaded, which patches are in, which layers of a model it would replace",
+        help=(
+            "show whether it is loaded, which patches are applied, and which layers of a "
+            "model it would replace"
+        ),
     )
     parser.add_argument(
         "--model",
@@ -69,7 +72,7 @@ def _are_in(hosts: Sequence[PatchedHost], console: Console, *, is_brief: bool) -
         title = f"{host.name} {version}{host.when}"
         rows = _patch_rows(host)
         if is_brief and not any(row.failure for row in rows):
-            console.print(f"{title}: all {len(rows)} patches are in", highlight=False)
+            console.print(f"{title}: all {len(rows)} patches are applied", highlight=False)
             continue
         table = Table("patch", "state", "target", "why", title=title, title_justify="left")
         for row in rows:

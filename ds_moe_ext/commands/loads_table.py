@@ -15,18 +15,18 @@ from ds_moe_ext.planning.loads import Loads, Sizes, figures_of
 from ds_moe_ext.report.units import wide_console
 
 SIZES = {
-    "ranks": "that send, and own experts",
+    "ranks": "EP ranks, which send tokens and own experts",
     "experts": "of each layer",
     "layers": "of experts",
-    "tokens": "of a rank in a step, in the mean",
-    "top_k": "experts that a token chooses",
+    "tokens": "tokens of a rank in a step, on average",
+    "top_k": "experts per token (top-k)",
     "steps": "",
 }
 
 
 def add_loads(commands: Any) -> None:
     """Add ``loads`` to the commands of a parser."""
-    parser = commands.add_parser("loads", help="look at loads of experts, or make them")
+    parser = commands.add_parser("loads", help="show expert loads of a file, or generate some")
     parser.add_argument(
         "loads",
         metavar="NAME_OR_FILE",
@@ -61,17 +61,18 @@ def table_of(loads: Loads) -> Table:
     choices = "" if loads.top_k is None else f", {loads.top_k} a token"
     title = (
         f"{loads.source}: {num_steps} steps, {num_layers} layers, {num_ranks} ranks of "
-        f"{loads.tokens_ILC().mean():,.0f} {'rows' if loads.top_k is None else 'tokens'}, "
-        f"{num_experts} experts{choices}"
+        f"{loads.tokens_ILC().mean():,.0f} "
+        f"{'routed tokens' if loads.top_k is None else 'tokens'}, {num_experts} "
+        f"experts{choices}"
     )
-    table = Table("of a layer in a step", title=escape(title), title_justify="left")
+    table = Table("routed tokens of a layer in a step", title=escape(title), title_justify="left")
     for heading in ("mean", "least", "most"):
         table.add_column(heading, justify="right")
     figures = figures_of(loads)
     for what, values in (
-        ("rows of the busiest rank / mean, experts in index order", figures.by_rank_IL),
-        ("rows of the hottest expert / mean", figures.hottest_IL),
-        ("part of experts without rows", figures.unused_IL),
+        ("balance: busiest rank / mean, experts in index order", figures.by_rank_IL),
+        ("hottest expert / mean", figures.hottest_IL),
+        ("share of experts without tokens", figures.unused_IL),
         ("total variation to the next step", figures.moved_L),
     ):
         found = (values.mean(), values.min(), values.max()) if values.size else ()

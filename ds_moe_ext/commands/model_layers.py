@@ -41,7 +41,7 @@ def layers_table(model: str) -> Table:
     if not table.row_count:
         table.add_row("none found", "", "", "")
     for unknown in unknown_experts(built, [found.name for found in found_all], any_name):
-        table.add_row(unknown, "not known: stays as it is", "", "")
+        table.add_row(unknown, "unknown: stays unchanged", "", "")
     return table
 
 
@@ -71,15 +71,15 @@ def _check_takes_nothing(model: str, build: Any) -> None:
     """Whether it can be called as it is called here."""
     if not callable(build):
         raise ValueError(
-            f"--model is {model!r}, which is no function but {reprlib.repr(build)}; name one that "
-            "takes no arguments and gives the model"
+            f"--model is {model!r}, which is not a function but {reprlib.repr(build)}; name "
+            "one that takes no arguments and returns the model"
         )
     try:
         inspect.signature(build).bind()
     except TypeError as error:
         raise ValueError(
-            f"--model is {model!r}, which cannot be called without arguments ({error}); name a "
-            "function of your own that calls it with them"
+            f"--model is {model!r}, which cannot be called without arguments ({error}); name "
+            "your own function that calls it with them"
         ) from error
     except ValueError:
         pass  # of a function in C, which does not say what it takes
@@ -103,8 +103,9 @@ def _of_file(path: Path) -> Any:
         return _of_builder(path, document[BUILDER], config)
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ValueError(
-            f"--model is {str(path)!r}, which is of family {family!r}, which transformers does not "
-            f"know; add {BUILDER!r}: FILE.py:function, which makes the model of its config"
+            f"--model is {str(path)!r}, which is of family {family!r}, which transformers does "
+            f"not know; add {BUILDER!r}: FILE.py:function, which builds the model from its "
+            "config"
         )
     return _made(path, lambda: _of_config(AutoConfig.for_model(family, **config)))
 
@@ -116,8 +117,8 @@ def _made(path: Path, make: Callable[[], Any]) -> Any:
     except Exception as error:  # a config that is wrong may raise anything, anywhere
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ValueError(
-            f"--model is {str(path)!r}, of which transformers makes no model ({reason}); mend its "
-            "config"
+            f"--model is {str(path)!r}, from which transformers builds no model ({reason}); "
+            "correct its config"
         ) from error
 
 

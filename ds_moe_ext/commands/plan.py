@@ -115,14 +115,14 @@ def plan_text(name: str, text: bytes, source: str = "the input") -> str:
     try:
         document = parsed(text, _no_constant)
     except ValueError as error:
-        raise ValueError(f"{source} cannot be read as JSON: {error}; mend it") from error
+        raise ValueError(f"{source} cannot be read as JSON: {error}; correct it") from error
     if not isinstance(document, list):
         return json.dumps(_planned(name, document, "job"))
     return json.dumps([_planned(name, job, f"job {i}") for i, job in enumerate(document)])
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _planned(name: str, values: Any, where: str) -> Plan:
@@ -139,8 +139,8 @@ def _planned(name: str, values: Any, where: str) -> Plan:
 def _check_cluster(num_ranks: int, ranks_per_node: int, num_experts: int) -> None:
     if num_ranks % ranks_per_node:
         raise ValueError(
-            f"num_ranks is {num_ranks}, which ranks_per_node, {ranks_per_node}, does not divide; "
-            "all nodes must have equally many ranks"
+            f"num_ranks is {num_ranks}, which ranks_per_node, {ranks_per_node}, does not "
+            "divide; all nodes must have the same number of ranks"
         )
     _check_pairs(num_ranks, num_experts)
 
@@ -160,7 +160,9 @@ def _check_ranks(name: str, ranks: Sequence[int], num_ranks: int) -> None:
 
 def _check_loads(name: str, load: Sequence[float]) -> None:
     if not load:
-        raise ValueError(f"{name} is {reprlib.repr(load)}; give a list of rows for each expert")
+        raise ValueError(
+            f"{name} is {reprlib.repr(load)}; give a list of token counts for each expert"
+        )
 
 
 def _check_length(name: str, values: Sequence[Any], other: str, length: int) -> None:
@@ -267,7 +269,7 @@ class ReplicationJob:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise ValueError("rows is []; give a list of rows for each rank")
+            raise ValueError("rows is []; give a list of token counts for each rank")
         _check_pairs(len(self.rows), len(self.owner))
         for rank, rows in enumerate(self.rows):
             _check_loads(f"rows[{rank}]", rows)
@@ -593,7 +595,9 @@ class ZebraRatioJob:
         for index, count in enumerate(self.stripes):
             Bounds(1, most).check(count, f"stripes[{index}]")
             if count & (count - 1):
-                raise ValueError(f"stripes[{index}] is {count}, which is no power of two; give one")
+                raise ValueError(
+                    f"stripes[{index}] is {count}, which is not a power of two; give one"
+                )
         most = MOST_SHAPES // len(self.stripes)
         if not 1 <= len(self.ratios) <= most:
             raise ValueError(
@@ -613,8 +617,7 @@ class ZebraRatioJob:
         files = [file for file in (self.attention.file, self.expert.file) if file is not None]
         if len(files) < 2:
             raise ValueError(
-                "link is null, but a class has no hardware file to take it from; give link with "
-                "bytes_per_s"
+                "link is null, but a class has no hardware file; give link with bytes_per_s"
             )
         return min(map(card_of, files), key=lambda card: card.bytes_per_s)
 

@@ -82,14 +82,14 @@ def device_of(launched: Launched, kind: str | None) -> torch.device:
         return device
     if not num_devices:
         raise ValueError(
-            "--device is 'cuda', but torch finds no CUDA device here; give --device cpu, or start "
-            "where there is one"
+            "--device is 'cuda', but torch finds no CUDA device here; give --device cpu, or "
+            "start on a machine with one"
         )
     if not 0 <= launched.local_rank < num_devices:
         raise ValueError(
             f"this is local rank {launched.local_rank} (LOCAL_RANK), but this node has "
-            f"{num_devices} CUDA device(s), one a rank; start as many ranks a node, or give "
-            "--device cpu"
+            f"{num_devices} CUDA device(s), one per rank; start that many ranks per node, or "
+            "give --device cpu"
         )
     device = torch.device("cuda", launched.local_rank)
     torch.cuda.set_device(device)

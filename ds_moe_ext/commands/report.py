@@ -17,10 +17,10 @@ from ds_moe_ext.strict import shortened
 
 def add_report(commands: Any) -> None:
     """Add ``report`` to the commands of a parser."""
-    parser = commands.add_parser("report", help="draw the page of a report.json again")
+    parser = commands.add_parser("report", help="draw the page of a report.json")
     parser.add_argument("json", type=Path, help="report.json of a run")
     parser.add_argument("--beside", type=Path, metavar="JSON", help="compare with another run")
-    parser.add_argument("--charts", type=Path, metavar="DIR", help="write each chart as SVG, too")
+    parser.add_argument("--charts", type=Path, metavar="DIR", help="also write each chart as SVG")
     parser.set_defaults(run=lambda given: draw(given.json, given.beside, given.charts))
 
 
@@ -42,7 +42,7 @@ def draw(path: Path, beside: Path | None = None, charts: Path | None = None) -> 
     except UNFIT as error:
         text = " and ".join(map(str, paths))
         raise ValueError(
-            f"{text}: values that no report.json of a run has ({shortened(repr(error), 300)})"
+            f"{text}: values that a report.json cannot have ({shortened(repr(error), 300)})"
         ) from error
     write_whole(page_path, page)
     print(f"wrote {page_path}")

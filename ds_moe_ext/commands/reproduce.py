@@ -17,7 +17,7 @@ def add_reproduce(commands: Any) -> None:
     """Add ``reproduce`` to the commands of a parser."""
     parser = commands.add_parser(
         "reproduce",
-        help="tables and figures of the four papers beside ours, by planners and simulator",
+        help="compare tables and figures of the four papers with our planners and simulator",
     )
     parser.add_argument(
         "papers",
@@ -26,8 +26,8 @@ def add_reproduce(commands: Any) -> None:
         metavar="PAPER",
         help=f"one or more of {', '.join(NAMES)}",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with charts too")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with charts")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=reproduce)
 
 
@@ -39,9 +39,9 @@ def reproduce(given: Namespace) -> int:
     """
     if not (FOLDER / "papers").is_dir():
         raise ValueError(
-            f"the papers' figures are worked out by launch/papers, and {FOLDER / 'papers'} is not "
-            "there: an installed package has none; clone the repository, pip install -e . in it, "
-            "and run this there"
+            f"the papers' figures need launch/papers, but {FOLDER / 'papers'} does not exist: "
+            "an installed package does not have it; clone the repository, run pip install -e "
+            ". in it, and run this there"
         )
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))

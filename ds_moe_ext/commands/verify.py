@@ -29,7 +29,7 @@ def add_verify(commands: Any) -> None:
     """Add ``verify`` to the commands of a parser."""
     parser = commands.add_parser(
         "verify",
-        help="run your own training command twice, with the block off and on, and compare",
+        help="run your training command twice, with the block off and on, and compare",
         usage="ds-moe-ext verify [OPTION ...] -- COMMAND [ARGUMENT ...]",
     )
     add = parser.add_argument
@@ -38,13 +38,13 @@ def add_verify(commands: Any) -> None:
         "--dtype",
         choices=[each.value for each in Precision],
         default=Precision.FLOAT32.value,
-        help="of both runs; as-is leaves what the job says (float32)",
+        help="of both runs; as-is keeps the dtype of the job (float32)",
     )
-    add("--tolerance", type=float, help="relative, of the first step; by default as the dtype has")
+    add("--tolerance", type=float, help="relative, of the first step (default: by dtype)")
     add("--seed", type=int, default=1, help="of all generators, in both runs (1)")
     add("--out", type=Path, help="folder for output and records; several nodes must share it")
     add("--json", action="store_true", help="print JSON")
-    add("command", nargs=argparse.REMAINDER, help="as you start the job, launcher and all")
+    add("command", nargs=argparse.REMAINDER, help="your training command, including the launcher")
     parser.set_defaults(run=verify)
 
 
@@ -73,7 +73,7 @@ def verify(given: argparse.Namespace) -> int:
     precision = Precision(given.dtype)
     console = Console(stderr=given.json)
     if shutil.which(command[0]) is None:
-        raise ValueError(f"there is no command {command[0]!r}; give it as a shell finds it")
+        raise ValueError(f"there is no command {command[0]!r}; give a path or a name on PATH")
     runs = []
     for name, is_on in (("off", False), ("on", True)):
         trial = Trial(str(folder / name), is_on, given.steps, precision, given.seed)
@@ -82,8 +82,8 @@ def verify(given: argparse.Namespace) -> int:
     off, on = runs
     if len(off) != len(on):
         raise ValueError(
-            f"{len(off)} ranks trained when off and {len(on)} when on; let the command start as "
-            "many each time"
+            f"{len(off)} ranks trained when off and {len(on)} when on; the command must start "
+            "the same number each time"
         )
     comparison = compare(off, on, precision.tolerances(given.tolerance))
     verdict = verdict_of(comparison, precision)
@@ -110,21 +110,21 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])
         raise ValueError(
             f"the command ended with exit code {done.returncode} when {name}"
-            + ("" if trial.is_on else ", that is as your host runs it without ds_moe_ext")
+            + ("" if trial.is_on else ", as your host runs without ds_moe_ext")
             + f"; the end of {log}:\n{tail}"
         )
     records = [RankRecord.read(path) for path in sorted(folder.glob("rank_*.npz"))]
     steps = min((record.num_steps for record in records), default=0)
     if not records or not steps:
         raise ValueError(
-            f"the command ended well when {name}, but no step of deepspeed.initialize's engine, of "
-            "Megatron-core under --ds-moe-ext-config or of an optimizer given to watch() of "
-            "ds_moe_ext.attach was seen; 'ds-moe-ext doctor' shows whether the package is loaded, "
-            f"and {log} what the command printed"
+            f"the command succeeded when {name}, but no step of deepspeed.initialize's engine, "
+            "of Megatron-core under --ds-moe-ext-config or of an optimizer passed to watch() "
+            "of ds_moe_ext.attach was seen; 'ds-moe-ext doctor' shows whether the package is "
+            f"loaded, and {log} what the command printed"
         )
     if steps < trial.num_steps:
         raise ValueError(
-            f"the command ended after {steps} of {trial.num_steps} steps when {name}; let it train "
+            f"the command ended after {steps} of {trial.num_steps} steps when {name}; train "
             f"longer, or give --steps {steps}"
         )
     if len(records) != records[0].num_ranks:
@@ -154,10 +154,10 @@ def verdict_of(comparison: Comparison, precision: Precision) -> str:
     ties = ""
     if comparison.num_ties:
         ties = (
-            f"; {comparison.num_ties} choices between experts of equal scores fell differently, "
-            "which is rounding too"
+            f"; {comparison.num_ties} expert choices at equal scores differed, which is also "
+            "rounding"
         )
-    unseen = "; but not all was compared" if comparison.uncompared else ""
+    unseen = "; some tensors were not compared" if comparison.uncompared else ""
     return f"equal within the rounding of {kind}{ties}{unseen}"
 
 

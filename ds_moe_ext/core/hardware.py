@@ -226,9 +226,9 @@ class Hardware:
             where = "between nodes" if spans_nodes else "within a node"
             key = "inter" if spans_nodes else "intra"
             raise ValueError(
-                f"hardware {self.name!r} does not say how fast weights move {where}, and "
-                f"{num_ranks} ranks with {self.ranks_per_node} on a node need it; measure it with "
-                f"ds-moe-ext profile, or add the key {key!r} to its file"
+                f"hardware {self.name!r} does not give the speed of weight transfers {where}, "
+                f"but {num_ranks} ranks with {self.ranks_per_node} on a node need it; measure "
+                f"it with ds-moe-ext profile, or add the key {key!r} to its file"
             )
         return link
 
@@ -311,7 +311,7 @@ def _check_line(whose: str, start_name: str, start_s: float, r_squared: float | 
     if not 0 <= start_s < math.inf:
         raise ValueError(
             f"{whose}'s {start_name} is {start_s}; it must be at least 0 and finite: write "
-            "seconds, or leave it out where it is not known"
+            "seconds, or leave it out if unknown"
         )
     if r_squared is not None and not r_squared <= 1:
         raise ValueError(f"{whose}'s r_squared is {r_squared}; it must be at most 1")
@@ -324,8 +324,8 @@ LEAST, MOST = 1e-9, 1e30
 def _positive(what: str, value: float | None) -> None:
     if value is not None and not LEAST <= value <= MOST:
         raise ValueError(
-            f"{what} is {value}; it must be above 0 and finite (from {LEAST} to {MOST}): mend it, "
-            "or leave out what is not known"
+            f"{what} is {value}; it must be above 0 and finite (from {LEAST} to {MOST}): "
+            "correct it, or leave it out if unknown"
         )
 
 

@@ -106,9 +106,9 @@ def _compiles(device: torch.device) -> bool:
     except Exception as error:  # of whatever kind: torch's operations do the same
         first_line = (str(error).splitlines() or [""])[0]
         warnings.warn(
-            f"Triton compiles no kernels for {device} ({type(error).__name__}: {first_line}), so "
-            "that torch's operations run between the experts' products, which take longer; is "
-            "there a C compiler on PATH?",
+            f"Triton compiles no kernels for {device} ({type(error).__name__}: {first_line}), "
+            "so slower torch operations run between the experts' products; is there a C "
+            "compiler on PATH?",
             stacklevel=2,
         )
         return False

@@ -51,7 +51,7 @@ class Placement:
         if not is_held_E.all():
             homeless = np.flatnonzero(~is_held_E)
             raise ValueError(
-                f"no EP rank holds expert(s) {homeless.tolist()}; every expert needs a holder"
+                f"no EP rank has expert(s) {homeless.tolist()}; every expert needs an EP rank"
             )
         _frozen(self.holds_EC)
 

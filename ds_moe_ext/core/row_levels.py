@@ -457,9 +457,9 @@ def is_compiled() -> bool:
         _code()
     except RuntimeError as error:
         warnings.warn(
-            f"ds_moe_ext: rows are divided over replicas in Python, about {SLOWER} times slower "
-            f"than in C, with the same result, because {error}. For C, install gcc or set CC to a "
-            "C compiler.",
+            f"ds_moe_ext: tokens are divided over replicas in Python, about {SLOWER} times "
+            f"slower than in C, with the same result, because {error}. For C, install gcc or "
+            "set CC to a C compiler.",
             stacklevel=2,
         )
         return False

@@ -112,7 +112,7 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
             f"{name} is a {kind} that normalises after each expert, which ds_moe_ext does not "
-            "replace yet; leave this layer out with ds_moe_ext.moe_layer_pattern"
+            "support yet; leave this layer out with ds_moe_ext.moe_layer_pattern"
         )
     _check_call(name, module)
     up_name = "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj"
@@ -164,9 +164,9 @@ def _check_call(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     raise ValueError(
         f"{name} is a {kind} that is called as experts({', '.join(taken)}), not as "
-        "experts(hidden, expert_ids, scores), by which rows find their experts; leave the layer "
-        "out with ds_moe_ext.moe_layer_pattern, which keeps it as it is, or let the model call "
-        "experts in this way, of a class described with ds_moe_ext.register_experts"
+        "experts(hidden, expert_ids, scores); leave the layer out with "
+        "ds_moe_ext.moe_layer_pattern, which keeps it unchanged, or let the model call "
+        "experts like this, with a class registered with ds_moe_ext.register_experts"
     )
 
 
@@ -494,8 +494,8 @@ class _Adapter:
                 layer,
                 wrapper,
                 f"has {len(names)} adapters ({', '.join(names)})",
-                "ds_moe_ext spreads the parts of one over ranks",
-                "leave one of them, by delete_adapter of the model",
+                "ds_moe_ext distributes the parts of one adapter over ranks",
+                "keep one of them, with delete_adapter of the model",
             )
         return cls(layer, wrapper, place, names[0], _switch_of(layer, wrapper))
 
@@ -523,7 +523,7 @@ class _Adapter:
                 wrapper,
                 f"is of a parameter of {weight.dim()} dims that peft takes for "
                 f"{wrapper.num_experts} matrices",
-                f"of {num_experts} experts each must have factors of its own",
+                f"each of {num_experts} experts needs its own factors",
                 "leave it out of target_parameters",
             )
 
@@ -589,9 +589,9 @@ def _switch_of(layer: str, wrapper: Any) -> Any:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError(
-            f"the adapters of {layer} cannot be merged or unloaded here: ds_moe_ext has spread the "
-            "experts over ranks; load what save_pretrained or ds_moe_ext.full_state_dict gives "
-            "into the stock model, and merge them there"
+            f"the adapters of {layer} cannot be merged or unloaded here: ds_moe_ext has "
+            "distributed the experts over ranks; load the output of save_pretrained or "
+            "ds_moe_ext.full_state_dict into the stock model, and merge there"
         )
 
     switch.merge = switch.unmerge = switch.unload_and_optionally_merge_module = refuse
@@ -613,9 +613,10 @@ def _needing_state(save_pretrained: Callable[..., None]) -> Callable[..., None]:
     def save(*given: Any, **named: Any) -> None:
         if named.get("state_dict") is None:
             raise ValueError(
-                "save_pretrained was called without state_dict, but this rank has the adapters of "
-                "its own experts alone; call ds_moe_ext.full_state_dict(engine.module) on all "
-                "ranks, and pass what it gives as state_dict"
+                "save_pretrained was called without state_dict, but this rank has the "
+                "adapters of its own experts only; call "
+                "ds_moe_ext.full_state_dict(engine.module) on all ranks, and pass the result "
+                "as state_dict"
             )
         save_pretrained(*given, **named)
 

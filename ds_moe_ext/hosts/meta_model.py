@@ -47,7 +47,7 @@ def _adapted(given: Any) -> str:
 ADAPTERS = Refusal(
     "adapters of peft and a model on the meta device",
     _adapted,
-    "what an adapter starts with, as zeros, was lost there",
+    "the initial values of adapters were lost there",
     "build the model on the CPU",
 )
 """A row for hosts whose ``asked`` takes what has a ``model``."""
@@ -188,8 +188,8 @@ class MetaModel:
                     whole = self._recipe(found, module, number, expert).made(self._device)
                     if has_blanks(whole):
                         raise ValueError(
-                            f"{found.name} {META}, and its initialiser leaves a part of "
-                            f"{found.expert[number][0]!r} as it was; {REMEDY}"
+                            f"{found.name} {META}, and its initialiser leaves part of "
+                            f"{found.expert[number][0]!r} unset; {REMEDY}"
                         )
                     stack[place] = hosted.shard.of(number, whole)
         made = [
@@ -238,8 +238,8 @@ def _check_overwritten(
         )
     if of_transformers and not have_run and dist.get_rank() == 0:
         warnings.warn(
-            f"the model {META}, where something wrote to {_some(of_transformers)}: that is lost, "
-            f"and it starts with what its own initialiser gives; load a checkpoint, or {REMEDY}",
+            f"the model {META}, and values written to {_some(of_transformers)} are lost; its "
+            f"own initialiser sets them; load a checkpoint, or {REMEDY}",
             stacklevel=2,
         )
 

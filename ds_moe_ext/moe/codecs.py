@@ -48,7 +48,8 @@ class Coding(NamedTuple):
 
     def _refuse(self, what: str) -> None:
         raise ValueError(
-            f"codec {self.encode} {what}; every row travels as one, and comes out as it went in"
+            f"codec {self.encode} {what}; it must keep the number of rows, and decode must "
+            "restore shape and type"
         )
 
 

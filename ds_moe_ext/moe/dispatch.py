@@ -130,7 +130,7 @@ class Wire:
         group = self.group
         if self.carrier is not None or self.node_channels is not None:
             return None
-        assert group is not None, "one EP rank exchanges nothing"
+        assert group is not None, "with one EP rank nothing is exchanged"
         return lambda rows: self.all_to_all(rows, sent_C, received_C, group)
 
     def _transfer(self, chunk_range: ChunkRange, layer_route: LayerRoute) -> RowTransfer:
@@ -283,17 +283,17 @@ def why_not(layout: ParallelLayout, device: torch.device) -> str:
     node_P = layout.node_of_ep_ranks
     eights_P = np.arange(node_P.size) // NODE_SIZE
     if device.type != "cuda":
-        return f"rows are on {device.type}, and DeepEP carries rows of CUDA devices"
+        return f"tokens are on {device.type}, but DeepEP needs CUDA"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"the package {PACKAGE} is not installed"
     if its("Buffer") is None:
         return f"this version of {PACKAGE} has no Buffer; install 2.1 or an earlier one"
     if node_P.size not in NUM_RANKS:
         known = ", ".join(map(str, NUM_RANKS))
-        return f"{node_P.size} EP ranks exchange rows, and DeepEP has settings for {known}"
+        return f"{node_P.size} EP ranks exchange tokens, but DeepEP has settings for {known}"
     if not np.array_equal(np.unique(node_P, return_inverse=True)[1], eights_P):
         return (
-            f"DeepEP wants up to {NODE_SIZE} EP ranks on one node, or {NODE_SIZE} on each, in turn"
+            f"DeepEP needs up to {NODE_SIZE} EP ranks on one node, or {NODE_SIZE} on each, in turn"
         )
     return ""
 
@@ -347,8 +347,8 @@ class DeepEpTransfer:
             self._handle.append(handle)
         if arrived_R.shape[0] != self.num_received:
             raise RuntimeError(
-                f"DeepEP brought {arrived_R.shape[0]} rows where {self.num_received} were counted; "
-                "choose another all_to_all"
+                f"DeepEP brought {arrived_R.shape[0]} tokens, but {self.num_received} were "
+                "expected; choose another all_to_all"
             )
         rows_R: Tensor = arrived_R
         return rows_R
@@ -427,6 +427,4 @@ def check_order(
     arrived_RW, _ = dispatched(buffer, rows_NW, receiver_N, num_ranks)
     wanted_RW = torch.stack((receiver_N.to(rows_NW), rows_NW[:, 1]), dim=1)
     if not torch.equal(arrived_RW[:, :2], wanted_RW):
-        raise RuntimeError(
-            "DeepEP brings rows in another order than they were sent in; choose another all_to_all"
-        )
+        raise RuntimeError("DeepEP changes the order of tokens; choose another all_to_all")

@@ -266,8 +266,8 @@ class ExpertChoice(Gate):
         super().__post_init__()
         if self.capacity_factor <= 0:
             raise ValueError(
-                f"capacity_factor {self.capacity_factor} leaves experts no rows; give a factor "
-                "above 0"
+                f"capacity_factor {self.capacity_factor} leaves experts no tokens; give a "
+                "factor above 0"
             )
 
     def choose(self, logit_TE: Tensor) -> Choice:
@@ -443,8 +443,8 @@ def _class_at(path: str, where: str) -> type[Gate]:
     cls = found_at(path, where, "'my_package.my_module:MyGate'")
     if not (isinstance(cls, type) and issubclass(cls, Gate)) or inspect.isabstract(cls):
         raise ValueError(
-            f"{where} is {path!r}, which is no gate; derive it from ds_moe_ext.moe.gate.Gate, and "
-            "let it choose"
+            f"{where} is {path!r}, which is not a gate; derive it from "
+            "ds_moe_ext.moe.gate.Gate, and let it choose"
         )
     if "__dataclass_params__" not in vars(cls):
         raise ValueError(

@@ -137,7 +137,7 @@ class Hooked:
         for transform in self.transforms:
             if transform.at not in PLACES:
                 raise ValueError(
-                    f"{transform} is at {transform.at!r}, which is no place; choose "
+                    f"{transform} is at {transform.at!r}, which is not a place; choose "
                     f"{', '.join(map(repr, PLACES))}"
                 )
         rows = {
@@ -198,8 +198,8 @@ class Hooked:
             return ""
         names = ", ".join(type(observer).__qualname__ for observer in self.observers)
         return (
-            f"hooks: {names} may read what is shown, and clone it; the first change in place ends "
-            "the run with an error, and to communicate would make ranks wait for each other"
+            f"hooks: {names} may read and clone tensors; changing one in place raises an "
+            "error, and communicating would make ranks wait for each other"
         )
 
     def notify(self, hook: Hook, moe: Moe, batch: Batch) -> None:
@@ -363,9 +363,9 @@ def _class_at(path: str, where: str) -> type[Kind]:
     is_kind = isinstance(cls, type) and issubclass(cls, (Hooks, Codec, Transform))
     if not is_kind or inspect.isabstract(cls):
         raise ValueError(
-            f"{where} is {path!r}, which is no hook; derive it from ds_moe_ext.moe.hooks.Hooks, "
-            "from ds_moe_ext.moe.codecs.Codec and let it encode and decode, or from "
-            "ds_moe_ext.moe.transforms.Transform and let it have forward"
+            f"{where} is {path!r}, which is not a hook; derive it from "
+            "ds_moe_ext.moe.hooks.Hooks, from ds_moe_ext.moe.codecs.Codec and let it encode "
+            "and decode, or from ds_moe_ext.moe.transforms.Transform and let it have forward"
         )
     return cls
 

@@ -145,8 +145,8 @@ class HostLag:
             return ""
         share = self.num_idle / self.num_passes
         return (
-            f"in {share:.0%} of the layers' passes this rank's device had done all that its host "
-            "had issued: it waits for the host, which takes as long for few rows as for many; more "
-            "tokens a micro-batch, fewer chunks or none, or a strategy that copies no experts give "
-            "it more to do at once"
+            f"in {share:.0%} of the layers' passes this rank's device had done all that its "
+            "host had issued: the device waits for the host, whose time does not depend on "
+            "the number of tokens; use more tokens per micro-batch, fewer or no chunks, or a "
+            "strategy without replicas"
         )

@@ -68,8 +68,8 @@ def check_kinds(reported_C: np.ndarray) -> None:
             for etp_rank, (layer, kind) in enumerate(reported)
         ]
         raise RuntimeError(
-            "the ranks that share experts have come to an MoE layer in passes that do not belong "
-            f"together ({'; '.join(each)}): {WATCH.remedy}"
+            "the ranks of an EP group reached an MoE layer in different passes "
+            f"({'; '.join(each)}): {WATCH.remedy}"
         )
 
 

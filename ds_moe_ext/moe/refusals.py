@@ -85,8 +85,8 @@ def check_schedules(
     if strategy.static_capacity is not None and not is_plain:
         raise ValueError(
             f"{who} has a static capacity ({strategy.keys.static_capacity} is "
-            f"{strategy.static_capacity}), but plans replicas of experts or cuts tokens, "
-            "so that nobody knows beforehand which rows go where; leave that out"
+            f"{strategy.static_capacity}), but plans replicas of experts or cuts tokens, so "
+            "token counts are not known in advance; leave that out"
         )
     if strategy.cuda_graphs and not is_plain:
         raise ValueError(
@@ -109,15 +109,15 @@ def check_schedules(
         )
     if layer_context.sends_once and not forward.once(_weighs_rows):
         raise ValueError(
-            f"{who} sends each token's row once to an EP rank ({strategy.keys.sends_once} is "
-            "true), but its schedules take no scores there; leave schedules to the base class, "
-            "or say once in orders.routed_tasks"
+            f"{who} sends each token once to an EP rank ({strategy.keys.sends_once} is true), "
+            "but its schedules take no scores there; leave schedules to the base class, or "
+            "say once in orders.routed_tasks"
         )
     if layer_context.layout.grid.etp_size > 1 and not _OF_EP_RANKS & ops:
         raise ValueError(
-            f"the ranks of an ETP group split every expert, but the schedules of {who} exchange no "
-            "rows within ETP groups; set expert_sharding_size to 1, or leave schedules to the base "
-            "class"
+            f"the ranks of an ETP group split every expert, but the schedules of {who} have no "
+            "exchange within ETP groups; set expert_sharding_size to 1, or leave schedules to "
+            "the base class"
         )
 
 
@@ -159,13 +159,13 @@ def _check_stages(
             )
         if op in MOVES_ROWS and layer_context.plan.way is not Way.DIRECT:
             raise ValueError(
-                f"{name} moves rows itself, but {strategy.keys.ways} is "
+                f"{name} dispatches tokens itself, but {strategy.keys.ways} is "
                 f"{layer_context.plan.way.value!r}; leave that out"
             )
         if op in MOVES_ROWS and hooks.codecs:
             raise ValueError(
-                f"{name} moves rows itself, so that {', '.join(map(str, hooks.codecs))} of hooks "
-                "would have no effect; leave that out"
+                f"{name} dispatches tokens itself, so {', '.join(map(str, hooks.codecs))} of "
+                "hooks would have no effect; leave that out"
             )
 
 
@@ -174,8 +174,8 @@ def _check_static_capacity(strategy: Strategy, capacity_factor: float | None) ->
     key, capacity = strategy.keys.static_capacity, strategy.static_capacity
     if capacity_factor is not None:
         raise ValueError(
-            f"{key} is {capacity} and capacity_factor is {capacity_factor}; both say how "
-            "many rows an expert takes from one rank: leave one of them out"
+            f"{key} is {capacity} and capacity_factor is {capacity_factor}; both limit the "
+            "tokens of an expert from one rank: leave one of them out"
         )
     if strategy.has_roles:
         raise ValueError(
@@ -196,24 +196,24 @@ def _check_graphs(
     key = strategy.keys.cuda_graphs
     if layer_context.layout.grid.size > 1:
         raise ValueError(
-            f"{key} is true, but {layer_context.layout.grid.size} ranks exchange rows, which "
-            "graphs of ours do not record; set ds_moe_ext.expert_parallel_size to 1, where every "
+            f"{key} is true, but {layer_context.layout.grid.size} ranks exchange tokens, which "
+            "our graphs cannot record; set ds_moe_ext.expert_parallel_size to 1, where every "
             f"rank can have all experts, or leave {key} out"
         )
     if strategy.static_capacity is None and may_drop:
         raise ValueError(
-            f"{key} is true, but rows may be dropped, and how many is known only in each pass; set "
-            f"{strategy.keys.static_capacity}, or leave {key} out"
+            f"{key} is true, but tokens may be dropped, and the number is known only in each "
+            f"pass; set {strategy.keys.static_capacity}, or leave {key} out"
         )
     if strategy.has_roles or own:
         raise ValueError(
-            f"{key} is true, but {type(strategy).__qualname__} gives ranks roles, or has stages of "
-            "its own, of which nobody knows whether they do the same in each pass; leave it out"
+            f"{key} is true, but {type(strategy).__qualname__} gives ranks roles, or has "
+            "stages of its own, which may differ from pass to pass; leave it out"
         )
     if hooks != NO_HOOKS:
         raise ValueError(
-            f"{key} is true, but hooks are called in each pass, and replayed passes call nobody; "
-            "leave one of them out"
+            f"{key} is true, but hooks must run in each pass, and a replayed pass runs no "
+            "Python code; leave one of them out"
         )
 
 
@@ -225,31 +225,31 @@ def _check_send_once(
     asked = (
         (
             strategy.static_capacity is not None,
-            f"{strategy.keys.static_capacity} is {strategy.static_capacity}, which sends as many "
-            "rows to each expert, shared or not",
+            f"{strategy.keys.static_capacity} is {strategy.static_capacity}, which sends the "
+            "same number of tokens to each expert, shared or not",
             "leave one of them out",
         ),
         (
             not plan.target.is_single or plan.revise is not None,
-            "experts have replicas, which share the rows of an expert one by one",
+            "experts have replicas, which share the tokens of an expert one by one",
             "leave it out, or the replicas",
         ),
         (
             strategy.has_roles,
-            "its ranks have roles, and rows are weighed where attention is",
+            "its ranks have roles, and tokens are weighted on attention ranks",
             "leave it out",
         ),
         (
             bool(names),
-            f"the strategy has stages of its own for {names}, which know one row a choice",
+            f"the strategy has stages of its own for {names}, which expect one token per choice",
             "leave it out, or those stages",
         ),
     )
     for is_asked, why, remedy in asked:
         if is_asked:
             raise ValueError(
-                f"{strategy.keys.sends_once} is true, so that {type(strategy).__qualname__} sends "
-                f"each token's row once to an EP rank, but {why}; {remedy}"
+                f"{strategy.keys.sends_once} is true, so that {type(strategy).__qualname__} "
+                f"sends each token once to an EP rank, but {why}; {remedy}"
             )
 
 
@@ -286,8 +286,8 @@ def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, layer_context: Lay
         (
             plan.carried is not None,
             "has the block before carry its replicas (carried)",
-            "the blocks of several stripes run at once; leave carried out: a gather goes beside "
-            "what precedes its layer in any case",
+            "the blocks of several stripes run at once; leave carried out: a gather overlaps "
+            "with what precedes its layer anyway",
         ),
         (
             plan.rematerialize and plan.has_replicas,

@@ -326,10 +326,9 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
         first, again = (codec.encode(rows_ND.clone()).contiguous() for _ in range(2))
         if not torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
             raise ValueError(
-                f"{codec} has 'replicas' and encodes the same rows in two ways, so that backward "
-                "might have other replicas of experts than forward had; let encode give the same "
-                "for the same rows (no random numbers but those of a seed of its own), or set "
-                "'replicas' to false"
+                f"{codec} has 'replicas' and encodes the same rows in two ways, so backward "
+                "might use other replica weights than forward; make encode deterministic "
+                "(random numbers only from its own seed), or set 'replicas' to false"
             )
 
 
@@ -455,9 +454,9 @@ class KeptInGrad:
             return True
         if any(bool(w.grad.any()) for w in self._weights() if w.grad is not None):
             raise RuntimeError(
-                f"gradients of experts of layer {self._layer} were changed in the midst of a step "
-                "of several backward passes, but those of copied experts wait on other ranks for "
-                "the last one, and would not be changed alike: scale losses instead, or change "
-                "gradients behind the last backward pass"
+                f"gradients of experts of layer {self._layer} were changed between the "
+                "backward passes of a step, but gradients of replicas stay on other ranks "
+                "until the last one: scale losses instead, or change gradients after the last "
+                "backward pass"
             )
         return False

@@ -183,10 +183,11 @@ class Replicas:
             self._is_current, self._versions = True, versions
         elif versions != self._versions and self.plan.has_replicas:
             raise RuntimeError(
-                f"weights of experts of layer {self.coordinates.layer} were changed between two "
-                "passes of a step, but replicas of experts are made once a step, and are of the "
-                "old ones; change weights in the optimizer's step alone, have replicas gathered "
-                "for each pass (key rematerialize of strategies that copy), or use strategy 'ep'"
+                f"weights of experts of layer {self.coordinates.layer} were changed between "
+                "two passes of a step, but replicas are made once a step and have the old "
+                "weights; change weights only in the optimizer's step, gather replicas for "
+                "each pass (key rematerialize of strategies with replicas), or use strategy "
+                "'ep'"
             )
         self.coming = Prefetch(self, self._memory, owner, self._to_gather)
         return self.coming
@@ -388,9 +389,9 @@ class Replicas:
 def left_behind(layer: str, experts: Iterable[int]) -> str:
     """That gradients of replicas of a layer are still here as its optimizer steps."""
     return (
-        f"{layer} has gradients of copied experts {sorted(experts)} that were not sent to the "
-        "owner before the optimizer's step: the last micro-batch did not pass through it; let "
-        "every micro-batch use every MoE layer"
+        f"{layer} has gradients of replicas of experts {sorted(experts)} that were not sent to "
+        "the owner before the optimizer's step: the last micro-batch did not pass through it; "
+        "let every micro-batch use every MoE layer"
     )
 
 

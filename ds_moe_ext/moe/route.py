@@ -329,7 +329,7 @@ class LayerRoute(OnDevice):
 
     @cached_property
     def _between_FCC(self) -> np.ndarray:
-        assert self.count_between is not None, "one EP rank sends nothing"
+        assert self.count_between is not None, "with one EP rank nothing is sent"
         return self.count_between()
 
     def transfer(self, chunk_range: ChunkRange, carrier: Carrier) -> RowTransfer:

@@ -64,9 +64,9 @@ class SlotRows:
         if not self._host:
             if is_captured():
                 raise NotInGraphs(
-                    "rows of each expert must be known on the host where experts go one by one "
-                    "(there is no grouped GEMM for their type on this GPU, or their weights do not "
-                    "lie in one piece)"
+                    "the token counts of experts must be known on the host if experts run one "
+                    "by one (there is no grouped GEMM for their type on this GPU, or their "
+                    "weights are not one tensor)"
                 )
             self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
         return self._host[0]

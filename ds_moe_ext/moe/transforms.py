@@ -56,8 +56,8 @@ class Transform(ABC):
             made_NB = self.forward(leaf_ND)
         if _ends(made_NB) - {get_gradient_edge(leaf_ND).node}:
             raise ValueError(
-                f"{self} has weights of its own, which would not be trained: nobody takes their "
-                "gradients; detach them, or have the model compute this before or behind the layer"
+                f"{self} has weights of its own, which would not be trained; detach them, or "
+                "let the model compute this before or after the layer"
             )
         if not made_NB.requires_grad:
             return torch.zeros_like(leaf_ND)
@@ -78,8 +78,8 @@ class Transform(ABC):
             made_NB = self.forward(rows_ND)
         if is_counted and rows_ND._version != before:
             raise RuntimeError(
-                f"{self} changed in place the rows that it was given, which others read; compute "
-                "the new values into a tensor of their own"
+                f"{self} changed its input in place, but others read it; compute the new "
+                "values into a tensor of their own"
             )
         is_of_layer = self.at in (START, END)
         if made_NB.dim() != 2 or not (is_of_layer or len(made_NB) == len(rows_ND)):

@@ -779,7 +779,7 @@ def class_at(path: str, where: str) -> type:
         )
     if not issubclass(cls, Strategy) or inspect.isabstract(cls):
         raise ValueError(
-            f"{where} is {path!r}, which is no strategy; derive it from "
+            f"{where} is {path!r}, which is not a strategy; derive it from "
             "ds_moe_ext.Strategy, and give it a plan(self, job)"
         )
     return cls

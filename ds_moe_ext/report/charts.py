@@ -148,7 +148,10 @@ def why_none() -> str:
     try:
         import matplotlib.style  # noqa: F401
     except ImportError as error:
-        return f"Charts are not drawn, as matplotlib is not there ({error}); pip install matplotlib"
+        return (
+            f"Charts are not drawn because matplotlib is not installed ({error}); pip install "
+            "matplotlib"
+        )
     return ""
 
 
@@ -477,7 +480,7 @@ def load_heatmap(
     loads = _Image(logs_EB, "loads", (-octaves, octaves), experts.columns, (132, 14))
     images, top = {"": loads}, 6
     if replicas_BE is not None and kind_EC is not None:
-        text += ", their replicas, and who held them in the last step"
+        text += ", their replicas, and the EP ranks that held them in the last step"
         copied = (0, max(most_replicas, 1))
         ep_ranks = [f"{ep_rank}" for ep_rank in range(kind_EC.shape[1])]
         images, top = (
@@ -579,7 +582,7 @@ def load_scale(octaves: int, most_replicas: int | None, *, has_late: bool = Fals
     ticks = {
         k: (f"{2**k}" if k >= 0 else f"1/{2**-k}") + TIMES for k in range(-octaves, octaves + 1)
     }
-    about = "rows of an expert over its layer's mean expert (log scale; the ends hold all beyond)"
+    about = "routed tokens of an expert over its layer's mean (log scale, clipped at both ends)"
     text = f"{about}: {', '.join(ticks.values())}"
     kinds = {"owner": "owner", "copy": "planned replica" if has_late else "replica"}
     kinds |= {"late": "replica made after the gate"} if has_late else {}

@@ -138,9 +138,9 @@ def selectable(name: str, panels: Sequence[Panel], *, first: int) -> Html:
 
 
 WORDS = (
-    ("EP rank", "a rank of the expert-parallel group, or all that split experts"),
-    ("routed token (row)", "one token for one of its top-k experts, as it is dispatched"),
-    ("balance", "rows that the busiest EP rank computed over the mean; 1 is perfect"),
+    ("EP rank", "a rank of the expert-parallel group, or an ETP group"),
+    ("routed token", "one (token, expert) pair, as it is dispatched"),
+    ("balance", "routed tokens of the busiest EP rank over the mean; 1 is perfect"),
     ("owner", "the EP rank with an expert's weights and optimizer state"),
     ("replica", "an expert's weights on another EP rank, for one step"),
     ("stream", "a queue of tasks: a CUDA stream, or a thread on a CPU"),

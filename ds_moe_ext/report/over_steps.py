@@ -77,9 +77,9 @@ def thinned(bins: Bins, what: str) -> str:
     if not bins.is_thinned:
         return ""
     return (
-        f" The {len(bins.steps_I):,} recorded steps are drawn in {len(bins)} columns: each takes "
-        f"{len(bins.steps_I) // len(bins)} or {-(-len(bins.steps_I) // len(bins))} neighbouring "
-        f"steps and {what}."
+        f" The {len(bins.steps_I):,} recorded steps are drawn in {len(bins)} columns: each "
+        f"takes {len(bins.steps_I) // len(bins)} or {-(-len(bins.steps_I) // len(bins))} "
+        f"consecutive steps and {what}."
     )
 
 
@@ -112,11 +112,11 @@ _VALUES = (
     _Value("Communication", "sending", lambda pace: pace.sent_s_G, seconds_text),
 )
 _ABOUT_PACE = (
-    "Points are steps behind which ranks exchanged reports. Memory is the most so far, on the "
-    "fullest rank: in tensors on its device, held there by torch, and of its process on the host. "
-    "Communication is of one timed step, mean of the ranks: what nothing hides; and exchanges of "
-    "rows, until the last rank came (waiting) and from then on (sending). Legends give medians, of "
-    "loss and memory the last."
+    "Points are the steps after which ranks exchanged reports. Memory is the peak so far on "
+    "the fullest rank: tensors on the device, memory reserved by torch, and host memory of "
+    "the process. Communication is of one timed step, averaged over ranks: the exposed part; "
+    "and token all-to-alls, split into waiting for the last rank and sending. Legends give "
+    "medians; for loss and memory, the last value."
 )
 
 
@@ -156,7 +156,7 @@ def pace_charts(paces: Mapping[str, PaceRecord]) -> Html:
     if not shown:
         return Html("")
     body = Html('{}<div class="multiples">{}</div>').format(note(_ABOUT_PACE), joined(shown))
-    return section("Time, loss and memory over the steps", body)
+    return section("Step time, loss and memory over the steps", body)
 
 
 def waited_for(ranks: RanksRecord | None) -> Html:
@@ -178,17 +178,17 @@ def waited_for(ranks: RanksRecord | None) -> Html:
         for at in np.argsort(-ranks.num_last_R, kind="stable").tolist()
     ]
     memory = "memory of the device" if has_device else "memory of the host"
-    headings = ["", "", "came last", "of its exchanges", "waited", "sent", memory]
+    headings = ["", "", "came last", "of its all-to-alls", "waited", "sent", memory]
     body = table(headings, rows[:OPEN])
     if len(rows) > OPEN:
         more = counted(len(rows) - OPEN, "more rank")
         body += folded(more, table(headings, rows[OPEN:]))
     about = (
-        f"Of {ranks.num_exchanges:,} exchanges of rows that each rank had in timed steps, to how "
-        "many it came last: for it the others of its exchange waited. Seconds are of a step, on "
-        "average; who waits least is waited for. Memory is the most so far."
+        f"How many of the {ranks.num_exchanges:,} token all-to-alls of the timed steps each "
+        "rank entered last, so that the others waited for it. Seconds are per step, on "
+        "average; the rank that waits least is the slowest. Memory is the peak so far."
     )
-    return section("Who the others waited for", barred(about, body))
+    return section("Slowest ranks", barred(about, body))
 
 
 def rank_name(ranks: RanksRecord, at: int) -> str:
@@ -203,8 +203,8 @@ def rank_name(ranks: RanksRecord, at: int) -> str:
 
 # Balance over the steps: of each layer, and what replicas and new owners did for it.
 
-_ROWS = "Rows of the busiest EP rank over the mean, at each recorded step."
-_KNOWN = " What was predicted is drawn where that is known of all layers of a chart."
+_ROWS = "Routed tokens of the busiest EP rank over the mean, at each recorded step."
+_KNOWN = " The prediction is drawn where it is known for all layers of a chart."
 _THINNED = "shows their mean and, as a band, the smallest and the largest"
 
 
@@ -281,11 +281,10 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> Html:
         body += _each_layer("largest gain first", record, saved_L, small)
     band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
     is_predicted = looks is not None and not np.isnan(looks.predicted_IL).all()
-    about = (
-        f"{_ROWS} Without replicas is what the same rows would have come to, had every expert "
-        f"computed at its owner of that step.{band if len(every) > 1 else ''}"
-        f"{thinned(bins, _THINNED)}{_KNOWN if is_predicted else ''}"
+    more = (
+        f"{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}{_KNOWN if is_predicted else ''}"
     )
+    about = f'{_ROWS} "Without replicas": the same tokens, every expert at its owner.{more}'
     return section("Balance with replicas, and without", note(about) + body)
 
 
@@ -348,23 +347,23 @@ def division(record: RunRecord, looks: LooksRecord) -> Html:
     lines: list[str] = []
     if shown:
         lines.append(
-            "Predicted is what the plan came to for the rows that it was made for, reached what "
-            "it came to for those that came; bars begin at 1. This is of "
-            f"{predicted_steps(looks)}; the balance at the top of the page is of all."
+            '"Predicted": the balance of the plan for the predicted tokens. "Reached": its '
+            "balance for the tokens that arrived. Bars begin at 1. This covers "
+            f"{predicted_steps(looks)}; the balance at the top of the page covers all steps."
         )
     if len(shown) == len(_KINDS):
         lines.append(
             Html(
-                "By the paper's rule is what the same replicas would have come to, had they "
-                "divided the rows that came as the paper has it."
+                "By the paper's rule: the balance of the same replicas if they shared the "
+                "tokens as the paper does."
             )
         )
-    lines.append("A row left its EP rank if another one computed it than the one it came from.")
+    lines.append("A routed token left its EP rank if another EP rank computed it.")
     seen = int((~np.isnan(looks.left_IL)).sum())
     if seen < looks.left_IL.size:
         lines.append(
-            f"Layers took turns: this is of {seen:,} of {looks.left_IL.size:,} pairs of a recorded "
-            "step and a layer."
+            f"Layers were sampled in turn: this covers {seen:,} of {looks.left_IL.size:,} "
+            "pairs of a recorded step and a layer."
         )
-    title = "Balance predicted and reached" if shown else "Where rows went"
+    title = "Balance predicted and reached" if shown else "Where tokens went"
     return section(title, barred(Html(" ").join(lines), body))

@@ -93,7 +93,7 @@ def page_of(record: RunRecord) -> Html:
             parts.append(division(record, record.looks))
         parts += [balance(record, lines), _loads(record, summary, heat_bins(record))]
     else:
-        nothing = "No steps of a replaced layer were recorded, so there is nothing to draw."
+        nothing = "No step of a replaced layer was recorded, so there is nothing to draw."
         parts += [
             _layers(record, None),
             section("Balance and loads", Html("<p>{}</p>").format(nothing)),
@@ -179,8 +179,8 @@ def _in_balance(record: RunRecord, summary: Summary) -> Html:
         dotted(record.layers[summary.worst_layer].name), summary.mean_L[summary.worst_layer]
     )
     text = Html(
-        "The busiest EP rank computed <b>{:.2f} times the mean</b> on average{}. An "
-        "average one waited for the busiest during {:.0f} % of the expert time."
+        "The busiest EP rank computed <b>{:.2f} times the mean</b> on average{}. The average "
+        "EP rank waited for it during {:.0f} % of the expert time."
     ).format(summary.mean, where if len(record.layers) > 1 else "", 100 * (1 - 1 / summary.mean))
     if record.placements is not None:
         outcome, added = outcome_of(record), record.placements.added
@@ -189,8 +189,8 @@ def _in_balance(record: RunRecord, summary: Summary) -> Html:
             late = f", {added.replicas_ILE.sum(axis=(1, 2)).mean():.1f} of them made after the gate"
         moved = f", and owners changed {counted(outcome.num_moved, 'time')}"
         text += Html(
-            " With every expert at its owner only it would have computed <b>{:.2f} times the mean"
-            "</b>. There were {:.1f} replicas a step{}{}."
+            " Without replicas it would have computed <b>{:.2f} times the mean</b>. There "
+            "were {:.1f} replicas a step{}{}."
         ).format(outcome.owner_balance, outcome.replicas, late, moved if outcome.num_moved else "")
     if summary.drift is None:
         return text
@@ -263,18 +263,17 @@ def _layers(record: RunRecord, summary: Summary | None) -> Html:
 
 def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
     octaves, most_replicas = octaves_of([record], bins), None
-    about = f"Which experts drew the rows, step by step.{thinned(bins, 'adds up their rows')}"
+    about = f"Routed tokens of each expert, step by step.{thinned(bins, 'adds up their tokens')}"
     title, placements = "Load of the experts", record.placements
     if placements is not None:
         title, most_replicas = f"{title}, and their replicas", most_replicas_of(placements)
         about += (
-            " Beside them: how many replicas they had beside their owners, and where in step "
-            f"{placements.last_step:,}, the last. Experts stand where their owner was then."
+            " Next to them: how many replicas each expert had, and on which EP ranks in step "
+            f"{placements.last_step:,}, the last one. Experts are listed under their owner of "
+            "that step."
         )
         if placements.added is not None:
-            about += (
-                " Replicas made after the gate are counted where any pass of the step had them."
-            )
+            about += " Replicas made after the gate are counted if any pass of the step had them."
     scale = charts.load_scale(
         octaves, most_replicas, has_late=placements is not None and placements.added is not None
     )
@@ -291,8 +290,8 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> Html:
 
 
 _DOWN = (
-    "Down: experts, grouped by the EP rank that owns them, with its rows over the mean's. "
-    "Across: recorded steps."
+    "Rows: experts, grouped by their owner, with the owner's load over the mean. Columns: "
+    "recorded steps."
 )
 
 
@@ -338,7 +337,7 @@ def layer_loads(
         )
     empty = record.num_ep_ranks - len(experts.load_C)
     return drawn + (
-        note(f"{counted(empty, 'EP rank')} hold no expert of this layer.") if empty else ""
+        note(f"{counted(empty, 'EP rank')} have no expert of this layer.") if empty else ""
     )
 
 
@@ -363,8 +362,8 @@ def _chosen(record: RunRecord) -> Html:
     if not record.choices:
         return Html("")
     about = (
-        "Plans were those of one strategy at a time. Before the first, until costs had been "
-        "measured, experts computed at their owners."
+        "One strategy was active at a time. Until costs had been measured, experts computed "
+        "at their owners."
     )
     lines = joined(
         Html("<li>From step {:,}: <strong>{}</strong>. {}</li>").format(
@@ -374,7 +373,13 @@ def _chosen(record: RunRecord) -> Html:
     )
     body = Html("{}<ul>{}</ul>").format(note(about), lines)
     if any(each.expected_s for each in record.choices):  # not of a file of an earlier version
-        headings = ["from step", "ran", f"{BASE} (estimated)", "what ran (estimated)", "measured"]
+        headings = [
+            "from step",
+            "ran",
+            f"{BASE} (estimated)",
+            "active strategy (estimated)",
+            "measured",
+        ]
         rows = []
         for index, each in enumerate(record.choices):
             seconds = [each.expected_s.get(name, NAN) for name in (BASE, each.name)]
@@ -382,7 +387,7 @@ def _chosen(record: RunRecord) -> Html:
             reported = (EN_DASH if math.isnan(one) else seconds_text(one) for one in seconds)
             rows.append([f"{each.step:,}", each.name, *reported])
         body += table(headings, rows)
-    return section("What was chosen", body)
+    return section("Strategy chosen by auto", body)
 
 
 def _expected(record: RunRecord) -> Html:
@@ -407,15 +412,15 @@ def _expected(record: RunRecord) -> Html:
         which = f"Steps {first:,} to {last:,} were" if last > first else f"Step {first:,} was"
         which += " checked, soon after costs had been measured."
     about = (
-        f"{which} Expected is what measured costs say of the rows that "
-        "came and of who sends them, replicas and gradients to whom. Seconds are of one layer in "
-        "one step, forward and backward, on average. Each exchange of rows is counted as its last "
-        "rank saw it, which waits for nobody; experts, where they took longest; replicas and "
-        "gradients, as the mean rank saw them. The paper on Pro-Prophet claims a mean error of "
-        "less than 5 % on its cluster."
+        f'{which} "Expected" applies the measured costs to the tokens that arrived and to the '
+        "transfers of tokens, replicas and gradients. Seconds are of one layer in one step, "
+        "forward and backward, on average. An all-to-all counts as on its last rank, which "
+        "does not wait; experts count where they took longest; replicas and gradients count "
+        "as on the mean rank. The Pro-Prophet paper claims a mean error of less than 5 % on "
+        "its cluster."
     )
     headings = ["term", "", key(0, "expected"), key(1, "took"), "mean error"]
-    return section("What the plan expected", barred(about, table(headings, rows)))
+    return section("Expected and measured cost", barred(about, table(headings, rows)))
 
 
 # Where the time of a step went.
@@ -437,8 +442,8 @@ def _seconds(record: RunRecord) -> Html:
         for phase, kinds in sorted(seconds_by_phase(record).items(), reverse=True)  # forward first
     )
     about = (
-        "Time that this rank spent in tasks, a step on average, waiting included. Streams may "
-        "overlap, so these are not seconds on the clock. Percents are of all "
+        "Time that this rank spent in tasks per step, on average, including waiting. Streams "
+        "may overlap, so the sum exceeds the step time. Percentages are of all "
         f"{seconds_text(total)}."
     )
     return section(title, Html('{}<div class="two">{}</div>').format(note(about), blocks))
@@ -473,8 +478,8 @@ def _timeline(record: RunRecord) -> Html:
         return section(
             title,
             Html(
-                "<p>Nothing was traced; set <code>report.trace_step</code> to the step to trace."
-                "</p>"
+                "<p>No step was traced; set <code>report.trace_step</code> to the step to "
+                "trace.</p>"
             ),
         )
     colours = charts.colours_of(traced_task.name for traced_task in record.timeline)
@@ -486,8 +491,8 @@ def _timeline(record: RunRecord) -> Html:
         took_s = sum(one.length_s for one in passes)
         panels.append(Panel(layer, seconds_text(took_s), timeline.layer_chart(passes, colours)))
     about = (
-        "Tasks of this rank, a row a stream, with the percent of the time that the stream was busy."
-        f"{timeline.hidden(record.timeline)}{timeline.critical(record.timeline)}"
+        "Tasks of this rank, one line per stream, with the percentage of time that the stream "
+        f"was busy.{timeline.hidden(record.timeline)}{timeline.critical(record.timeline)}"
     )
     body = Html("{}<h3>The whole step</h3>{}{}").format(
         note(about),

@@ -42,7 +42,7 @@ Read = Callable[[Any, str], np.ndarray]
 def _integers(nested: Any, where: str) -> np.ndarray:
     value = _array(nested, where)
     if value.size and not np.issubdtype(value.dtype, np.signedinteger):
-        raise ValueError(f"{where} has numbers that are no integers of 64 bits, or no numbers")
+        raise ValueError(f"{where} has entries that are not 64-bit integers")
     _refuse(value, value < 0, where, f"an integer from 0 to {MOST}")
     if value.sum(dtype=np.float64) >= MOST:
         raise ValueError(f"{where} adds up to {MOST} or more")
@@ -57,10 +57,10 @@ def _numbers(*, may_lack: bool = False, may_be_any: bool = False) -> Read:
         if value.dtype == object:
             flat = [math.nan if each is None else each for each in value.flat]
             if any(type(each) not in (int, float) for each in flat):
-                raise ValueError(f"{where} has entries that are no numbers")
+                raise ValueError(f"{where} has entries that are not numbers")
             value = np.array(flat, dtype=np.float64).reshape(value.shape)
         if not np.issubdtype(value.dtype, np.number):
-            raise ValueError(f"{where} has entries that are no numbers")
+            raise ValueError(f"{where} has entries that are not numbers")
         is_right = (value >= 0) & (value <= MOST) | may_be_any
         rule = f"a number from 0 to {MOST}{', or null' if may_lack else ''}"
         _refuse(value, ~(is_right | (np.isnan(value) & may_lack)), where, rule)
@@ -434,7 +434,7 @@ def _shaped(where: str, part: PartT, sizes: Mapping[str, int]) -> PartT:
             shape = tuple(sizes[letter] for letter in name.rpartition("_")[2])
             if value.shape != shape and (value.size or 0 not in shape):
                 raise ValueError(
-                    f"{key} has the shape {list(value.shape)}, but of this run it is {list(shape)}"
+                    f"{key} has shape {list(value.shape)}, but this run needs {list(shape)}"
                 )
             changed |= {name: value.reshape(shape)}
         elif isinstance(value, _WITH_ARRAYS):
@@ -483,7 +483,7 @@ def _check_traced_tasks(key: str, traced_tasks: Sequence[TracedTask]) -> None:
             if by in chain or by >= len(traced_tasks):
                 raise ValueError(
                     f"{key}[{[*chain][-1]}].bound_by is {by}, but must be a task of "
-                    f"{len(traced_tasks)} that did not wait for this one"
+                    f"{len(traced_tasks)} that does not wait for this one"
                 )
             chain |= {by: None}
             by = traced_tasks[by].bound_by

@@ -55,7 +55,7 @@ def keep_earlier(folder: Path) -> str:
     for path, other in zip(found, kept):
         path.rename(other)
     names = " and ".join(path.name for path in kept)
-    return f"the report of an earlier run in {str(folder)!r} is kept as {names}"
+    return f"the report of an earlier run in {str(folder)!r} was renamed to {names}"
 
 
 @dataclass(eq=False)

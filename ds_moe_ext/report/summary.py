@@ -238,9 +238,9 @@ def took_line(record: RunRecord) -> str:
 def bad_scores_line(bad: BadScores, names: Sequence[str]) -> str:
     """Where numbers went bad first, for a person; ``names`` of the layers."""
     return (
-        f"scores of {names[bad.layer]} were no finite numbers in step {bad.step:,} (counted from "
-        f"0) on rank {bad.rank}, the first of the run: what came to its router was none, or the "
-        "router made them"
+        f"router scores of {names[bad.layer]} were not finite (NaN or inf) in step "
+        f"{bad.step:,} (counted from 0) on rank {bad.rank}, for the first time in the run: the "
+        "input of the router was not finite, or the router produced them"
     )
 
 
@@ -268,15 +268,17 @@ def ranks_line(record: RunRecord) -> str:
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)
     )
     if ranks.num_last_R.any():
-        lines.append(f"{exposed_s} of communication that nothing hides")
-        lines.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
+        lines.append(f"{exposed_s} of exposed communication")
+        lines.append(f"token all-to-alls wait {waited_s} and send {sent_s}")
         latest = int(ranks.num_last_R.argmax())
         share = ranks.num_last_R[latest] / ranks.num_exchanges
-        lines.append(f"rank {ranks.ranks_R[latest]} comes last most often, to {100 * share:.0f} %")
+        lines.append(f"rank {ranks.ranks_R[latest]} is last most often, in {100 * share:.0f} %")
     is_device = bool(ranks.allocated_R.any())
     most_R = ranks.allocated_R if is_device else ranks.resident_R
     where, most = "of its device" if is_device else "of the host's memory", int(most_R.argmax())
-    lines.append(f"rank {ranks.ranks_R[most]} needs most, {bytes_text(int(most_R[most]))} {where}")
+    lines.append(
+        f"rank {ranks.ranks_R[most]} uses the most memory, {bytes_text(int(most_R[most]))} {where}"
+    )
     return "; ".join(lines)
 
 
@@ -305,7 +307,7 @@ def division_line(record: RunRecord) -> str:
     if whole is None or looks is None:
         return ""
     crossed = f", {100 * whole.crossed:.1f} % crossed nodes" if looks.num_nodes > 1 else ""
-    went = f"{100 * whole.left:.1f} % of rows left their EP rank{crossed}"
+    went = f"{100 * whole.left:.1f} % of routed tokens left their EP rank{crossed}"
     if np.isnan(whole.predicted):
         return went
     by_paper = "" if np.isnan(whole.by_paper) else f" ({whole.by_paper:.2f} by the paper's rule)"
@@ -320,7 +322,9 @@ def predicted_steps(looks: LooksRecord) -> str:
     """Which steps count: balances elsewhere are of all."""
     was_predicted_I = ~np.isnan(looks.predicted_IL).all(axis=1)
     number = int(was_predicted_I.sum())
-    return f"{number:,} of {counted(was_predicted_I.size, 'recorded step')}, those predicted"
+    return (
+        f"{number:,} of {counted(was_predicted_I.size, 'recorded step')}, those with a prediction"
+    )
 
 
 def _no_gain(record: RunRecord, whole: Division) -> str:
@@ -332,10 +336,10 @@ def _no_gain(record: RunRecord, whole: Division) -> str:
         return ""
     outcome = outcome_of(record)
     if not outcome.replicas:
-        none = "; no expert was copied: none paid, or there was no time or room for it"
+        none = "; no replica was made: none would have paid, or there was no time or memory for it"
         return "" if outcome.num_moved else none
     if predicted < at_owner:
-        return "; replicas did not help: other rows came than were predicted"
+        return "; replicas did not help: the expert load differed from the prediction"
     return "; replicas did not help, and the plan predicted no gain"
 
 
@@ -413,17 +417,17 @@ def saved_line(record: RunRecord) -> str:
     if saved is None:
         return ""
     by = (
-        f"found, estimated from this run's own {seconds_text(saved.expert_s)} of experts a rank, "
-        f"times balance {saved.owner_balance:.2f} less {saved.balance:.2f}"
+        f"estimated from this run's own {seconds_text(saved.expert_s)} of expert time per "
+        f"rank, times balance {saved.owner_balance:.2f} less {saved.balance:.2f}"
     )
     if saved.saved_s > 0:
         less = f"{seconds_text(saved.saved_s)} less in each step"
-        text = f"ranks waited {less} than with every expert at its owner, as under {BASE}"
+        text = f"ranks waited {less} than without replicas (strategy {BASE})"
     else:
-        text = "replicas saved no waiting for experts"
+        text = "replicas did not reduce waiting for experts"
     text += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
     why = no_measure_of(record)
-    return text + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+    return text + (f"; on a CPU neither predicts a cluster: {why}" if why else "")
 
 
 def _foreseen(record: RunRecord, saved: Saved) -> str:
@@ -438,15 +442,15 @@ def _foreseen(record: RunRecord, saved: Saved) -> str:
 def _cost(saved: Saved) -> str:
     """Of replicas, in the steps that were timed."""
     if not saved.travelled_s:
-        return "; no step with replicas was timed, so what they took is not known"
+        return "; no step with replicas was timed, so their cost is unknown"
     text = (
-        f"; replicas and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
-        f"ranks waited {seconds_text(saved.replicas_s)} in the layers (measured)"
+        f"; transfers of replicas and their gradients took {seconds_text(saved.travelled_s)}, "
+        f"of which ranks waited {seconds_text(saved.replicas_s)} in the layers (measured)"
     )
     if saved.replicas_s > max(saved.saved_s, 0.0):
-        text += ": copying cost more than it saved"
+        text += ": replicas cost more than they saved"
     elif saved.travelled_s > saved.saved_s:
-        text += ": were the rest not hidden, copying would have cost more than it saved"
+        text += ": if the rest were not hidden, replicas would have cost more than they saved"
     return text
 
 
@@ -471,10 +475,10 @@ def choice_line(record: RunRecord) -> str:
     if latest is None or latest.name not in latest.expected_s:
         return ""
     found = found_s(record, len(record.choices) - 1)
-    took = "" if np.isnan(found) else f"; it took {seconds_text(found)} (median, measured)"
+    took = "" if np.isnan(found) else f"; measured {seconds_text(found)} (median)"
     return (
-        f"from step {latest.step:,} on auto ran {latest.name}: a step was expected to take "
-        f"{_expected(latest)} (estimated, but for the optimizer){took}"
+        f"from step {latest.step:,} on auto used {latest.name}: predicted step time "
+        f"{_expected(latest)} (estimated, without the optimizer){took}"
     )
 
 
@@ -502,19 +506,21 @@ def verdict(record: RunRecord) -> str:
     else:
         text, has_seconds = _without_replicas(record, outcome), False
     why = no_measure_of(record) if has_seconds else ""
-    return text + (f"; seconds on a CPU are no measure of a cluster: {why}" if why else "")
+    return text + (f"; seconds on a CPU do not predict a cluster: {why}" if why else "")
 
 
 def _with_replicas(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
     """And whether it is stated by seconds."""
     balances = (
-        f"the busiest rank had {outcome.owner_balance:.2f} times the mean without replicas and "
-        f"{outcome.balance:.2f} with them"
+        f"the busiest EP rank had {outcome.owner_balance:.2f} times the mean without replicas "
+        f"and {outcome.balance:.2f} with them"
     )
     saved = saved_of(record)
     if saved is None or not saved.travelled_s:
         steps = counted(len(record.steps_I), "recorded step")
-        return f"gain not known, as no step with replicas was timed in {steps}: {balances}", False
+        return (
+            f"gain unknown, because no step with replicas was timed in {steps}: {balances}"
+        ), False
     gained_s, step_s = saved.saved_s - saved.replicas_s, step_s_of(record)
     laid, over, _ = record.strategy.partition(OVER)
     base = laid if over else BASE
@@ -531,23 +537,28 @@ def _with_replicas(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
 def _why(saved: Saved) -> str:
     """Why replicas gained nothing."""
     if saved.saved_s <= 0:
-        return "replicas did not relieve it"
+        return "replicas did not reduce its load"
     if saved.replicas_s < saved.saved_s:
-        return "that hardly counts in a step"
-    return "replicas cost more than that saved"
+        return "that is negligible in a step"
+    return "replicas cost more than they saved"
 
 
 def _without_strategy(record: RunRecord, outcome: Outcome) -> tuple[str, bool]:
     """Of plain expert parallelism: what replicas could gain. And whether it is stated by
     seconds."""
-    busiest = f"the busiest rank had {outcome.balance:.2f} times the mean"
+    busiest = f"the busiest EP rank had {outcome.balance:.2f} times the mean"
     step_s, waits_s = step_s_of(record), expert_s_of(record) * (outcome.balance - 1)
     if not 0 <= waits_s < step_s:  # nobody knows one of them
         steps = counted(len(record.steps_I), "recorded step")
-        return f"gain of replicas not known, as no time was measured in {steps}: {busiest}", False
+        return (
+            f"gain of replicas unknown, because no time was measured in {steps}: {busiest}"
+        ), False
     most = f"{step_s / (step_s - waits_s):.2f} times as fast, estimated"
     if waits_s < WORTH * step_s:
-        return f"little to gain by replicas: {busiest}; without that a step would be {most}", True
+        return (
+            f"replicas have little to gain: {busiest}; with perfect balance a step would be at "
+            f"most {most}"
+        ), True
     return f"replicas could gain, a step at most {most}, if they cost nothing: {busiest}", True
 
 
@@ -555,7 +566,7 @@ def _without_replicas(record: RunRecord, outcome: Outcome) -> str:
     """Of what gains otherwise, or found nothing to copy."""
     steps = counted(len(record.steps_I), "recorded step")
     return (
-        f"no gain by replicas, as none was made in {steps}: the busiest rank had "
-        f"{outcome.balance:.2f} times the mean; what else {record.strategy} gained, a run with "
-        f"{BASE} and ds-moe-ext compare show"
+        f"no gain from replicas, because none was made in {steps}: the busiest EP rank had "
+        f"{outcome.balance:.2f} times the mean; to see what else {record.strategy} gained, run "
+        f"with {BASE} and use ds-moe-ext compare"
     )

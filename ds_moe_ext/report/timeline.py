@@ -168,19 +168,17 @@ def hidden(timeline: Sequence[TracedTask]) -> str:
     text = ""
     if travels := [traced_task for traced_task in timeline if traced_task.stream == PARAM.name]:
         text += (
-            f" Weights and gradients of replicas travelled for {_beside(travels, computed)} this "
-            "rank computed. They may travel while another layer is at work; a layer's drawing has "
-            "them all."
+            f" Transfers of replicas and their gradients took {_beside(travels, computed)} "
+            "this rank computed. They may overlap with another layer; the drawing of a layer "
+            "shows all of its transfers."
         )
     if slices := [traced_task for traced_task in timeline if traced_task.name == GRADIENTS.name]:
         text += (
-            " Slices of the dense gradients were reduced for "
-            f"{_beside(slices, computed)} this rank computed."
+            f" Reducing slices of the dense gradients took {_beside(slices, computed)} this "
+            "rank computed."
         )
     if plans := [traced_task for traced_task in timeline if traced_task.name == PLAN.name]:
-        text += (
-            f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
-        )
+        text += f" The host planned the next step for {_beside(plans, sent)} token all-to-alls ran."
     return text
 
 
@@ -228,8 +226,8 @@ def critical(traced_tasks: Sequence[TracedTask]) -> str:
     ]
     idle_s = total_s - sum(seconds.values())
     return (
-        " From the last task back, each to the one that it waited for last, "
-        f"{seconds_text(total_s)} went by: {', '.join(parts)}; none of these was at work for "
+        " Critical path, from the last task back to the one that each waited for last: "
+        f"{seconds_text(total_s)} in all: {', '.join(parts)}; idle "
         f"{100 * max(idle_s, 0.0) / total_s:.0f} %."
     )
 
@@ -277,7 +275,7 @@ class Step:
 def _between(before: TracedTask | None, after: TracedTask | None) -> str:
     """What the host's model does between two tasks; empty within a layer."""
     if after is None:
-        return "behind the last layer: gradients, optimizer"
+        return "after the last layer: gradients, optimizer"
     if before is None:
         return "before the first layer: data, embedding"
     if before.layer != after.layer:
@@ -319,8 +317,8 @@ def layer_chart(passes: Sequence[Pass], colours: Mapping[str, str]) -> Html:
     for one in passes:
         busy_s = sum(traced_task.end_s - traced_task.start_s for traced_task in one.traced_tasks)
         text += Html(
-            '<p class="note"><b>{}</b> {} in {}, from {} into the step; {:.2f} streams at work on '
-            "average</p>"
+            '<p class="note"><b>{}</b> {} in {}, from {} into the step; {:.2f} streams busy '
+            "on average</p>"
         ).format(
             one.phase,
             counted(len(one.traced_tasks), "task"),

@@ -101,14 +101,14 @@ def _header(runs: Sequence[Shown]) -> Html:
     ours, theirs = (float(each.record.balance_IL().mean()) for each in runs)
     if abs(ours - theirs) < 0.005:
         text = Html(
-            "were as balanced, the busiest EP rank with <b>{:.2f} times the mean</b>"
+            "were equally balanced; the busiest EP rank had <b>{:.2f} times the mean</b>"
         ).format(ours)
     else:
         better = first if ours < theirs else second
         text = Html(
-            "had their busiest EP rank at <b>{:.2f}</b> and <b>{:.2f} times the mean</b>; with {} "
-            "experts end after <b>{:.0f} %</b> of the other's time (estimated: expert seconds "
-            "scale with rows)"
+            "had their busiest EP rank at <b>{:.2f}</b> and <b>{:.2f} times the mean</b>; "
+            "with {} experts take <b>{:.0f} %</b> of the other's time (estimated: expert "
+            "seconds scale with tokens)"
         ).format(ours, theirs, better.name, 100 * min(ours, theirs) / max(ours, theirs))
     times = Html("")
     steps_s = [step_s_of(each.record) for each in runs]
@@ -118,15 +118,14 @@ def _header(runs: Sequence[Shown]) -> Html:
         ).format(*map(seconds_text, steps_s), steps_s[0] / steps_s[1], second.name)
     elif first.tasks_s and second.tasks_s:
         times = Html(
-            " A rank spent {} a step in tasks of the layers, and {}: <b>{:.2f} times</b> "
-            "(measured)."
+            " Layer tasks of a rank took {} and {} a step: <b>{:.2f} times</b> (measured)."
         ).format(
             seconds_text(first.tasks_s),
             seconds_text(second.tasks_s),
             first.tasks_s / second.tasks_s,
         )
     if why := next(filter(None, (no_measure_of(each.record) for each in runs)), ""):
-        times += f" On a CPU these times are no measure of a cluster: {why}."
+        times += f" On a CPU these times do not predict a cluster: {why}."
     alone = " ".join(f"{each.name}: {verdict(each.record)}." for each in runs)
     steps = first.record.steps_I
     facts = (
@@ -172,7 +171,10 @@ def _known(seconds: float) -> str:
 
 def _balance(runs: Sequence[Shown], bins: Bins) -> Html:
     values = {each.name: each.record.balance_IL().mean(axis=1) for each in runs}
-    about = "Rows of the busiest EP rank over the mean, mean of the layers, at each common step."
+    about = (
+        "Routed tokens of the busiest EP rank over the mean, averaged over layers, at each "
+        "common step."
+    )
     chart = value_chart(values, bins, ratio_text, what="balance")
     return section(
         "Balance over the steps", note(about + thinned(bins, "shows their mean")) + chart
@@ -216,7 +218,7 @@ def _seconds(runs: Sequence[Shown]) -> Html:
         for each, phases in zip(runs, by_phase)
         if (kinds := phases.get(phase, {}))
     )
-    about = note("Time of a rank in tasks, a step on average, on one scale.")
+    about = note("Time of a rank in tasks per step, on average, on one scale.")
     return section("Seconds by kind of task", about + _TWO.format(drawn))
 
 

@@ -191,7 +191,11 @@ class GraphUse:
             f"CUDA graphs: of {self.num_passes:,} training passes of MoE layers "
             f"{self.num_replayed:,} were replayed"
         )
-        return f"{line}; others could not be, as {self.why_not}" if self.why_not else line
+        return (
+            (f"{line}; others could not be replayed, because {self.why_not}")
+            if self.why_not
+            else line
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,7 +306,7 @@ class Graphs:
         """Let a person know of passes that run as ever, once of all layers."""
         if self.use.why_not != why_not:
             self.use.why_not = why_not
-            warnings.warn(f"ds_moe_ext: passes are not replayed, as {why_not}", stacklevel=3)
+            warnings.warn(f"ds_moe_ext: passes are not replayed, because {why_not}", stacklevel=3)
 
 
 class _Kind(NamedTuple):
@@ -403,7 +407,7 @@ class _Tape:
         if _versions(self._weights) != self._versions:
             raise RuntimeError(
                 f"weights of {self._replayed.name} have changed between forward and backward, "
-                "which needs those of forward; take the optimizer's step behind backward"
+                "which needs those of forward; take the optimizer's step after backward"
             )
         self._follow()
         for own, grad in zip(self._grads, grads):

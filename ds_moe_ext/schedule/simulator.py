@@ -146,7 +146,7 @@ class _Simulation:
         ]
         if stuck:
             raise ValueError(
-                f"{', '.join(stuck)} would wait for ever; give peers that all wait for each other"
+                f"{', '.join(stuck)} would wait forever; give peers that all wait for each other"
             )
 
     def _ready(self, rank: int, position: int) -> bool:

@@ -53,17 +53,17 @@ NEAREST = 64
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
 
-_AS_OFTEN = "every rank calls the model as often as the others"
+_AS_OFTEN = "every rank must call the model the same number of times"
 
 JOINED = (
-    f"{_AS_OFTEN}; where ranks have more or less to evaluate "
-    "or to generate, let all of them do it in a block 'with ds_moe_ext.joined(engine):'"
+    f"{_AS_OFTEN}; if ranks evaluate or generate different amounts, let all ranks do it in a "
+    "block 'with ds_moe_ext.joined(engine):'"
 )
 """What a person does where ranks call the model unequally, and may join."""
 
 ALIKE = (
-    f"{_AS_OFTEN}, in as many micro-batches a step, steps and evaluations; where a rank's data "
-    "end first, end all ranks there, or give it batches whose loss is masked"
+    f"{_AS_OFTEN}, in as many micro-batches a step, steps and evaluations; if the data of a "
+    "rank end first, stop all ranks, or give it batches with a masked loss"
 )
 """Where they may not."""
 
@@ -148,7 +148,7 @@ class Hearing:
 
 
 def _nowhere() -> str:
-    return "an exchange of ours"
+    return "an exchange of ds_moe_ext"
 
 
 @dataclass(eq=False)
@@ -297,9 +297,10 @@ class Watch:
             self._fails_now()
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
         note = (
-            f"ds_moe_ext: rank {self._launch.rank} was in {wait.where()} when the exchange with "
-            "other ranks failed, and none of them stated why. Where the connection was closed one "
-            f"of them has ended; where time was out one has not come: {self.remedy}"
+            f"ds_moe_ext: rank {self._launch.rank} was in {wait.where()} when the exchange "
+            "with other ranks failed, and none of them gave a reason. If the connection was "
+            "closed, one of them has ended; after a timeout, one of them did not arrive: "
+            f"{self.remedy}"
         )
         error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
@@ -312,8 +313,8 @@ class Watch:
             return False
         if not self._find_reason():
             self._reason = (
-                "the store by which ranks met does not answer: the process that keeps it, which is "
-                "rank 0 or a launcher, has ended or stopped"
+                "the rendezvous store does not answer: the process that runs it (rank 0 or a "
+                "launcher) has ended or stopped"
             )
             return True
         listen_s = self.patience.silent_after_s
@@ -328,9 +329,9 @@ class Watch:
         if not silent:
             return False
         self._notify_others(
-            f"{_ranks(silent)} ended, or stopped, without a word: nothing has been heard for "
-            f"{listen_s} s; see what the launcher and the system (as its killer of processes "
-            "that take too much memory) say of it"
+            f"{_ranks(silent)} ended or stopped without a message: no heartbeat for {listen_s} "
+            "s; see the logs of the launcher and of the system (such as its out-of-memory "
+            "killer)"
         )
         return True
 
@@ -443,7 +444,7 @@ class Watch:
         if not silent:
             return
         self._notify_others(
-            f"{_ranks(silent)} stopped, or ended, without a word: nothing has been heard for "
+            f"{_ranks(silent)} stopped or ended without a message: no heartbeat for "
             f"{ends_after_s} s ({WHERE}.ends_after_s)"
         )
         self._break_off_all()
@@ -465,10 +466,10 @@ class Watch:
             new = [rank for rank, is_first in zip(silent, first) if is_first]
             if new:
                 _log_line(
-                    f"{_ranks(new)} ended, or stopped, or is in one long call that "
-                    f"lets no thread run: nothing has been heard for {now_s - heard.since_s:.0f} "
-                    f"s. Rank {self._launch.rank} is in no exchange of MoE layers; where it needs "
-                    "them, it goes on waiting"
+                    f"{_ranks(new)} ended, stopped, or is in a long call that blocks its "
+                    f"threads: no heartbeat for {now_s - heard.since_s:.0f} s. Rank "
+                    f"{self._launch.rank} is in no exchange of MoE layers; if it needs them, "
+                    "it keeps waiting"
                 )
 
     def _break_off(self, waits: Iterable[Waiting]) -> None:
@@ -516,7 +517,7 @@ class Watch:
             if heard is not None and now_s - heard.since_s >= 2 * BEAT_S:
                 silent = _silent(heard.beats, self._beats(wait.group))
             lines = [
-                f"rank {rank} is not heard of: it has ended, or stopped"
+                f"rank {rank} sends no heartbeat: it has ended or stopped"
                 if rank in silent
                 else f"rank {rank} waits in {found[rank]}"
                 if rank in found
@@ -525,9 +526,9 @@ class Watch:
             ]
             waited_s = now_s - wait.since_s
             _log_line(
-                f"rank {own} has waited {waited_s:.0f} s in {where} for other "
-                f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
-                f"they do not come: {self.remedy}"
+                f"rank {own} has waited {waited_s:.0f} s in {where} for other ranks; of the "
+                f"exchanges of MoE layers {', '.join(lines)}. It keeps waiting; if they do not "
+                f"arrive: {self.remedy}"
             )
 
     def _with_store(self, work: Callable[[Store], object]) -> bool:
@@ -565,8 +566,8 @@ class Watch:
         if wires is None or self._reason or self.has_failed:
             return
         what = (
-            f"the store by which ranks met has not answered rank {wires.rank} for {waited_s:.0f} "
-            "s: the process that keeps it, which is rank 0 or a launcher, has stopped"
+            f"the rendezvous store has not answered rank {wires.rank} for {waited_s:.0f} s: "
+            "the process that runs it (rank 0 or a launcher) has stopped"
         )
         if waited_s == self.patience.log_after_s:
             _log_line(what)
@@ -630,7 +631,7 @@ class Waiting:
             if explained is not error:
                 raise explained from error
         if error is None:  # NCCL lets go of who waits, and says nothing
-            raise self._watch.explained(self, RuntimeError("it was broken off"))
+            raise self._watch.explained(self, RuntimeError("it was interrupted"))
 
 
 def _after_hook(watch: Watch, before: Callable[..., Any]) -> Callable[..., None]:

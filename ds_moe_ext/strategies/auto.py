@@ -102,16 +102,16 @@ class Auto(Choosing):
         ep, esp = blocks.get(BASE), blocks.get(PIPELINE)
         if ep is not None and ep != ExpertParallel():
             raise ValueError(
-                f"{KEY} knows 'ep' without its keys, whose rows travel otherwise than those of "
-                "other strategies; leave out the block ds_moe_ext.ep, or choose strategy 'ep'"
+                f"{KEY} runs 'ep' without its keys, because its candidates share one way of "
+                "sending tokens; leave out the block ds_moe_ext.ep, or choose strategy 'ep'"
             )
         if isinstance(esp, ExpertSharding):
             for key, only in (("schedule", ("fsmoe",)), ("all_to_all", (None, "direct"))):
                 if vars(esp)[key] not in only:
                     raise ValueError(
-                        f"ds_moe_ext.esp.{key} is {vars(esp)[key]!r}, but {KEY} lets all its "
-                        "candidates run in one order and way; leave it out, or choose strategy "
-                        "'esp'"
+                        f"ds_moe_ext.esp.{key} is {vars(esp)[key]!r}, but {KEY} runs all its "
+                        "candidates with one schedule and one all-to-all; leave it out, or "
+                        "choose strategy 'esp'"
                     )
         return replace(self, blocks=blocks)
 
@@ -158,9 +158,9 @@ class Auto(Choosing):
     @property
     def expected(self) -> str:
         return (
-            "experts compute at their owners until costs are measured, and then by whichever of "
-            f"{', '.join(self.contenders)} is priced lowest, chosen anew every {self.interval} "
-            "steps"
+            "experts compute at their owners until costs are measured; then auto picks the "
+            f"strategy with the lowest predicted step time among {', '.join(self.contenders)}, "
+            f"again every {self.interval} steps"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
@@ -193,7 +193,7 @@ class Auto(Choosing):
         best, plans, left_out = self._that_fits(job, expected, present)
         if best not in priced:
             priced[best] = scale * _price(self.strategies[best], sample)
-        why = f"auto takes {best}: a step is expected to take {text} (ms, but for the optimizer)"
+        why = f"auto uses {best}: predicted step time {text} (ms, without the optimizer)"
         return Choice(
             best,
             priced[best],
@@ -218,8 +218,8 @@ class Auto(Choosing):
             if wanted <= job.free_bytes:
                 return best, plans, left_out
             left_out[best] = (
-                f"{best} is left out, for its replicas want {wanted / 1e6:,.0f} MB of a rank, "
-                f"where {job.free_bytes / 1e6:,.0f} MB are free for them"
+                f"{best} is left out: its replicas need {wanted / 1e6:,.0f} MB on a rank, but "
+                f"only {job.free_bytes / 1e6:,.0f} MB are free"
             )
             del remaining[best]
         return BASE, self.strategies[BASE].plan(job), left_out

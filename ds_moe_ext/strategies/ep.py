@@ -38,9 +38,8 @@ class ExpertParallel(Strategy):
         one_of(f"{KEY}.order", self.order, (INDEX, ONE_HOT))
         if self.order == ONE_HOT and self.static_capacity is None:
             raise ValueError(
-                f'{KEY}.order is "{ONE_HOT}", but {KEY}.static_capacity is null: a mask has a row '
-                "for each of a number of places that is known beforehand; set static_capacity, or "
-                f'order to "{INDEX}"'
+                f'{KEY}.order is "{ONE_HOT}", but {KEY}.static_capacity is null: a mask needs '
+                f'a fixed number of places; set static_capacity, or order to "{INDEX}"'
             )
 
     @property
@@ -52,7 +51,7 @@ class ExpertParallel(Strategy):
 
     @property
     def expected(self) -> str:
-        return "experts compute at their owners, and all ranks wait for the busiest one"
+        return "experts compute at their owners; all ranks wait for the busiest one"
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = map(Plan.at_owner, job.owners)
@@ -70,26 +69,26 @@ class ExpertParallel(Strategy):
         stated = []
         if self.send_once and job.node_C.size == 1:
             stated.append(
-                f"{KEY}.send_once has no effect: one EP rank has all experts, and no row travels"
+                f"{KEY}.send_once has no effect: one EP rank has all experts, so no token is sent"
             )
         elif self.send_once:
             stated.append(
-                "send once: each token's row travels once to a rank, however many of its experts "
-                "are there, and one row comes back"
+                "send once: each token is sent once to an EP rank, however many of its "
+                "experts are there, and one result comes back"
             )
         if self.cuda_graphs:
             stated.append(
-                f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
-                f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it "
-                "takes, gradients of all its experts among it, as often as batches are under way. "
+                "CUDA graphs: on a GPU forward and backward of each MoE layer are recorded "
+                f"after {WARM_UPS} passes and replayed; each layer keeps the memory of one "
+                "pass, including gradients of all its experts, for each batch in progress. "
                 f"{KEY}.cuda_graphs has no effect on a CPU"
             )
         if self.static_capacity is not None:
             sent = max(self.static_capacity * owner.num_experts for owner in job.owners)
             masks = ", put in place by products with masks (order)" if self.orders_by_masks else ""
             stated.append(
-                f"static capacity: in every pass each rank sends {self.static_capacity} rows to "
-                f"each expert, at most {sent:,} a layer, with zeros where it has fewer; rows over "
-                f"it are dropped{masks}"
+                f"static capacity: in every pass each rank sends {self.static_capacity} tokens "
+                f"to each expert, at most {sent:,} a layer, padded with zeros; tokens above "
+                f"that are dropped{masks}"
             )
         return tuple(stated)

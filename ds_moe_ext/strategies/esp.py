@@ -113,21 +113,22 @@ class ExpertSharding(Overlay):
         if any(decided.values()):
             names = " and ".join(name for name, is_own in decided.items() if is_own)
             raise ValueError(
-                f"ds_moe_ext.balance is {own.__qualname__}, which decides itself how rows travel, "
-                f"so that strategy 'esp' cannot be laid over it; choose another, or leave {names} "
-                "to the base class"
+                f"ds_moe_ext.balance is {own.__qualname__}, which chooses itself how tokens "
+                "are sent, so it cannot be combined with strategy 'esp'; choose another, or "
+                f"leave {names} to the base class"
             )
 
         if self.placing.static_capacity is not None:
             raise ValueError(
                 f"{self.placing.keys.static_capacity} is {self.placing.static_capacity}, but "
-                "strategy 'esp' cuts tokens into chunks, each with as many rows of an expert as "
-                "there are; leave it out, or run without 'esp'"
+                "strategy 'esp' cuts tokens into chunks whose number of tokens per expert "
+                "varies; leave it out, or run without 'esp'"
             )
         if self.placing.cuda_graphs:
             raise ValueError(
-                f"{self.placing.keys.cuda_graphs} is true, but the chunks of strategy 'esp' have "
-                "another number of rows in each pass; leave it out, or run without 'esp'"
+                f"{self.placing.keys.cuda_graphs} is true, but the chunks of strategy 'esp' "
+                "have a different number of tokens in each pass; leave it out, or run without "
+                "'esp'"
             )
 
     @property
@@ -179,8 +180,8 @@ class ExpertSharding(Overlay):
     @property
     def expected(self) -> str:
         own = (
-            "rows travel in chunks beside what experts compute; a gain is expected where exchanges "
-            "take about as long as experts"
+            "all-to-alls of chunks overlap with expert compute; expect a gain when "
+            "all-to-alls take about as long as the experts"
         )
         return "; ".join(filter(None, (own, self.placing.expected)))
 
@@ -223,9 +224,9 @@ class ExpertSharding(Overlay):
         if not less or max(less) <= 1:
             return ""
         return (
-            f"for each chunk an EP rank reads the weights of replicas too, up to {max(less):.3g} "
-            f"times those of its own experts, so that {len(less)} of {len(plans)} layers are cut "
-            "into fewer chunks than experts at their owners would be"
+            f"each chunk also reads the weights of replicas, up to {max(less):.3g} times those "
+            f"of its own experts, so that {len(less)} of {len(plans)} layers get fewer chunks "
+            "than without replicas"
         )
 
     def schedules(self, layer_context: LayerContext, *, gated: bool) -> tuple[Schedule, Schedule]:
@@ -300,7 +301,7 @@ def _reported(pipes: Sequence[Piped], measured: Measured) -> str:
     )
     elements = measured.head_elements + sum(layer.gradient_elements for layer in measured.layers)
     text = (
-        f"rows travel in {_chunks([p.forward_degree for p in pipes])} forward and "
+        f"tokens are sent in {_chunks([p.forward_degree for p in pipes])} forward and "
         f"{_chunks([p.backward_degree for p in pipes])} backward"
     )
     if measured.issued is not None:
@@ -313,7 +314,7 @@ def _reported(pipes: Sequence[Piped], measured: Measured) -> str:
     left = elements - within - dense
     return (
         f"{text}; of {elements:,} dense gradients {within:,} are reduced within MoE layers, "
-        f"{dense:,} beside what lies between these, and {left:,} at the end"
+        f"{dense:,} between them, and {left:,} at the end"
     )
 
 

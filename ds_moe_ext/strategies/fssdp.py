@@ -185,9 +185,9 @@ class FullySharded(Copying):
     @property
     def expected(self) -> str:
         return (
-            f"busy experts are copied for a step, by share {self.share!r}; a gain is "
-            "expected where the busiest rank has well over the mean's rows, none where loads are "
-            "even"
+            "hot experts get replicas for one step; tokens are divided by share "
+            f"{self.share!r}; expect a gain when the busiest rank has well over the mean load, "
+            "none when loads are even"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
@@ -402,14 +402,14 @@ class FullySharded(Copying):
         asked = {"overlap_degree": self.overlap_degree, "replicas_per_rank": self.replicas_per_rank}
         unknown = " and ".join(key for key, value in asked.items() if value is None)
         nothing = (key for key in (*asked, "replica_bytes") if vars(self)[key] == 0)
-        stated = [f"no expert is ever copied, for {WHERE}.{key} is 0" for key in nothing]
+        stated = [f"no replicas are made, because {WHERE}.{key} is 0" for key in nothing]
         if not unknown:
             stated.append(self._idle_calibration(job))
         elif self.calibrate:
             stated.append(
-                f"calibrate adds replicas only where a rank has room for more (m) than are copied "
-                f"anyway (t), which {unknown} of {WHERE}, null, leave to measurements; to be sure, "
-                "set overlap_degree below replicas_per_rank"
+                "calibrate adds replicas only if a rank has memory for more of them (m) than "
+                f"are prefetched (t); measurements decide that ({WHERE} has null {unknown}); "
+                "to be sure, set overlap_degree below replicas_per_rank"
             )
         if self.overlap_degree is not None:
             stated.append(self._idle_sharding(job))
@@ -421,13 +421,13 @@ class FullySharded(Copying):
         window_L = np.array(job.window_s) * 1e3
         each_s = [gathers.seconds(int(degree_L[layer])) for layer, gathers in self._gathers(job)]
         text = (
-            f"up to {_range_text(degree_L)} experts of a layer are copied (overlap_degree), which "
-            f"takes {_range_text(np.array(each_s) * 1e3, 'ms')}, behind "
-            f"{_range_text(window_L, 'ms')} of attention; a rank holds up to {_range_text(fits_L)} "
-            "replicas of a layer (replicas_per_rank)"
+            f"up to {_range_text(degree_L)} experts of a layer get replicas (overlap_degree); "
+            f"their transfer takes {_range_text(np.array(each_s) * 1e3, 'ms')}, hidden by "
+            f"{_range_text(window_L, 'ms')} of attention; a rank holds up to "
+            f"{_range_text(fits_L)} replicas of a layer (replicas_per_rank)"
         )
         if self._repair and self._replicas_that_fit(job).any():
-            text += f", and up to {self._repair} more where a forecast fails (repair)"
+            text += f", and up to {self._repair} more when a forecast fails (repair)"
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (text, *self._never_copied(job), *idle)))
 
@@ -443,10 +443,10 @@ class FullySharded(Copying):
             )
             before_s, after_s = before_s + rules.seconds(old), after_s + rules.seconds(new)
             cost_s += self._move_costs(cost_group).seconds(old, new, rules.routed.node_C)
-        now = f"rows are expected to take {_ms(before_s)} a step"
+        now = f"predicted expert time {_ms(before_s)} a step"
         if all(np.array_equal(a.owner_E, b.owner_E) for a, b in zip(job.owners, owners)):
             stays = (
-                f"no expert moves to a new owner: {now}, and no move would gain more in "
+                f"no expert moves to a new owner: {now}, and no move would save more in "
                 f"{num_steps} steps than it costs"
             )
             return stays if self.resharding == GAIN else ""
@@ -458,14 +458,14 @@ class FullySharded(Copying):
         degree_L, fits_L = self._overlap_degrees(job), self._replicas_planned(job)
         if self.overlap_degree is None and not degree_L.all():
             yield (
-                f"nothing is copied of {_some(degree_L == 0)}, for no expert can be sent within so "
-                f"little attention (t is 0); to copy all the same, set "
+                f"no replicas for {_some(degree_L == 0)}: attention is too short to hide the "
+                "transfer of an expert (t is 0); to make replicas anyway, set "
                 f"{in_json(f'{WHERE}.overlap_degree', 1)}"
             )
         if self.replicas_per_rank is None and not fits_L.all():
             yield (
-                f"nothing is copied of {_some(fits_L == 0)}, for a rank has no room for a copy "
-                f"(m is 0); to make room, set {self._room(job)}"
+                f"no replicas for {_some(fits_L == 0)}: a rank has no memory for one (m is 0); "
+                f"to free memory, set {self._room(job)}"
             )
 
     def _room(self, job: Job) -> str:
@@ -485,9 +485,10 @@ class FullySharded(Copying):
         if not self.calibrate or (degree_L < np.minimum(fits_L, experts_L)).any():
             return ""
         return (
-            f"calibrate can add no replicas, for {_range_text(degree_L)} of "
-            f"{_range_text(experts_L)} experts are copied anyway (t), and a rank has room for "
-            f"{_range_text(fits_L)} (m); set {WHERE}.overlap_degree below replicas_per_rank"
+            f"calibrate cannot add replicas: {_range_text(degree_L)} of "
+            f"{_range_text(experts_L)} experts are prefetched already (t), and a rank has "
+            f"memory for {_range_text(fits_L)} (m); set {WHERE}.overlap_degree below "
+            "replicas_per_rank"
         )
 
     def _idle_sharding(self, job: Job) -> str:
@@ -498,10 +499,9 @@ class FullySharded(Copying):
         if is_by_gain or (degree_L < experts_L).any():
             return ""
         return (
-            "heterogeneous_sharding moves no expert, for it balances those that are never copied, "
-            f"and all {_range_text(experts_L)} of a layer may be (t); set {WHERE}.overlap_degree "
-            "lower, "
-            f'or {WHERE}.resharding to "{GAIN}"'
+            "heterogeneous_sharding moves no expert: it balances experts that never get "
+            f"replicas, but all {_range_text(experts_L)} of a layer may get some (t); set "
+            f'{WHERE}.overlap_degree lower, or {WHERE}.resharding to "{GAIN}"'
         )
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:

@@ -130,17 +130,17 @@ class ProProphet(Copying):
     @property
     def expected(self) -> str:
         return (
-            f"busy experts are copied where that is priced to pay, by share {self.share!r}; a gain "
-            "is expected where the busiest rank has well over the mean's rows, none where loads "
-            "are even"
+            "hot experts get replicas if that is predicted to pay; tokens are divided by "
+            f"share {self.share!r}; expect a gain when the busiest rank has well over the mean "
+            "load, none when loads are even"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         num_ep_ranks = job.owners[0].num_ep_ranks
         if self.num_excluded is not None and self.num_excluded >= num_ep_ranks:
             raise ValueError(
-                f"{WHERE}.num_excluded is {self.num_excluded}, but experts are spread "
-                f"over {num_ep_ranks} EP ranks, of which one is an expert's owner; give at most "
+                f"{WHERE}.num_excluded is {self.num_excluded}, but an expert has "
+                f"{num_ep_ranks - 1} EP ranks besides its owner; give at most "
                 f"{num_ep_ranks - 1}, or null"
             )
         frees = self._frees(job)
@@ -192,11 +192,12 @@ class ProProphet(Copying):
         room = "replicas of all experts of a layer" if has_room else f"{fits} replicas of a layer"
         hidden = "hidden behind" if self.scheduler else "not hidden, beside"
         return (
-            f"experts are copied where that pays by Pro-Prophet's model: a rank computes "
-            f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
-            f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
-            f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward; a rank has room "
-            f"for {room}, {'freed after forward' if frees else 'kept until backward'}"
+            "replicas are made if that pays by Pro-Prophet's model: a rank computes "
+            f"{rows_per_s:,.0f} tokens a second, receives tokens at {row_speed / 1e6:,.0f} "
+            f"MB/s and weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} "
+            f"{window_s[0] * 1e3:.3g} ms between two layers in forward and "
+            f"{window_s[1] * 1e3:.3g} ms in backward; a rank has memory for {room}, "
+            f"{'freed after forward' if frees else 'kept until backward'}"
         )
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:

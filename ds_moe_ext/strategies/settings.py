@@ -56,8 +56,8 @@ class ReportSettings:
     def __post_init__(self) -> None:
         if self.path == "":
             raise ValueError(
-                f"{BLOCK}.report.path is '', which names no folder; name one ('.' is where the job "
-                "starts), or write null for no files"
+                f"{BLOCK}.report.path is '', which is not a folder; name one ('.' is where the "
+                "job starts), or write null for no files"
             )
         all_at_least(f"{BLOCK}.report", self, trace_step=0, max_steps=2, write_every_s=0)
 
@@ -148,19 +148,20 @@ class Settings(RunSettings):
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(
                 f"{BLOCK}.capacity_factor is {self.capacity_factor}; it must be above 0 and "
-                "finite, or null to drop no rows"
+                "finite, or null to drop no tokens"
             )
         if self.capacity_factor is not None and self.gate is not None and self.gate.is_even:
             raise ValueError(
                 f"{BLOCK}.capacity_factor is {self.capacity_factor}, but {BLOCK}.gate is "
-                f"{self.gate}, which gives every expert as many rows; leave capacity_factor out"
+                f"{self.gate}, which gives every expert the same number of tokens; leave "
+                "capacity_factor out"
             )
         try:
             re.compile(self.moe_layer_pattern or "")
         except (OverflowError, RecursionError, re.error) as error:
             raise ValueError(
-                f"{BLOCK}.moe_layer_pattern is {self.moe_layer_pattern!r}, which is no regular "
-                f"expression ({error}); mend it"
+                f"{BLOCK}.moe_layer_pattern is {self.moe_layer_pattern!r}, which is not a "
+                f"regular expression ({error}); mend it"
             ) from error
         if self.options and self.placing in registered():
             raise ValueError(
@@ -269,7 +270,7 @@ def misspelt(document: Mapping[str, Any]) -> str:
     if not near:
         return ""
     return (
-        f"nobody reads the key {', '.join(map(repr, near))} of the configuration; did you mean "
+        f"unknown key {', '.join(map(repr, near))} in the configuration; did you mean "
         f"{BLOCK!r}? (to switch it off, set {BLOCK}.enabled to false)"
     )
 
@@ -291,15 +292,16 @@ def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     if not isinstance(chosen, Overlay):
         overlays = (repr(name) for name, block in blocks.items() if isinstance(block, Overlay))
         raise ValueError(
-            f"{BLOCK}.balance is {settings.balance!r}, but strategy {settings.strategy!r} decides "
-            f"itself where experts compute; leave balance out, or set strategy to "
+            f"{BLOCK}.balance is {settings.balance!r}, but strategy {settings.strategy!r} "
+            "places experts itself; leave balance out, or set strategy to "
             f"{' or '.join(overlays)}"
         )
     placing = _named("balance", settings.balance, settings, blocks)
     if not _may_balance(placing):
         raise ValueError(
-            f"{BLOCK}.balance is {settings.balance!r}, which does not place experts under "
-            f"pipelines; {nearest('', (name for name in blocks if _may_balance(blocks[name])))}"
+            f"{BLOCK}.balance is {settings.balance!r}, which cannot place experts for "
+            "pipelined strategies; "
+            f"{nearest('', (name for name in blocks if _may_balance(blocks[name])))}"
         )
     return chosen.over(placing)
 

@@ -93,9 +93,8 @@ class Copying(Strategy):
         if not self.repair or self.share == PRICED:
             return ()
         return (
-            f"{where}.repair is {self.repair}, but replicas are added once rows are known only "
-            "where "
-            f'these are priced; set {where}.share to "{PRICED}", or leave repair out',
+            f"{where}.repair is {self.repair}, but replicas can be added after the gate only "
+            f'with the priced share; set {where}.share to "{PRICED}", or leave repair out',
         )
 
 

@@ -71,8 +71,7 @@ class Zebra(Strategy):
         for name in ("attention_size", "expert_size", "num_micro_batches"):
             if (vars(self)[name] or 0) > MOST:
                 raise ValueError(
-                    f"{WHERE}.{name} is {vars(self)[name]}, more than any run has; give at most "
-                    f"{MOST}"
+                    f"{WHERE}.{name} is {vars(self)[name]}, which is too large; give at most {MOST}"
                 )
         for name in ("moved", "attention_ep_ranks"):
             numbers = vars(self)[name]
@@ -93,7 +92,7 @@ class Zebra(Strategy):
         if self.attention_device is not None:
             raise ValueError(
                 f"{WHERE}.attention_ep_ranks is {ep_ranks}, but {WHERE}.attention_device "
-                f"{self.attention_device!r} says the places too; set one of them to null"
+                f"{self.attention_device!r} sets the places too; set one of them to null"
             )
         if self.attention_size is None or self.expert_size is None:
             raise ValueError(
@@ -175,8 +174,8 @@ class Zebra(Strategy):
         owners = tuple(asymmetric_owner(n, roles, o) for n, o in zip(num_experts, moved))
         if not any(owner.holds_EC[:, list(roles.expert_ep_ranks)].any() for owner in owners):
             raise ValueError(
-                f"{WHERE}.moved is {moved}, which leaves the expert ranks without any expert; move "
-                "fewer, or use strategy 'ep'"
+                f"{WHERE}.moved is {moved}, which leaves the expert ranks without experts; "
+                "move fewer, or use strategy 'ep'"
             )
         return owners
 
@@ -184,16 +183,15 @@ class Zebra(Strategy):
         if self.moved is not None or self.profile is not None:
             return ()
         return (
-            f"expert ranks have all experts: {WHERE}.moved and {WHERE}.profile are null, so that "
-            "none move to the attention ranks (Asym-EA); where those would wait for experts, set "
-            "moved, or profile to have it measured (under DeepSpeed)",
+            f"expert ranks have all experts, because {WHERE}.moved and {WHERE}.profile are "
+            "null (no Asym-EA); if attention ranks wait for experts, set moved, or set "
+            "profile to measure it (under DeepSpeed)",
         )
 
     @property
     def expected(self) -> str:
         return (
-            "attention and experts run on ranks of their own; a gain is expected where their "
-            "devices are unlike"
+            "attention and experts run on separate ranks; expect a gain when their devices differ"
         )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
@@ -213,9 +211,10 @@ def roles_by_device(devices: Sequence[str], attention_device: str, size: int | N
     patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
     if len(patterns) > 1:
         raise ValueError(
-            f"{WHERE}.attention_device is {attention_device!r}, but the groups of "
-            f"{size} ranks differ in where such devices are: the ranks have "
-            f"{', '.join(devices)}; order the hostfile so that all groups are alike"
+            f"{WHERE}.attention_device is {attention_device!r}, but these devices are at "
+            f"different places in the groups of {size} ranks: the ranks have "
+            f"{', '.join(devices)}; order the hostfile so that all groups have the same device "
+            "order"
         )
     (pattern,) = patterns
     if all(pattern) or not any(pattern):
@@ -248,8 +247,8 @@ def asymmetric_owner(num_experts: int, roles: Roles, moved: int) -> Placement:
     if moved > per_rank or moved * expert.size % attention.size:
         raise ValueError(
             f"{WHERE}.moved has {moved}, but each of {expert.size} expert ranks has {per_rank} "
-            f"experts of a layer, and what they give up must divide over {attention.size} "
-            "attention ranks; choose fewer, or another multiple"
+            "experts of a layer, and the experts they give up must divide over "
+            f"{attention.size} attention ranks; choose fewer, or another multiple"
         )
     owner_E = np.repeat(expert, per_rank)
     leaving = np.arange(num_experts) % per_rank >= per_rank - moved

@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--zero_stage", type=int, default=1)
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     arguments.ep_size = None
     return arguments

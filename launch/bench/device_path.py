@@ -272,7 +272,7 @@ def main() -> None:
     add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     given = parser.parse_args()
     device = torch.device(given.device)
     device_name = platform.machine()

@@ -80,7 +80,7 @@ def main() -> None:
     add("--mib", type=float, nargs="+", default=[1.0, 4.0, 16.0, 64.0], help="rows of a rank")
     add("--expert_mib", type=float, nargs="+", default=[9.0], help="weights of an expert")
     add("--repetitions", type=int, default=20)
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     given = parser.parse_args()
     launched = Launched.from_environment()
     device = device_of(launched, None)

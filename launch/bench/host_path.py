@@ -571,7 +571,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="of a rank")
     add("--top_k", type=int, default=2)
     add("--rounds", type=int, default=24)
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     return parser.parse_args()
 
 

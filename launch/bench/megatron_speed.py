@@ -46,7 +46,7 @@ def parse_own() -> argparse.Namespace:
     add("--block", type=json.loads, default={}, help="JSON: strategy blocks and other keys")
     add("--rounds", type=int, default=12)
     add("--steps-per-round", type=int, default=5)
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     return own

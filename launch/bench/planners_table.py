@@ -400,8 +400,8 @@ def priced(prices: RowPrices, ep: Score) -> str:
         f"{1e9 * s:.3g} ns" for s in (prices.row_s_C[0], prices.local_row_s, prices.cross_row_s)
     )
     return (
-        f"On all its trips a row takes {row} of an expert, {link} of the link of each rank that it "
-        f"leaves or enters, {card} of the card of each such node. `ep` takes "
+        f"In all its transfers a routed token takes {row} of an expert, {link} of the link of "
+        f"each rank that it leaves or enters, {card} of the card of each such node. `ep` takes "
         f"{1e3 * ep.priced_s:.3g} ms a layer."
     )
 

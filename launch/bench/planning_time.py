@@ -348,8 +348,8 @@ def main() -> None:
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--replicas_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
-    add("--each_step", action="store_true", help="plans are looked for in each step")
-    add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
+    add("--each_step", action="store_true", help="plan in every step")
+    add("--broadcasts", action="store_true", help="transfers as on CUDA, without trees")
     given = parser.parse_args()
     sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
     copied = {"overlap_degree": given.overlap_degree, "replicas_per_rank": given.replicas_per_rank}

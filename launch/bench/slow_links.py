@@ -540,7 +540,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=11)
     add("--steps_per_round", type=int, default=2)
     add("--seed", type=int, default=1)
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="JSON file for the results")
     return parser.parse_args(words)
 
 

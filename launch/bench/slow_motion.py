@@ -129,20 +129,20 @@ class Scene:
         return (
             f"In slow motion: {num_layers} layers of {run.shape.name} ({run.shape.num_experts} "
             f"experts, {run.shape.top_k} a token) on {run.grid.world_size} GPUs of "
-            f"{run.hardware.name!r}, each on a node of its own, {run.training.tokens:,} tokens a "
-            f"GPU, loads {load.title!r}. Slept, at the rates of that hardware file and "
+            f"{run.hardware.name!r}, one per node, {run.training.tokens:,} tokens a GPU, loads "
+            f"{load.title!r}. Simulated by sleeping, at the rates of that hardware file and "
             f"{self.slower:g} times as slow: attention, experts, and the network "
-            f"({link.bytes_per_s / 1e9:.0f} GB/s a GPU). Real: layers, streams, plans, and every "
-            f"exchange of rows and copies, one row sent for {self.rows_each}."
+            f"({link.bytes_per_s / 1e9:.0f} GB/s a GPU). Real: layers, streams, plans, and "
+            f"every transfer of tokens and replicas, one token sent for {self.rows_each}."
         )
 
 
 def table_of(results: Sequence[Result]) -> Table:
     """A row for each strategy; the first is what the others are compared with."""
     table = Table()
-    for heading in ("strategy", "a step", "faster", "of it exposed", "balance", "rows sent"):
+    for heading in ("strategy", "a step", "faster", "of it exposed", "balance", "tokens sent"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    table.add_column("copies hidden", justify="right")
+    table.add_column("replicas hidden", justify="right")
     for each in results:
         table.add_row(*_ep_ranks(each))
     return table
@@ -161,10 +161,10 @@ def _ep_ranks(each: Result) -> Iterator[str]:
 
 
 LEGEND = (
-    "exposed: of a step, what it would not take if ranks computed evenly and the network took no "
-    "time. balance: rows of the busiest rank over the mean. rows sent: to other ranks. "
-    "copies hidden: part of their time, there and of their gradients back, that ranks computed "
-    "beside. All three have the same gradients: that was checked."
+    "of it exposed: step time beyond even compute and a network that takes no time. balance: "
+    "routed tokens of the busiest rank over the mean. tokens sent: share sent to other ranks. "
+    "replicas hidden: share of the transfer time of replicas and of their gradients that "
+    "overlaps with compute. All strategies give the same gradients (checked)."
 )
 
 

@@ -41,8 +41,8 @@ from console import versions_of
 
 # The page.
 
-SHARED = "ranks share a GPU: what is computed counts, what it takes does not"
-REHEARSAL = "A rehearsal without a GPU, in tiny sizes: its figures say nothing."
+SHARED = "ranks share a GPU: results count, times do not"
+REHEARSAL = "A rehearsal without a GPU, in tiny sizes: its figures mean nothing."
 HEADINGS = ("figure", "median", "unit", "least to most", "values")
 
 
@@ -306,13 +306,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--output", type=Path, default=Path("runs/gpu_day"), help="holds all state (%(default)s)")
-    add("--work", type=Path, default=ROOT / "build/gpu_day", help="for what rows write on the way")
-    add("--budget", type=seconds_of, help="as 8m: then end, and go on next time; default: no end")
+    add("--work", type=Path, default=ROOT / "build/gpu_day", help="for temporary files of rows")
+    add(
+        "--budget",
+        type=seconds_of,
+        help=("time limit, such as 8m; the next run resumes (default: none)"),
+    )
     add("--stage", nargs="+", choices=STAGES, help="only these")
     add("--row", help="only rows whose stage/name holds this text")
     add("--again", action="store_true", help="also rows that have ended")
     add("--list", action="store_true", help="print the rows and end")
-    add("--machine", type=Path, metavar="FILE", help="write what this machine is there and end")
+    add(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help=("write a description of this machine there and end"),
+    )
     add("--megatron", type=Path, help="a checkout of Megatron-LM, for its pretrain_gpt.py")
     add("--ranks", type=int, help="of all machines, with --launch")
     add("--launch", help="what starts --ranks ranks on all machines in place of torchrun")
@@ -350,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.output.mkdir(parents=True, exist_ok=True)
     day = Day(given.output.resolve(), given.work.resolve(), place)
     if place.is_rehearsal:
-        print("gpu_day: torch finds no GPU: a rehearsal in tiny sizes, whose figures say nothing")
+        print("gpu_day: torch finds no GPU: a rehearsal in tiny sizes, whose figures mean nothing")
     num_waiting = run_rows(day, rows, given.budget, again=given.again)
     states = Counter(day.records[row.id]["state"] for row in rows if row.id in day.records)
     text = ", ".join(f"{number} {state}" for state, number in states.items())

@@ -113,7 +113,7 @@ def test_an_engine_of_our_gpt(tmp_path: Path) -> None:
     assert torch.equal(again.logits, result.logits)
     with pytest.raises(ValueError, match="gpt_moe has no class in Hugging Face transformers"):
         converted(there, tmp_path / "hf", Form.HUGGINGFACE, None)
-    with pytest.raises(ValueError, match="does not say of which model it is; add --model"):
+    with pytest.raises(ValueError, match="does not name its model; add --model"):
         converted(tmp_path / "ds", tmp_path / "hf", Form.HUGGINGFACE, None)
     dropping = GPT_FILE["config"]["moe"] | {"drop_tokens": True}
     model.write_text(json.dumps(GPT_FILE | {"config": GPT_FILE["config"] | {"moe": dropping}}))
@@ -145,5 +145,5 @@ def _with_biases(folder: Path) -> Path:
 def test_a_stock_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "global_step1").mkdir()
     (tmp_path / deepspeed.LATEST).write_text("global_step1")
-    with pytest.raises(ValueError, match="written without ds_moe_ext or with it disabled"):
+    with pytest.raises(ValueError, match="written without ds_moe_ext, with it disabled"):
         converted(tmp_path, tmp_path / "hf", Form.HUGGINGFACE, tmp_path)

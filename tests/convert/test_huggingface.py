@@ -121,12 +121,12 @@ def cut(folder: Path) -> None:
         (edited(rope_parameters={"rope_type": "yarn"}), "rope_type is 'yarn'; only 'default'"),
         (edited(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu'"),
         (edited(num_local_experts=8), r"has no .*experts\.4\.w1\.weight"),
-        (edited(num_local_experts=3), r"gate\.weight of shape \(4, 32\), but the model says \(3,"),
-        (edited(intermediate_size=32), r"of shape \(24, 32\), but the model says \(32, 32\)"),
+        (edited(num_local_experts=3), r"gate\.weight of shape \(4, 32\), but the model needs \(3,"),
+        (edited(intermediate_size=32), r"of shape \(24, 32\), but the model needs \(32, 32\)"),
         (edited(num_key_value_heads=3), "3 heads of keys and values do not divide 4"),
         (edited(num_hidden_layers=None), "config has no num_hidden_layers; add it"),
         (without("lm_head.weight"), "has no lm_head.weight; is it a whole checkpoint"),
-        (with_another, "has extra.weight, of which a mixtral model knows nothing"),
+        (with_another, "has extra.weight, which a mixtral model does not have"),
         (cut, "model.safetensors cannot be read"),
     ],
 )
@@ -140,9 +140,9 @@ def test_what_is_refused(change: Callable[[Path], None], expected: str, tmp_path
 
 def test_which_form(tmp_path: Path) -> None:
     models.saved("mixtral", tmp_path / "hf")
-    with pytest.raises(ValueError, match="is of form huggingface already"):
+    with pytest.raises(ValueError, match="already has form huggingface"):
         converted(tmp_path / "hf", tmp_path / "there", Form.HUGGINGFACE)
-    with pytest.raises(ValueError, match=r"there is no folder"):
+    with pytest.raises(ValueError, match=r"there is not a folder"):
         form_of(tmp_path / "there", None)
     with pytest.raises(ValueError, match="is no checkpoint of form megatron"):
         form_of(tmp_path / "hf", Form.MEGATRON)
@@ -157,7 +157,7 @@ def test_which_form(tmp_path: Path) -> None:
 def test_a_target_that_cannot_be_written_is_named(goal: Form, tmp_path: Path) -> None:
     models.saved("mixtral", tmp_path / "hf")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file is no folder; name a new one"):
+    with pytest.raises(ValueError, match="file is not a folder; name a new one"):
         converted(tmp_path / "hf", tmp_path / "file", goal)
     expected = "TARGET is '/proc/nope/x', where nothing can be written .*; name another folder"
     with pytest.raises(ValueError, match=expected):
@@ -168,9 +168,9 @@ def test_a_target_that_cannot_be_written_is_named(goal: Form, tmp_path: Path) ->
     ("changes", "expected"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
-        ({"swiglu": False}, "of no family that is converted"),
+        ({"swiglu": False}, "belongs to no convertible family"),
         ({"moe_router_topk": None}, "have no moe_router_topk; describe it with --model"),
-        ({"num_layers": 3}, r"norm\.weight of shape \(2, 32\), but the model says \(3, 32\)"),
+        ({"num_layers": 3}, r"norm\.weight of shape \(2, 32\), but the model needs \(3, 32\)"),
     ],
 )
 def test_what_is_refused_of_megatron(

@@ -172,10 +172,10 @@ def without(ends: str) -> Callable[[Path], None]:
         (
             "longcat_flash",
             edited(n_routed_experts=6),
-            r"shape \(12, 32\), but the model says \(10, 32\)",
+            r"shape \(12, 32\), but the model needs \(10, 32\)",
         ),
-        ("switch_transformers", edited(d_ff=32), r"of shape \(24, 32\), but the model says"),
-        ("switch_transformers", edited(num_decoder_layers=1), r"decoder\.block\.1.*knows nothing"),
+        ("switch_transformers", edited(d_ff=32), r"of shape \(24, 32\), but the model needs"),
+        ("switch_transformers", edited(num_decoder_layers=1), r"decoder\.block\.1.*does not have"),
     ],
 )
 def test_what_is_refused(

@@ -61,7 +61,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 def skip_without_grouped_gemm(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("without grouped GEMM the rows of each expert must be known on the host")
+        pytest.skip("without grouped GEMM the token counts of experts must be known on the host")
 
 
 def test_a_wait_is_noticed() -> None:

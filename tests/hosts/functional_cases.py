@@ -85,7 +85,7 @@ def refusals(case: Case, tables: Sequence[Sequence[Refusal]]) -> list[Refusal]:
     """Every refusal that a case meets, by tables that ask a config, and by its wrapper."""
     config = case.config()
     met = [refusal for table in tables for refusal in table if refusal.asked(config)]
-    reason = "expert weights must lie in Megatron's DistributedDataParallel"
+    reason = "expert weights must be in Megatron's DistributedDataParallel"
     for name in WRAPPERS:
         if getattr(config, name, False):
             flag = "--" + name.replace("_", "-")

@@ -65,7 +65,7 @@ def test_the_tightest_rank_counts() -> None:
     assert [rank.free_bytes for rank in ranks] == [int(0.7 * few)] * 2
     assert ranks[0].choices == ranks[1].choices
     assert set(ranks[0].choices) == {"", "ep"}
-    assert ranks[0].printed.count("; fssdp is left out, for its replicas want ") == 1
+    assert ranks[0].printed.count("; fssdp is left out: its replicas need ") == 1
     assert not ranks[1].printed
 
 
@@ -76,8 +76,7 @@ def test_what_replicas_were_seen_to_take_on_one_rank_counts_at_the_next_choice()
     assert names.index("fssdp") < names.index("ep")
     assert names[-1] == "ep"
     assert (
-        "; fssdp is left out, for its replicas want 800 MB of a rank, where 700 MB are free for "
-        "them"
+        "; fssdp is left out: its replicas need 800 MB on a rank, but only 700 MB are free"
     ) in ranks[0].printed
 
 

@@ -528,7 +528,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
         assert_all_raise(messages, expected)
 
 
-NUMBER = ({"num_experts": 8}, {}, "has 4 there and 8 here; .*build the model with as many")
+NUMBER = ({"num_experts": 8}, {}, "has 4 there and 8 here; .*build the model with the same number")
 SHAPE: Any = ({}, {"width": 40}, r"of shape \(96, 32\), but this run of shape \(80, 32\)")
 FAILS: Any = ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad disk'\)")
 

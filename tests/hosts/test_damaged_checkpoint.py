@@ -224,7 +224,7 @@ def test_our_folder_runs_nothing(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-# Before saves had an id.
+# Before without save ids.
 
 
 def reported(rank: int, world_size: int, job: Job, folder: str) -> list[str]:
@@ -244,9 +244,9 @@ def test_format_3_is_read_and_said(tmp_path: Path) -> None:
     assert_equal(joined(got), joined(checkpoint.ranks))
     assert got[0].losses == checkpoint.ranks[0].losses
     for lines in pool_of(2).run(reported, MOVED.job, str(tmp_path / "3")):
-        assert any(re.search(r"before saves had an id .* save anew", line) for line in lines)
+        assert any(re.search(r"without save ids .* save a new one", line) for line in lines)
     for lines in pool_of(2).run(reported, MOVED.job, str(checkpoint.folder)):
-        assert not any("saves had an id" in line for line in lines)
+        assert not any("without save ids" in line for line in lines)
 
 
 def test_of_format_3_what_can_be_reported_is(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ def test_owners_stay_at_zero_3() -> None:
 def test_ep_ranks_that_divide_experts_at_zero_3(strategy: str) -> None:
     """Of six experts four ranks would have one or two each."""
     step = started(on_deepspeed, 4, OnDeepSpeed(strategy, 3, num_experts=6))
-    assert "2 EP ranks, the most that divide ranks and experts, for zero_optimiz" in step.reported
+    assert (
+        "2 EP ranks, the largest that divides ranks and experts, for zero_optimiz"
+    ) in step.reported
     assert step.loss == pytest.approx(ep_on_deepspeed("none", 6), rel=1e-5)
 
 

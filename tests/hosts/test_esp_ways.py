@@ -107,5 +107,5 @@ def _refused(rank: int, world_size: int, job: Job) -> str:
 
 def test_deep_ep_is_refused_on_a_cpu() -> None:
     for text in pool_of(2).run(_refused, esp(JOB, all_to_all="deepep")):
-        assert "ds_moe_ext.esp.all_to_all is 'deepep', but rows are on cpu" in text
+        assert "ds_moe_ext.esp.all_to_all is 'deepep', but tokens are on cpu" in text
         assert text.endswith("choose another, or leave it out")

@@ -349,7 +349,7 @@ def misused(rank: int, world_size: int) -> list[str]:
 
 def test_what_would_do_something_else_is_an_error() -> None:
     for unsaved, unmerged, switched in pool_of(2).run(misused):
-        assert "pass what it gives as state_dict" in unsaved
+        assert "pass the result as state_dict" in unsaved
         assert "cannot be merged or unloaded here" in unmerged
         assert "do it in model.eval()" in switched and "(2.0, 2.0)" in switched
 
@@ -365,7 +365,7 @@ def joined(rank: int, world_size: int) -> str:
 
 @pytest.mark.slow
 def test_ranks_that_split_experts_run_them_together() -> None:
-    assert all("gather parts in every pass" in reported for reported in pool_of(2).run(joined))
+    assert all("gathers in every pass" in reported for reported in pool_of(2).run(joined))
 
 
 # Going on.

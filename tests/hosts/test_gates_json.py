@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Gate, str]] = {
     "linear": (
         lambda: with_gate(families.build("mixtral"), gate=nn.Linear(32, 8, bias=False)),
         SigmoidTopK(top_k=2),
-        "its Linear does not answer with logits, scores and expert ids",
+        "its Linear does not return logits, scores and expert ids",
     ),
     "none": (
         lambda: with_gate(families.build("mixtral"), gate=None),
@@ -497,8 +497,8 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"type": "noisy_top_k", "top_k": 0}, "ds_moe_ext.gate: top_k is 0; a token needs 1 expert"),
     ({"type": "soft", "top_k": 2}, "ds_moe_ext.gate: top_k is 2, but SoftMoE does not choose"),
     ({"type": "no.such:Gate"}, "'no.such:Gate', which cannot be imported (ModuleNotFoundError"),
-    ({"type": f"{HERE}:NoGate"}, "which is no gate; derive it from ds_moe_ext.moe.gate.Gate"),
-    ({"type": "ds_moe_ext.moe.gate:Gate"}, "which is no gate; derive it"),
+    ({"type": f"{HERE}:NoGate"}, "which is not a gate; derive it from ds_moe_ext.moe.gate.Gate"),
+    ({"type": "ds_moe_ext.moe.gate:Gate"}, "which is not a gate; derive it"),
     ({"type": f"{HERE}:Undeclared"}, "which is not a dataclass; make it one"),
 ]
 

@@ -33,7 +33,7 @@ def reported(rank: int, world_size: int) -> list[str]:
 
 def test_hooks_on_what_is_replaced_are_reported() -> None:
     (first, second), none = pool_of(2).run(reported)
-    assert first.startswith("blocks.0.experts, blocks.0.experts.up_EFD had hooks when ds_moe_ext")
-    assert "register them behind that, on the module that is at blocks.0.experts then" in first
-    assert second.startswith("blocks.1.experts.down_EDF had hooks when")
+    assert first.startswith("blocks.0.experts, blocks.0.experts.up_EFD had hooks before ds_moe_ext")
+    assert "Register hooks afterwards, on the new module at blocks.0.experts" in first
+    assert second.startswith("blocks.1.experts.down_EDF had hooks before")
     assert not none

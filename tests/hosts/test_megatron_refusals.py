@@ -315,7 +315,7 @@ def unwrapped(rank: int, world_size: int) -> str:
 
 def test_other_wrappers() -> None:
     (results,) = pool_of(1).run(unwrapped)
-    assert "wrapped in Linear; expert weights must lie in Megatron's Distributed" in results
+    assert "wrapped in Linear; expert weights must be in Megatron's Distributed" in results
     assert "leave --use-megatron-fsdp and --use-torch-fsdp2 out" in results
 
 
@@ -335,15 +335,18 @@ class Backwards(Strategy):
     ("spoil", "expected"),
     [
         (frozen_for_a_while, "was trained when the model was wrapped, .* --optimizer muon; use"),
-        (foreign_experts, "which .* knows SequentialMLP and TEGroupedMLP of Megatron-core: leave"),
+        (
+            foreign_experts,
+            "which .* supports SequentialMLP and TEGroupedMLP of Megatron-core: leave",
+        ),
         (other_experts, r"\.MyExperts with a forward of its own, .* use Megatron's SequentialMLP"),
         (wrapped_forward, r"\.SequentialMLP with a forward of its own, which .* would not run"),
         (other_mlp, r"\.SequentialMLP with a forward of its own, which .* would not run"),
         (
             adapted_experts,
-            r"experts of .*\.mlp lack linear_fc1.weight or .* as adapters \(LoRA\) do",
+            r"experts of .*\.mlp lack linear_fc1.weight or .* as by adapters \(LoRA\)",
         ),
-        (optimized, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
+        (optimized, "is already run by ds_moe_ext: get_megatron_optimizer was called twice"),
     ],
 )
 def test_models_that_cannot_be_adopted(spoil: Spoil, expected: str) -> None:
@@ -378,7 +381,7 @@ def unreported(rank: int, world_size: int) -> list[str]:
 
 def test_a_model_that_is_trained_without_having_been_started() -> None:
     trained, evaluated = pool_of(1).run(unreported)[0]
-    assert "by megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
+    assert "in megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
     assert evaluated == ""
 
 
@@ -427,9 +430,9 @@ def test_layers_that_are_left_to_megatron_are_trained_by_it() -> None:
         ("{}", "which has no block 'ds_moe_ext'; add one, or leave the flag out"),
         (
             '{"ds-moe-ext": {}}',
-            "no block 'ds_moe_ext'; nobody reads the key 'ds-moe-ext' of .* did",
+            "no block 'ds_moe_ext'; unknown key 'ds-moe-ext' in .* did",
         ),
-        ("[]", "whose JSON is no object; make it one"),
+        ("[]", "whose JSON is not an object; make it one"),
         ("{", "which cannot be read as JSON .* as those in configs/strategies are"),
     ],
 )
@@ -452,7 +455,7 @@ def test_a_second_block_by_nearly_our_name_is_reported_once(
 ) -> None:
     document = {"ds_moe_ext": {"enabled": True}, "ds_moe_exts": {}}
     monkeypatch.setenv("RANK", "0")
-    with pytest.warns(UserWarning, match="nobody reads the key 'ds_moe_exts'") as caught:
+    with pytest.warns(UserWarning, match="unknown key 'ds_moe_exts'") as caught:
         assert active_settings.read(document) is not None
     assert len(caught) == 1
     monkeypatch.setenv("RANK", "1")
@@ -472,7 +475,7 @@ def reported(rank: int, world_size: int) -> str:
 def test_one_ep_rank_has_nobody_to_copy_to() -> None:
     first, second = pool_of(2).run(reported)
     assert (
-        "ds_moe_ext: every rank has all experts, so that none is copied; raise "
+        "ds_moe_ext: every rank has all experts, so there are no replicas; raise "
         "--expert-model-parallel-size for fssdp to have an effect\n"
     ) in first
     assert "ds_moe_ext" not in second

@@ -220,7 +220,7 @@ def test_pipeline_stages_train_as_without(optimizer: str) -> None:
     found = check(4, with_optimizer(run, optimizer))
     check_sliced(found[:2], run.steps, within=False)
     for behind in found[2:]:
-        assert not behind.events and "stages behind the first" in behind.reported[0]
+        assert not behind.events and "stages after the first" in behind.reported[0]
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ CASES: tuple[tuple[dict[str, Any], str | None], ...] = (
     ({"overlap_grad_reduce": False}, "add --overlap-grad-reduce"),
     ({"num_distributed_optimizer_instances": 2}, "optimizer-instances 2; leave that out"),
     ({"num_groups": 1}, "give a smaller --ddp-bucket-size"),
-    ({"num_groups": 1, "is_bucketed": False}, "pipeline stages behind the first"),
+    ({"num_groups": 1, "is_bucketed": False}, "pipeline stages after the first"),
     ({"size": 1}, ""),
 )
 

@@ -347,7 +347,7 @@ def test_arguments_of_the_script_are_refused(given: dict[str, Any], reported: st
 def test_another_torch_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(default_pg=None, group_count=0)  # groups' ranks are kept elsewhere
     monkeypatch.setattr("torch.distributed.distributed_c10d._world", world)
-    with pytest.raises(ValueError, match=r"_world\.pg_group_ranks of .* was tried with torch 2\."):
+    with pytest.raises(ValueError, match=r"_world\.pg_group_ranks of .* was tested with torch 2\."):
         part(Roles.first(2, 2))
 
 

@@ -446,7 +446,7 @@ def warned(rank: int, world_size: int, way: str) -> list[str]:
 
 def test_values_that_are_lost_are_reported() -> None:
     (results,) = pool_of(1).run(warned, "meta")
-    assert "something wrote to model.layers.1.self_attn.q_proj.weight: that is lost" in results[0]
+    assert "values written to model.layers.1.self_attn.q_proj.weight are lost" in results[0]
     assert len(results) == 1
     assert pool_of(1).run(warned, "real") == [[]]
 
@@ -518,7 +518,7 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a weight": (WithWeight, ("nothing initialises 0.scale (of a WithWeight)", "on the CPU")),
     "redrawn": (Redrawn, ("wrote to 0.router.weight behind the reset_parameters", "_init_weights")),
     "orthogonal": (lambda: Block(Orthogonal()), ("'down_EDF' of its Orthogonal", "orthogonal")),
-    "a half": (lambda: Block(Half()), ("leaves a part of 'down_EDF'", "on the CPU")),
+    "a half": (lambda: Block(Half()), ("leaves part of 'down_EDF'", "on the CPU")),
     "bare": (lambda: Block(Bare()), ("initialises 'up_EFD' of its Bare; write a", "zeros_")),
     "failing": (lambda: Block(Failing()), ("initialiser of Failing fails", "nothing to read")),
     "half real": (half_real, ("of 0.experts down_EDF lies on the meta device, and the other",)),

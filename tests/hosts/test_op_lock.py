@@ -82,7 +82,7 @@ def test_a_run_names_it(lock: Path) -> None:
     finally:
         run.kill()
         run.wait()
-    assert f"{lock} was left by a compilation" in reported
+    assert f"{lock} was left by an interrupted compilation" in reported
     assert f"rm {lock}" in reported
 
 
@@ -100,4 +100,4 @@ def test_the_quickstart_stops(lock: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert f"quickstart: {lock} was left by a compilation" in done.stderr
+    assert f"quickstart: {lock} was left by an interrupted compilation" in done.stderr

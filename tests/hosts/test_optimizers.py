@@ -258,7 +258,7 @@ def named(module: str, name: str, **options: Any) -> torch.optim.Optimizer:
 
 ZERO_1 = {"sharding": "zero_optimization.stage is 1"}
 SPLIT = {"splitting": "2 ranks split each expert (expert_sharding_size)"}
-SAVED = {"by_elements": "checkpoints have states by element"}
+SAVED = {"by_elements": "checkpoints hold optimizer states per element"}
 ZERO_3 = {"in_turns": "zero_optimization.stage is 3"}
 MASTERS = {"has_masters": True}
 APEXS_ADAM = "apex.optimizers.fused_adam", "FusedAdam"
@@ -268,22 +268,34 @@ DEEPSPEED = "deepspeed.runtime"
 @pytest.mark.parametrize(
     ("optimizer", "how", "expected"),
     [
-        (named(f"{DEEPSPEED}.fp16.onebit.adam", "OneBitAdam"), {}, "OneBitAdam: it communicates"),
-        (named("torch.distributed.optim", "ZeroRedundancyOptimizer"), {}, "it communicates"),
-        (named(f"{DEEPSPEED}.zero.muon.original_muon", "Muon"), {}, "muon.Muon: it communicates"),
+        (
+            named(f"{DEEPSPEED}.fp16.onebit.adam", "OneBitAdam"),
+            {},
+            "OneBitAdam: it runs its own collectives",
+        ),
+        (
+            named("torch.distributed.optim", "ZeroRedundancyOptimizer"),
+            {},
+            "it runs its own collectives",
+        ),
+        (
+            named(f"{DEEPSPEED}.zero.muon.original_muon", "Muon"),
+            {},
+            "muon.Muon: it runs its own collectives",
+        ),
         (named("muon", "MuonWithAuxAdam"), {}, "use another, as AdamW or torch.optim.Muon"),
-        (named("prodigyopt", "Prodigy"), {}, "Prodigy: its step follows from all weights"),
+        (named("prodigyopt", "Prodigy"), {}, "Prodigy: its step depends on all weights"),
         (named("apex.optimizers.fused_lamb", "FusedLAMB", max_grad_norm=1.0), {}, "is 1.0: it"),
         (named("apex.optimizers.fused_lamb", "FusedLAMB"), ZERO_1, "stage is 1: it takes norms"),
         (named("deepspeed.ops.lamb.fused_lamb", "FusedLamb"), SPLIT, "2 ranks split each expert"),
-        (named("torch.optim", "Adafactor"), SAVED, "states of rows and columns"),
+        (named("torch.optim", "Adafactor"), SAVED, "row and column states"),
         (named("torch.optim._muon", "Muon"), ZERO_1, "use ZeRO stage 0"),
         (named(f"{DEEPSPEED}.zero.muon.muon_optimizer", "MuonWithAuxAdam"), SPLIT, "2 ranks"),
-        (named(*APEXS_ADAM), ZERO_3, "stage is 3: it counts its steps by groups"),
+        (named(*APEXS_ADAM), ZERO_3, "stage is 3: it counts steps per group"),
         (
             named(*APEXS_ADAM),
             SAVED | MASTERS,
-            "it keeps copies of the weights that it was made with",
+            "it keeps master copies of its initial weights",
         ),
     ],
 )

@@ -129,7 +129,9 @@ def resumed(rank: int, world_size: int, folder: Path) -> str:
 
 def test_a_run_that_goes_on_keeps_the_earlier_report(tmp_path: Path) -> None:
     results = pool_of(1).run(resumed, tmp_path)[0]
-    assert f"the report of an earlier run in {str(tmp_path)!r} is kept as report.1.json" in results
+    assert (
+        f"the report of an earlier run in {str(tmp_path)!r} was renamed to report.1.json" in results
+    )
     assert f"wrote {tmp_path}/report.html and {tmp_path}/report.json\n" in results
     assert {f"report{number}.json" for number in ("", ".1")} <= set(os.listdir(tmp_path))
 
@@ -160,7 +162,7 @@ def ended(rank: int, world_size: int, **keys: Any) -> str:
 def test_how_loads_were_predicted_is_reported_at_the_end() -> None:
     results = pool_of(2).run(ended)[0]
     assert re.search(
-        r"ds_moe_ext: loads were predicted by .*\d % of the rows went to other", results
+        r"ds_moe_ext: loads were predicted by .*\d % of the tokens went to other", results
     )
 
 
@@ -168,11 +170,11 @@ def test_a_run_says_what_is_expected_and_ends_on_whether_it_gained() -> None:
     """The share is named at start; three steps are too few to have timed any."""
     results = pool_of(2).run(ended, report={"enabled": True})[0].splitlines()
     (expected,) = (line for line in results if line.startswith("ds_moe_ext: fssdp: "))
-    assert "by share 'priced'; a gain is expected where the busiest rank has well over" in expected
+    assert "by share 'priced'; expect a gain when the busiest rank has well over" in expected
     assert re.match(
-        r"ds_moe_ext: (gain not known, as|no gain by replicas, as none was)", results[-1]
+        r"ds_moe_ext: (gain unknown, because|no gain from replicas, because none was)", results[-1]
     )
-    assert "in 3 recorded steps: the busiest rank had" in results[-1]
+    assert "in 3 recorded steps: the busiest EP rank had" in results[-1]
 
 
 # SIGTERM.
@@ -372,7 +374,7 @@ def test_handlers_of_the_users_and_other_processes() -> None:
     )
     wanted = [line for case, lines in ENDED.items() for line in (case, *lines)]
     assert done.stdout.splitlines() == wanted, done.stderr
-    assert "ds_moe_ext: nothing was written behind SIGTERM: ZeroDivisionError" in done.stderr
+    assert "ds_moe_ext: nothing was written after SIGTERM: ZeroDivisionError" in done.stderr
 
 
 # Keys that nobody reads.
@@ -390,14 +392,14 @@ def warned(rank: int, world_size: int, document: dict[str, Any]) -> list[str]:
             model_parameters=list(model.parameters()),
             config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, **document},
         )
-    return [str(each.message) for each in caught if "nobody reads" in str(each.message)]
+    return [str(each.message) for each in caught if "unknown key" in str(each.message)]
 
 
 def test_a_block_by_nearly_our_name() -> None:
     block = {"enabled": True, "strategy": "ep", "report": {"enabled": False}}
     first, second = pool_of(2).run(warned, {"ds-moe-exts": block})
     assert first == [
-        "nobody reads the key 'ds-moe-exts' of the configuration; did you mean 'ds_moe_ext'? (to "
+        "unknown key 'ds-moe-exts' in the configuration; did you mean 'ds_moe_ext'? (to "
         "switch it off, set ds_moe_ext.enabled to false)"
     ]
     assert second == []

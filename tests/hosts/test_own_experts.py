@@ -137,16 +137,16 @@ def test_the_pages_examples_equal_stock(kind: str) -> None:
 
 
 def test_what_a_shape_does_not_tell_has_to_be_reported() -> None:
-    with pytest.raises(ValueError, match=r"InOne\('up'\) does not say how many .*num_experts"):
+    with pytest.raises(ValueError, match=r"InOne\('up'\) needs num_experts"):
         InOne("up", is_flat=True)
-    with pytest.raises(ValueError, match="give num_experts"):
+    with pytest.raises(ValueError, match="needs num_experts"):
         InOne("down", num_unused=1)
 
 
 def test_what_is_no_class_of_experts_is_reported() -> None:
     anything: Any = register_experts
     for given in (3, _Called(), int):
-        with pytest.raises(ValueError, match=r"was given .*, which is no class of modules; give"):
+        with pytest.raises(ValueError, match=r"was given .*, which is not a module class; give"):
             anything(given)
     with pytest.raises(
         ValueError, match=r"register_experts\(_Called\) was put on 3, .* put it above"

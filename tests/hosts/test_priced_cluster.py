@@ -41,7 +41,8 @@ def reported(rank: int, world_size: int, devices: tuple[str, ...], under_deepspe
 
 
 RULE = (
-    "expert_parallel_size is null: 2 EP ranks, so that rows and replicas stay in a node of 2 ranks"
+    "expert_parallel_size is null: 2 EP ranks, so that tokens and replicas stay in a node of "
+    "2 ranks"
 )
 REMEDY = "; ds-moe-ext profile measures your cluster, and ds_moe_ext.hardware names the file"
 
@@ -49,10 +50,10 @@ REMEDY = "; ds-moe-ext profile measures your cluster, and ds_moe_ext.hardware na
 def test_ranks_with_one_known_device_choose_by_its_file() -> None:
     for under_deepspeed in (False, True):
         first, *others = pool_of(4).run(reported, (GPU,) * 4, under_deepspeed)
-        assert ", by what a layer costs on DGX H100, 4 nodes: it takes " in first
+        assert ", by the predicted cost of a layer on DGX H100, 4 nodes: it takes " in first
         assert (
-            "; the cluster is reckoned as configs/hardware/dgx_h100.json with 2 ranks on a node, "
-            f"by its device's name ({GPU}){REMEDY}"
+            "; the cluster is priced as configs/hardware/dgx_h100.json with 2 ranks per node, "
+            f"by its device name ({GPU}){REMEDY}"
         ) in first
         assert not any("ds_moe_ext" in other for other in others)
 
@@ -62,11 +63,13 @@ def test_ranks_with_unlike_or_unknown_devices_choose_by_the_rule() -> None:
     for devices in ((GPU, GPU, GPU, "NVIDIA L40S"), ("NVIDIA L40S", GPU, GPU, GPU)):
         first, *_ = pool_of(4).run(reported, devices, False)
         assert RULE in first
-        unlike = "; sizes were not priced, for ranks have unlike devices ("
+        unlike = "; sizes were not priced, because ranks have different devices ("
         assert unlike in first and REMEDY in first
         assert repr(GPU) in first and "'NVIDIA L40S'" in first
     for under_deepspeed in (False, True):
         first, *_ = pool_of(4).run(reported, ("x86_64",) * 4, under_deepspeed)
         assert RULE in first
-        unknown = "; sizes were not priced, for no file that we ship stands for device 'x86_64'"
+        unknown = (
+            "; sizes were not priced, because no shipped hardware file describes device 'x86_64'"
+        )
         assert f"{unknown}{REMEDY}" in first

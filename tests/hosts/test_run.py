@@ -85,7 +85,7 @@ def test_keys_that_cannot_do_anything_are_reported_once() -> None:
     keys = (("calibrate", True), ("overlap_degree", 4), ("replicas_per_rank", 4))
     keys += (("resharding", "paper"),)
     first, second = pool_of(2).run(_printed, Job(strategy="fssdp", keys=keys))
-    assert first.count("ds_moe_ext: calibrate can add no replicas, for 4 of 4 experts") == 1
+    assert first.count("ds_moe_ext: calibrate cannot add replicas: 4 of 4 experts") == 1
     assert first.count("ds_moe_ext: heterogeneous_sharding moves no expert") == 1
     assert "calibrate" not in second
 
@@ -98,8 +98,8 @@ def test_ranks_without_experts_are_reported_and_have_room_for_replicas() -> None
     printed, *others = pool_of(4).run(_printed, FEW, 5)
     assert (
         "ds_moe_ext: some of the 4 EP ranks own no expert of blocks.0.experts, which has 2 "
-        "(of 4 layers likewise): there they compute only what is copied to them; to have experts "
-        'everywhere set {"ds_moe_ext": {"expert_parallel_size": 2}}\n'
+        "(of 4 layers likewise): they compute only on replicas; to give every EP rank experts, "
+        'set {"ds_moe_ext": {"expert_parallel_size": 2}}\n'
     ) in printed
     assert "expert_parallel_size is null" not in printed
     assert (
@@ -114,11 +114,13 @@ def test_null_leaves_no_rank_without_experts() -> None:
     job = replace(FEW, ep_ranks=None, keys=(("replica_bytes", 1), ("overlap_degree", 1)))
     printed, *_ = pool_of(4).run(_printed, job, 5)
     assert "strategy fssdp, 4 ranks = 2 EP groups x 2 EP ranks" in printed
-    assert "ds_moe_ext: expert_parallel_size is null: 2 EP ranks, the most" in printed
+    assert "ds_moe_ext: expert_parallel_size is null: 2 EP ranks, the largest" in printed
     assert "some of the" not in printed
-    assert "nothing is copied of any layer, for a rank has no room for a copy (m is 0)" in printed
+    assert "no replicas for any layer: a rank has no memory for one (m is 0)" in printed
 
 
 def test_one_ep_rank_has_nobody_to_copy_to() -> None:
     printed, _ = pool_of(2).run(_printed, Job("toy", strategy="prophet", ep_ranks=1))
-    assert "every rank has all experts, so that none is copied; raise ds_moe_ext.expert" in printed
+    assert (
+        "every rank has all experts, so there are no replicas; raise ds_moe_ext.expert"
+    ) in printed

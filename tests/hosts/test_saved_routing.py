@@ -93,11 +93,9 @@ def test_what_differs_is_named_once(source: Job, goal: Job, expected: str) -> No
     at_load, behind = warned_by(goal, checkpoint)
     (reported,) = at_load
     assert reported.startswith(
-        f"{checkpoint.tag} was saved by a model that routes tokens otherwise: "
+        f"{checkpoint.tag} was saved by a model that routes tokens differently: "
     )
-    assert (
-        f"{expected} in {FIRST[source.family]} and 1 more layer; losses go on as those" in reported
-    )
+    assert f"{expected} in {FIRST[source.family]} and 1 more layer; the loss may jump" in reported
     assert reported.count(" was ") == 2
     assert not behind
 

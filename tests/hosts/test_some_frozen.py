@@ -146,7 +146,7 @@ def refused(rank: int, world_size: int, job: Job, frozen: str, rates: tuple[floa
             varied(Job("one by one", 0, **GRADIENT), shard_every=1, **REPLICAS),
             "the first",
             (),
-            "an owner that is frozen cannot train the expert that comes",
+            "a frozen owner cannot train an expert that moves to it",
         ),
         (
             Job("one by one", 1, **GRADIENT),
@@ -160,7 +160,7 @@ def refused(rank: int, world_size: int, job: Job, frozen: str, rates: tuple[floa
             (1e4, 3e4),
             "trained experts are [[0, 1], [0]] on the ranks",
         ),
-        (Job("one by one", 3, **GRADIENT), "the first", (), "go through their weights together"),
+        (Job("one by one", 3, **GRADIENT), "the first", (), "gather their weights together"),
     ],
 )
 def test_what_cannot_be_done_is_reported(

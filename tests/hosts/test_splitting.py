@@ -197,12 +197,12 @@ def test_launchers_tell_of_nodes(
 def test_open_sizes_go_by_what_a_host_needs(chosen: Chosen) -> None:
     needs = Needs(whole="the optimizer is Lamb")
     grid, why = chosen(4, 2, needs=needs)
-    assert grid.etp_size == 1 and "experts stay whole, for the optimizer is Lamb" in why
+    assert grid.etp_size == 1 and "experts stay whole, because the optimizer is Lamb" in why
     assert chosen(4, 2, needs=needs, expert_sharding_size=2).grid.etp_size == 2
     assert chosen(3, strategy="fssdp").grid.num_ep_ranks == 3
     even = chosen(3, strategy="fssdp", needs=Needs(even="it wants it"))
     assert even.grid.num_ep_ranks == 1 and even.why.endswith(
-        "for it wants it; each expert has 3 owners"
+        "because it wants it; each expert has 3 owners"
     )
 
 
@@ -273,25 +273,25 @@ def test_experts_that_move_have_one_owner(chosen: Chosen) -> None:
     moves = {"strategy": "fssdp", "fssdp": {"reshard_interval": 5}}
     grid, why = chosen(64, 8, found=experts_of(8), **moves)
     assert grid.num_ep_ranks == 64
-    assert why.endswith("all 64 EP ranks, for experts that move have one owner")
+    assert why.endswith("all 64 EP ranks, because experts that move have one owner")
 
 
 def test_what_was_chosen_is_reported_in_a_line(chosen: Chosen) -> None:
     _, why = chosen(64, 8, found=experts_of(8), strategy="fssdp")
     assert why == (
-        "expert_parallel_size is null: 8 EP ranks, the most at which each owns experts of all "
-        "layers (blocks.0.experts has 8); each expert has 8 owners"
+        "expert_parallel_size is null: 8 EP ranks, the largest at which each owns experts of "
+        "all layers (blocks.0.experts has 8); each expert has 8 owners"
     )
     _, why = chosen(16, 8, found=experts_of(16), strategy="fssdp")
-    assert "8 EP ranks, so that rows and replicas stay in a node of 8 ranks" in why
+    assert "8 EP ranks, so that tokens and replicas stay in a node of 8 ranks" in why
     assert 'to spread experts over more, set {"ds_moe_ext": {"expert_parallel_size": 16}}' in why
     nodes = {"found": experts_of(2), "strategy": "esp", "balance": "fssdp"}
     grid, why = chosen(16, 4, **nodes)
     assert (grid.num_ep_ranks, grid.etp_size) == (2, 4)
     assert why == (
-        "expert_sharding_size is null: 4 ranks split each expert, those of a node; "
-        "expert_parallel_size is null: 2 EP ranks, the most at which each owns experts of all "
-        "layers (blocks.0.experts has 2); each expert has 2 owners"
+        "expert_sharding_size is null: the 4 ranks of a node split each expert; "
+        "expert_parallel_size is null: 2 EP ranks, the largest at which each owns experts of "
+        "all layers (blocks.0.experts has 2); each expert has 2 owners"
     )
     assert chosen(1, found=experts_of(8), strategy="fssdp").why == ""
 
@@ -319,7 +319,7 @@ def test_ep_ranks_are_chosen_by_price_where_the_cluster_is_described(
     slow = described(tmp_path, intra=4e11, inter=1e9)
     grid, why = chosen(16, 8, found=few_weights, **slow)
     assert grid.num_ep_ranks == 8
-    assert "8 EP ranks, by what a layer costs on two nodes: it takes " in why
+    assert "8 EP ranks, by the predicted cost of a layer on two nodes: it takes " in why
     assert re.search(r"ms a step, with 16 EP ranks [1-9][\d.]* times as long \(4,096 tokens", why)
     # Experts so large, and rows so few, that summing their gradients costs more than sending rows.
     assert chosen(16, 8, found=many_weights, **slow).grid.num_ep_ranks == 16
@@ -333,15 +333,16 @@ def test_experts_are_split_by_price_where_the_cluster_is_described(
     grid, why = chosen(16, 8, found=mixtral, **slow)
     assert grid.etp_size == 1
     assert re.search(
-        r"expert_sharding_size is null: experts stay whole, by what a layer costs on two nodes: it "
-        r"takes [\d.e+]+ times as long where the 8 ranks of a node split each; ",
+        r"expert_sharding_size is null: experts stay whole, by the predicted cost of a layer "
+        r"on two nodes: it takes [\d.e+]+ times as long where the 8 ranks of a node split "
+        r"each; ",
         why,
     )
     fast = {**described(tmp_path, intra=1e13, inter=1e13), "strategy": "esp"}
     large = (("up", (4096, 43008), "torch.bfloat16", True),)
     grid, why = chosen(16, 8, found=[replace(layer, expert=large) for layer in mixtral], **fast)
     assert grid.etp_size == 8
-    assert "8 ranks split each expert, those of a node; whole a layer takes 1." in why
+    assert "8 ranks of a node split each expert; with whole experts a layer takes 1." in why
 
 
 def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
@@ -349,13 +350,17 @@ def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
 ) -> None:
     grid, why = chosen(16, 8, found=experts_of(16), **described(tmp_path))
     assert grid.num_ep_ranks == 8
-    assert "two nodes does not show what others would cost: hardware 'two nodes' does not" in why
+    assert "two nodes cannot price other sizes: hardware 'two nodes' does not" in why
 
 
 def test_a_cluster_stands_for_any_number_of_nodes(chosen: Chosen, tmp_path: Path) -> None:
     fast = described(tmp_path, intra=4e11, inter=4e11)
-    assert "by what a layer costs on two nodes" in chosen(64, 8, found=experts_of(64), **fast).why
-    assert "by what a layer costs on two nodes" in chosen(12, 4, found=experts_of(12), **fast).why
+    assert ("by the predicted cost of a layer on two nodes") in chosen(
+        64, 8, found=experts_of(64), **fast
+    ).why
+    assert ("by the predicted cost of a layer on two nodes") in chosen(
+        12, 4, found=experts_of(12), **fast
+    ).why
 
 
 def test_each_grid_is_priced_once(
@@ -371,7 +376,7 @@ def test_each_grid_is_priced_once(
     monkeypatch.setattr(grid_sizes, "prices_of_ep_ranks", prices_of_ep_ranks)
     slow = {**described(tmp_path, intra=1e9, inter=1e9), "strategy": "esp", "balance": "fssdp"}
     why = chosen(32, 2, found=experts_of(32), **slow).why
-    assert "expert_sharding_size is null" in why and "by what a layer costs" in why
+    assert "expert_sharding_size is null" in why and "by the predicted cost of a layer" in why
     assert len(priced) == len(set(priced)) > 2
 
 
@@ -428,7 +433,7 @@ def test_what_sizes_were_chosen_by_is_reported_where_they_were_open(chosen: Chos
     assert H100 is not None
     by_name = Cluster(read_hardware(H100), "it is taken for that")
     grid, why = chosen(16, 8, found=experts_of(16), strategy="fssdp", cluster=by_name)
-    assert "by what a layer costs on DGX H100, 4 nodes" in why
+    assert "by the predicted cost of a layer on DGX H100, 4 nodes" in why
     assert "; it is taken for that; ds-moe-ext profile measures your cluster, and ds_moe" in why
     unknown = Cluster(None, "nobody knows it")
     grid, why = chosen(16, 8, found=experts_of(16), strategy="fssdp", cluster=unknown)
@@ -461,7 +466,7 @@ def test_the_rule_leaves_no_rank_idle_and_says_where_nothing_can_be_copied(
     blueprint = on_grid(settings, made, found, grid)
     assert all(owner.is_everywhere for owner in blueprint.owners())
     replicas = made.intervals().weighs_replicas
-    is_reported = "every rank has all experts, so that none is copied" in owners_line(blueprint)
+    is_reported = "every rank has all experts, so there are no replicas" in owners_line(blueprint)
     assert is_reported == (grid.num_ep_ranks == 1 and replicas)
     assert f"{grid.num_ep_ranks} EP rank" in why
 

@@ -65,7 +65,7 @@ def reported_of_unknown(rank: int, world_size: int) -> list[str]:
 def test_layers_that_nobody_knows_are_named() -> None:
     """Once, by rank 0; not those that are replaced, nor shared ones."""
     (results,), others = pool_of(2).run(reported_of_unknown)
-    assert "stay as they are: others.*.experts (ModuleList, 3); teach" in results
+    assert "stay unchanged: others.*.experts (ModuleList, 3); register" in results
     assert "register_experts" in results
     assert "moe_layer_pattern" in results
     assert others == []

@@ -310,18 +310,18 @@ def reported(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_cannot_be_done_is_reported() -> None:
     expected = {
-        "roles": "strategy is 'zebra': a loop of your own runs the same code on every rank; use",
+        "roles": "strategy is 'zebra': your own loop runs the same code on every rank; use",
         "wrapped": "call ds_moe_ext.attach first",
         "key": "did you mean 'strategy'",
         "file": "was given 'missing.json', which cannot be read as JSON",
         **{f"micro_batches={n!r}": f"micro_batches={n!r}; give" for n in (0, -3, "2", True)},
-        "no model": "was given 'x' for a model; give a torch.nn.Module",
-        "no optimizer": "given None, which is no torch.optim.Optimizer; give",
+        "no model": "was given 'x' as the model; give a torch.nn.Module",
+        "no optimizer": "given None, which is not a torch.optim.Optimizer; give",
         "unlike": 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1',
         "off": "give all ranks one configuration",
         "unwatched": "call watch(optimizer)",
-        "early": "make it from model.parameters() behind ds_moe_ext.attach",
-        "behind": "clip behind the last one of a step",
+        "early": "create it from model.parameters() after ds_moe_ext.attach",
+        "behind": "clip after the last backward pass",
     }
     first, second = pool_of(2).run(reported)
     assert first.keys() == expected.keys()

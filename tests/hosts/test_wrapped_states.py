@@ -111,7 +111,7 @@ def test_a_state_without_an_expert_is_refused() -> None:
     for in_model, in_optimizer, saving in pool_of(2).run(refused):
         for reported in (in_model, in_optimizer):
             assert "the state to load has no blocks.0.experts.up_EFD." in reported
-        assert "blocks.0.experts.up_EFD.0 of an expert has no entry" in saving
+        assert "blocks.0.experts.up_EFD.0 of an expert is missing from the state dict" in saving
 
 
 def exported(rank: int, world_size: int, wrapper: str) -> dict[str, Tensor]:

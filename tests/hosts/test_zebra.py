@@ -122,7 +122,7 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"attention_ep_ranks": [0], "attention_device": "A40"},
-            "attention_ep_ranks is .0., .* 'A40' says the places too; set one of them to null",
+            "attention_ep_ranks is .0., .* 'A40' sets the places too; set one of them to null",
         ),
         ({"attention_device": 40}, "attention_device is 40, but must be a string or null"),
         ({"recompute_experts": 1}, "recompute_experts is 1, but must be true or false"),
@@ -183,7 +183,7 @@ def test_roles_by_device(
         ("", (None, None), "'', which all ranks have: NVIDIA A40, Tesla V100; name one"),
         ("A40", (1, 3), "attention_size is 1, but 2 ranks of a group .* set it to null"),
         ("A40", (2, 1), "groups of 3 ranks, .* the 4 ranks of the run; choose .* divides 4"),
-        ("A40", (1, 1), "groups of 2 ranks differ .* NVIDIA A40, Tesla V100.*; order the hostfile"),
+        ("A40", (1, 1), "groups of 2 ranks: .* NVIDIA A40, Tesla V100.*; order the hostfile"),
     ],
 )
 def test_devices_that_cannot_work(

@@ -336,8 +336,8 @@ def test_models_stay_as_they_are(job: Job) -> None:
 @pytest.mark.parametrize(
     ("expert_s", "free_bytes", "why"),
     [
-        (9.0, (-(10**9), 10**9), "attention ranks have no memory for them"),
-        (4.5, (10**9, 10**9), "they are too large for the bubbles that they would fill"),
+        (9.0, (-(10**9), 10**9), "attention ranks have no memory for experts"),
+        (4.5, (10**9, 10**9), "experts are too large for the pipeline bubbles"),
     ],
 )
 def test_why_none_move(expert_s: float, free_bytes: tuple[int, int], why: str) -> None:
@@ -383,7 +383,7 @@ def test_nothing_is_measured_where_neither_number_divides_the_other() -> None:
     with world("gloo"):
         found = profiled_on(0, 1, Case(attention=3, expert=2), 5)
     assert found.moved == [0, 0]
-    assert "of 3 attention and 2 expert ranks neither number divides the other" in found.reported[0]
+    assert "neither of 3 attention and 2 expert ranks divides the other" in found.reported[0]
 
 
 # Under an engine.

@@ -97,7 +97,7 @@ def _half_frozen(rank: int, world_size: int) -> str:
 def test_a_role_with_nothing_to_train_is_refused_on_all_ranks() -> None:
     first, second = pool_of(2).run(_half_frozen)
     assert first == second
-    assert "stage is 1, but ranks [0] have the weights of one role only" in first
+    assert "stage is 1, but on ranks [0] all weights are frozen" in first
 
 
 def _drawn_after_a_step(rank: int, world_size: int) -> float:

@@ -187,7 +187,7 @@ def reported_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[st
 def test_owners_that_change_are_reported_with_what_they_gain() -> None:
     (line,), rank = reported_of_steps(60, skew=1.0, reshard_interval=50, share="paper")
     found = re.fullmatch(
-        r"(\d+) experts have moved to new owners, within \d+ ms; rows are expected to take (\S+) "
+        r"(\d+) experts have moved to new owners, within \d+ ms; predicted expert time (\S+) "
         r"ms "
         r"a step before, (\S+) ms now: (\S+) ms in 50 steps, for (\S+) ms of transfers",
         line,
@@ -203,8 +203,8 @@ def test_owners_that_change_are_reported_with_what_they_gain() -> None:
 
 def test_owners_that_stay_are_reported_once() -> None:
     (line,), _ = reported_of_steps(12, skew=1.0, reshard_interval=1)
-    assert line.startswith("no expert moves to a new owner: rows are expected to take ")
-    assert line.endswith("no move would gain more in 1 steps than it costs")
+    assert line.startswith("no expert moves to a new owner: predicted expert time ")
+    assert line.endswith("no move would save more in 1 steps than it costs")
     by_paper, _ = reported_of_steps(12, skew=1.0, reshard_interval=1, resharding="paper")
     assert len(by_paper) > 5  # before costs are known, too: of these nothing is expected
     assert re.fullmatch(r"\d+ experts have moved to new owners, within \d+ ms", by_paper[0])

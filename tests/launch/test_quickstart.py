@@ -89,11 +89,12 @@ def root(tmp_path: Path) -> Path:
 def test_what_it_says(root: Path) -> None:
     text = " ".join(" ".join(quickstart.screen(root)).split())
     for stated in (
-        "losses within 1e-05 in each of 2 steps (largest difference 1e-06): from 5.000 to 4.000",
-        "1.50 times the average work; with 1 replicas of busy experts",
-        "made for one step at a time, 1.00 times",
+        "losses agree within 1e-05 in each of 2 steps (largest difference 1e-06): from 5.000 "
+        "to 4.000",
+        "1.50 times the mean load; with 1 replicas of hot experts",
+        "made for one step at a time, it had 1.00 times",
         "steps were 1.50 times (fssdp) and 1.80 times (prophet) as fast as with ep",
-        "says nothing of speed: its ranks share the cores of this machine",
+        "does not show speed: its ranks share the cores of this machine",
         "on 64 H100 esp 1.41, fssdp 1.23 times as fast as ep.",
         str(root / "fssdp" / "report.html"),
         str(root / "price_h.html"),
@@ -106,11 +107,11 @@ def test_losses_that_part_and_ranks_that_share_nothing(root: Path) -> None:
     plain, copied = (Finished.read(root / name) for name in ("ep", "fssdp"))
     parted = dataclasses.replace(copied.reported, losses=(5.0, 4.5))
     stated = quickstart.learned(plain, dataclasses.replace(copied, reported=parted))
-    assert "in the first 1 of 2 steps; then a last bit decides otherwise" in stated
+    assert "in the first 1 of 2 steps; after that, rounding changes an expert choice" in stated
     gpu = dataclasses.replace(plain, reported=dataclasses.replace(plain.reported, device="A GPU"))
     seen = json.loads((root / "slow_motion.json").read_text())
     quiet, busy = (quickstart.timed({**seen, "load": load}, gpu) for load in (1.0, 9.0))
-    assert "says nothing of speed" not in quiet and "kept this machine busy" not in quiet
+    assert "does not show speed" not in quiet and "kept this machine busy" not in quiet
     assert "kept this machine busy, load 9 on 2 cores" in busy
 
 

@@ -55,9 +55,9 @@ def convert(asked: Asked, console: Console) -> AnyModel:
     """
     form = form_of(asked.source, asked.given)
     if form is asked.goal:
-        raise ValueError(f"{asked.source} is of form {form.value} already")
+        raise ValueError(f"{asked.source} already has form {form.value}")
     if asked.target.exists() and not asked.target.is_dir():
-        raise ValueError(f"{asked.target} is no folder; name a new one")
+        raise ValueError(f"{asked.target} is not a folder; name a new one")
     if asked.target.exists() and any(asked.target.iterdir()):
         raise ValueError(f"{asked.target} is not empty; name a new folder")
     with ExitStack() as files, Progress(console=console, transient=True) as progress:
@@ -101,8 +101,8 @@ def _open_deepspeed(asked: Asked, files: ExitStack) -> _Opened:
     tag = deepspeed.tag_of(asked.source)
     if asked.described is None:
         raise ValueError(
-            f"{tag} does not say of which model it is; add --model: its Hugging Face config.json, "
-            "or a file like those of configs/models"
+            f"{tag} does not name its model; add --model: its Hugging Face config.json, or a "
+            "file like those of configs/models"
         )
     document = read_document(asked.described)
     model = model_of(document)
@@ -156,7 +156,7 @@ def form_of(folder: Path, reported: Form | None) -> Form:
     """That of a folder of a checkpoint, which may be stated (``reported``); a ValueError where it
     is not that one, or of none, or of several."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name the folder of a checkpoint")
+        raise ValueError(f"{folder} is not a folder; name the folder of a checkpoint")
     found = [form for form, way in _WAYS.items() if way.is_here(folder)]
     if reported in found:
         return reported
@@ -168,7 +168,7 @@ def form_of(folder: Path, reported: Form | None) -> Form:
         raise ValueError(f"{folder} is no checkpoint of form {reported.value}: {signs}")
     if len(found) != 1:
         names = " and ".join(form.value for form in found) or "none of the forms"
-        raise ValueError(f"{folder} looks like {names}: {signs}; say which with --from")
+        raise ValueError(f"{folder} looks like {names}: {signs}; choose one with --from")
     return found[0]
 
 

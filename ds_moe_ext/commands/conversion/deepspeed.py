@@ -44,15 +44,15 @@ def tag_of(folder: Path) -> Path:
     layout = SavedLayout.read(tag)
     if layout.tensor_parallel_size > 1:
         raise ValueError(
-            f"{tag} was saved by {layout.tensor_parallel_size} tensor parallel ranks, whose parts "
-            "are the model's own affair; export the weights in the run (ds_moe_ext."
-            "full_state_dict), or train without tensor parallelism"
+            f"{tag} was saved by {layout.tensor_parallel_size} tensor parallel ranks, which "
+            "split weights as the model chooses; export the weights in the run "
+            "(ds_moe_ext.full_state_dict), or train without tensor parallelism"
         )
     if layout.pipeline_stages > 1:
         raise ValueError(
             f"{tag} was saved by {layout.pipeline_stages} pipeline stages of a PipelineModule, "
-            "whose layers have other names than a model that can be converted; export the "
-            "weights in the run (ds_moe_ext.full_state_dict, of each stage)"
+            "whose layer names differ from those of a convertible model; export the weights "
+            "in the run (ds_moe_ext.full_state_dict, of each stage)"
         )
     if not (tag / STATES).exists():
         raise ValueError(f"{tag} has no {STATES}: copy the whole folder again")
@@ -147,8 +147,8 @@ def _check_biases(maker: Maker) -> None:
         if piece.part is Part.ROUTER_BIAS and maker.pieces.read(piece).any():
             raise ValueError(
                 f"layer {piece.where.layer} has a router's bias that is not zero, as Megatron "
-                "trains one with --add-bias-linear; routers of deepspeed.moe have none, so this "
-                "model cannot go there"
+                "trains one with --add-bias-linear; routers of deepspeed.moe have none, so "
+                "this model cannot be converted"
             )
 
 

@@ -95,7 +95,7 @@ def read_document(path: Path) -> Document:
         return {"model_type": document["family"], **document["config"]}
     if not isinstance(document, dict) or "model_type" not in document:
         raise ValueError(
-            f"{file} has no model_type, so it is no config of Hugging Face; name another --model"
+            f"{file} has no model_type, so it is not a Hugging Face config; name another --model"
         )
     return document
 
@@ -165,8 +165,9 @@ def _check_window(family: Family, document: Document) -> None:
         window = None
     if window is not None:
         raise ValueError(
-            f"sliding_window is {window}: that is not converted, for Megatron's windows are a "
-            "setting of the run (--window-size); set it to null if windows are never longer"
+            f"sliding_window is {window}: sliding windows are not converted, because in "
+            "Megatron they are a flag of the run (--window-size); set it to null if sequences "
+            "are never longer"
         )
 
 
@@ -192,8 +193,8 @@ def _gpt(document: Document) -> Model:
     moe, heads = document["moe"], document["num_heads"]
     if moe.get("drop_tokens", True):
         raise ValueError(
-            "moe.drop_tokens is true: which rows are dropped at a capacity differs between "
-            "DeepSpeed and Megatron; set it to false, in the run that goes on too"
+            "moe.drop_tokens is true: DeepSpeed and Megatron drop different tokens; set it to "
+            "false, also in the run that resumes"
         )
     every, num_layers = document.get("moe_every", 2), document["num_layers"]
     return Model(
@@ -223,8 +224,8 @@ def document_of(model: AnyModel) -> Document:
     model = decoder_of(model)
     if model.is_gpt:
         raise ValueError(
-            f"family {model.family.value} has no class in Hugging Face transformers, so there is "
-            "no such folder of it; convert to deepspeed or megatron"
+            f"family {model.family.value} has no class in Hugging Face transformers, so it has "
+            "no such form; convert to deepspeed or megatron"
         )
     keys, attention, experts = FAMILIES[model.family], model.attention, model.experts
     document = {
@@ -249,8 +250,8 @@ def document_of(model: AnyModel) -> Document:
     }
     if keys.normalizes is None and not experts.normalizes:
         raise ValueError(
-            f"the experts' scores of a token do not sum to 1, as they always do in "
-            f"{keys.architecture}; there is no such model there"
+            "the experts' scores of a token do not sum to 1, as they always do in "
+            f"{keys.architecture}; that form has no such model"
         )
     if keys.dense_ffn_size is None:
         return document

@@ -58,19 +58,19 @@ def iteration_of(folder: Path) -> Path:
         reported = text_of(folder / TRACKER)
         if reported != RELEASE and not reported.isdecimal():
             raise ValueError(
-                f"{folder / TRACKER} has {reported[:50]!r}, neither a number nor {RELEASE}: it is "
-                "damaged; write the iteration there that is to be read"
+                f"{folder / TRACKER} has {reported[:50]!r}, neither a number nor {RELEASE}: it "
+                "is damaged; write the iteration to read into it"
             )
         chosen = folder / (reported if reported == RELEASE else f"iter_{int(reported):07d}")
     path = chosen / BACKENDS
     if not path.exists():
         raise ValueError(
-            f"{chosen} has no {BACKENDS}: it was not saved with --ckpt-format torch_dist, or not "
-            "to its end; let Megatron save it so"
+            f"{chosen} has no {BACKENDS}: it was not saved with --ckpt-format torch_dist, or "
+            "not completely; save it with that format"
         )
     backend = object_of(path, "sharded_backend")["sharded_backend"]
     if backend != _TORCH_DIST["sharded_backend"]:
-        raise ValueError(f"{chosen} is of format {backend}; let Megatron save it as torch_dist")
+        raise ValueError(f"{chosen} has format {backend}; save it as torch_dist")
     return chosen
 
 
@@ -284,8 +284,8 @@ def model_of_arguments(arguments: Namespace) -> Model:
     for name, values in _ONLY_ARGUMENTS:
         if given.get(name) not in values:
             raise ValueError(
-                f"the checkpoint's {name} is {given[name]!r}, of which the models that are "
-                f"converted have only {values[0]!r}"
+                f"the checkpoint's {name} is {given[name]!r}, but convertible models have only "
+                f"{values[0]!r}"
             )
     family = _family(given)
     hidden, heads = _argument(given, "hidden_size"), _argument(given, "num_attention_heads")
@@ -342,7 +342,7 @@ def _family(given: Mapping[str, Any]) -> Family:
         text = ", ".join(f"{name} {value!r}" for name, value in zip(names, values))
         raise ValueError(
             f"the checkpoint is of a model with {text}, add_qkv_bias "
-            f"{given.get('add_qkv_bias')!r}, which is of no family that is converted"
+            f"{given.get('add_qkv_bias')!r}, which belongs to no convertible family"
         )
     is_qwen3 = given.get("qk_layernorm") or given.get("moe_router_pre_softmax")
     is_uniform = len(_moe_layers(given)) == given["num_layers"]

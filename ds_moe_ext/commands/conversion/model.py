@@ -43,8 +43,8 @@ class Attention:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
             raise ValueError(
-                f"{self.num_groups} heads of keys and values do not divide {self.num_heads} heads "
-                "of queries; the model's config is wrong"
+                f"{self.num_groups} heads of keys and values do not divide {self.num_heads} "
+                "heads of queries; correct the model's config"
             )
 
 

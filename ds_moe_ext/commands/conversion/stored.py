@@ -61,15 +61,15 @@ class Pieces:
             is_longer = pads and got[0] >= expected[0] and got[1:] == expected[1:]
             if got != expected and not is_longer:
                 raise ValueError(
-                    f"{self._source.name} has {cell.name} of shape {got}, but the model says "
+                    f"{self._source.name} has {cell.name} of shape {got}, but the model needs "
                     f"{expected}; describe the model as it was trained (--model)"
                 )
         known = {cell.name for cell in found}
         unknown = [n for n in self._source.tensors if n not in known and not self._source.spare(n)]
         if unknown:
             raise ValueError(
-                f"{self._source.name} has {_some(unknown)}, of which a {self._model.family.value} "
-                "model knows nothing; nothing is converted, so that nothing is lost"
+                f"{self._source.name} has {_some(unknown)}, which a {self._model.family.value} "
+                "model does not have; nothing was converted"
             )
 
     def dtype(self, piece: Piece) -> torch.dtype:
@@ -157,7 +157,7 @@ def text_of(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
     if not text.isprintable() or not text or len(text) > 255:
-        raise damaged(path, ValueError("it has no name of a folder"))
+        raise damaged(path, ValueError("it does not name a folder"))
     return text
 
 

@@ -43,7 +43,7 @@ def price(given: argparse.Namespace) -> int:
     shape = asked.shape if given.model is None else read_model(given.model)
     if shape is None:
         raise ValueError(
-            f"{str(given.job)!r} does not say the model's sizes; name its config.json with --model"
+            f"{str(given.job)!r} does not have the model's sizes; name its config.json with --model"
         )
     sizes = {
         "length": given.length,
@@ -90,14 +90,14 @@ def scans(market: Market, loads: str, to: Console) -> list[str]:
     points = [(f"zipf {skew:g}", market.case, f"zipf:{skew:g}") for skew in SKEWS]
     points += [(f"{tokens:,}", market.case.with_tokens(tokens), loads) for tokens in TOKENS]
     with Progress(console=to, transient=True) as progress:
-        tried = progress.track(points, description="from where it pays")
+        tried = progress.track(points, description="where it pays")
         gains = [_gains(case, of_loads, base.way, ways) for _, case, of_loads in tried]
     names, lines = [name for name, _, _ in points], []
     for way, gain in zip(ways, zip(*gains)):
         by_skew = _from_where(names[: len(SKEWS)], gain[: len(SKEWS)])
         by_tokens = _from_where(names[len(SKEWS) :], gain[len(SKEWS) :])
         lines.append(
-            f"{way.name} on {grid_text(way.grid)} pays, by loads: {by_skew}; by tokens of a rank "
+            f"{way.name} on {grid_text(way.grid)} pays by load: {by_skew}; by tokens of a rank "
             f"in a pass: {by_tokens}"
         )
     return lines

@@ -62,7 +62,7 @@ def read_job(path: Path) -> AskedJob:
     if document is None:
         return _of_megatron(text, path)
     if not isinstance(document, Mapping):
-        raise ValueError(f"{str(path)!r} is a list of JSON, no object; {_REMEDY}")
+        raise ValueError(f"{str(path)!r} is a JSON list, not an object; {_REMEDY}")
     return _of_deepspeed(document)
 
 
@@ -143,7 +143,7 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no list of flags ({error}); mend it") from error
+        raise ValueError(f"{str(path)!r} is not a list of flags ({error}); correct it") from error
     flags: dict[str, str | bool] = {}
     name = ""
     for word in words:
@@ -154,8 +154,8 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
             flags[name] = word
         else:
             raise ValueError(
-                f"{str(path)!r} says {word!r}, which follows no flag; give Megatron's flags as "
-                "--name value, or a DeepSpeed JSON"
+                f"{str(path)!r} says {word!r}, which belongs to no flag; give Megatron's flags "
+                "as --name value, or a DeepSpeed JSON"
             )
     return flags
 
@@ -163,8 +163,10 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
 # What Megatron's flags say of tensor, context, pipeline and expert parallelism.
 
 _REFUSED = {
-    "pipeline-model-parallel-layout": "say the layers of the first and the last stage by "
-    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    "pipeline-model-parallel-layout": (
+        "set the layers of the first and the last stage with "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    ),
     "account-for-embedding-in-pipeline-split": "say --decoder-first-pipeline-num-layers",
     "account-for-loss-in-pipeline-split": "say --decoder-last-pipeline-num-layers",
     "hybrid-context-parallel": "leave it out",
@@ -206,7 +208,7 @@ def _check_tensor(flags: Mapping[str, Any], tensor: int, path: Path) -> None:
     if not flags.get("sequence-parallel"):
         raise ValueError(
             f"{str(path)!r} says --tensor-model-parallel-size {tensor} without "
-            "--sequence-parallel, which Megatron does not train MoE layers by; add it"
+            "--sequence-parallel, which Megatron needs to train MoE layers; add it"
         )
     heads = _whole(flags, "num-attention-heads", path) or tensor
     groups = _whole(flags, "num-query-groups", path) or heads

@@ -69,8 +69,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
             raise ValueError(
-                f"pipeline stages on {' and '.join(sorted(self._device_names))} are not priced; "
-                "give clusters of one device, or no pipeline parallelism"
+                f"pipeline stages on {' and '.join(sorted(self._device_names))} are not "
+                "priced; give clusters with one device type, or no pipeline parallelism"
             )
         self._on_its_way(etp_size=1)  # so that hooks which do not fit are refused at once
 
@@ -98,9 +98,9 @@ class Case:
     def zebra(self, rows: Loads) -> ZebraPrice | str:
         """What zebra would take, or why it cannot be."""
         if self.training.parallel.is_any:
-            return "its roles go with no tensor, context or pipeline parallelism"
+            return "roles exclude tensor, context and pipeline parallelism"
         if self.hooks.transforms:
-            return "its roles go with no transforms of rows"
+            return "roles exclude transforms of tokens"
         try:
             return price_zebra(
                 self._mixed,

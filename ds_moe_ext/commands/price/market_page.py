@@ -30,14 +30,11 @@ from ds_moe_ext.report.units import bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
 _ABOUT_PARTS = (
-    "computed: what ranks compute if rows are even; imbalance: what the busiest EP rank of each "
-    "layer computes beyond that; sending: communication that nothing hides; host: devices wait for "
-    "the host to issue; end: gradients that nothing hid, and the optimizer."
+    "computed: compute time with even load; imbalance: extra compute time of the busiest EP "
+    "rank of each layer; sending: exposed communication; host: devices wait for the host; "
+    "end: exposed gradient reduction, and the optimizer."
 )
-_ABOUT_BUBBLE = (
-    " In a pipeline they are those of the stage whose passes take longest; bubble: it waits for "
-    "other stages."
-)
+_ABOUT_BUBBLE = " In a pipeline these are of the slowest stage; bubble: it waits for other stages."
 
 
 def write_page(path: Path, market: Market, pays: Sequence[str]) -> None:
@@ -84,7 +81,7 @@ def _ways(market: Market) -> Html:
     is_pipeline = market.case.training.parallel.pipeline > 1
     ways = note(_ABOUT_PARTS + _ABOUT_BUBBLE * is_pipeline)
     ways += table([*named[0]], [[*row.values()] for row in named])
-    return section("Ways to run it, the fastest first", ways)
+    return section("Configurations, fastest first", ways)
 
 
 def _stacks(
@@ -106,14 +103,14 @@ def _seconds(market: Market) -> Html:
     parts = [[each.mean(part) for part in names.values()] for each in market.priced]
     lines = [seconds_text(each.step_s) for each in market.priced]
     bars = stacked_bars(_stacks(market, parts, lines), list(names), seconds_text)
-    return section("Where the time of a step goes", bars)
+    return section("Step time by cause", bars)
 
 
 def _memory(market: Market) -> Html:
     parts = [[vars(each.memory)[name] for name in MEMORY] for each in market.priced]
     lines = [bytes_text(int(each.memory.total)) for each in market.priced]
     has = market.case.hardware.device.memory_bytes
-    limit = None if has is None else (has, f"all that a device has, {bytes_text(has)}")
+    limit = None if has is None else (has, f"device memory, {bytes_text(has)}")
     bars = stacked_bars(
         _stacks(market, parts, lines), MEMORY, lambda part: bytes_text(int(part)), limit=limit
     )
@@ -123,9 +120,9 @@ def _memory(market: Market) -> Html:
 def _balance(market: Market) -> Html:
     parts = [[1.0, each.mean("balance") - 1] for each in market.priced]
     lines = [ratio_text(each.mean("balance")) for each in market.priced]
-    names = ("the mean EP rank", "what the busiest has more")
+    names = ("the mean EP rank", "extra on the busiest EP rank")
     bars = stacked_bars(_stacks(market, parts, lines), names, ratio_text)
-    rows = note("Rows of the busiest EP rank over the mean, mean of the layers.")
+    rows = note("Routed tokens of the busiest EP rank over the mean, averaged over layers.")
     return section("Balance", rows + bars)
 
 
@@ -136,7 +133,7 @@ def _plans(market: Market, pays: Sequence[str]) -> Html:
     )
     reported += joined(Html("<h3>Zebra</h3><p>{}</p>").format(line) for line in zebra_words(market))
     if pays:
-        reported += Html("<h3>From where it pays</h3>") + _paragraphs(pays)
+        reported += Html("<h3>Where it pays</h3>") + _paragraphs(pays)
     return section("The plans in words", reported)
 
 
@@ -152,7 +149,7 @@ def _timelines(market: Market) -> list[Html]:
         body = Html("")
         if stage_passes := stage_tasks(each):
             colours = colours_of(traced_task.name for traced_task in stage_passes)
-            body += note("The passes of a step, a row a pipeline stage.")
+            body += note("The passes per step, a row a pipeline stage.")
             body += timeline.overview(timeline.Step(stage_passes), colours)
         title = Html("Timeline of {}: {}").format(name, _name(market, each))
         drawn.append(section(title, body + _timeline(each)))
@@ -167,8 +164,8 @@ def _timeline(priced: Priced) -> Html:
     colours = colours_of(traced_task.name for number in shown for traced_task in drawn[number])
     busiest = drawn[shown[0]]
     simulated = (
-        "One pass of a step as simulated, a row a stream, with the percent of the time that the "
-        "stream was busy."
+        "One simulated pass of a step, one line per stream, with the percentage of time that "
+        "the stream is busy."
     )
     body = note(simulated + timeline.hidden(busiest) + timeline.critical(busiest))
     for number in shown:
@@ -196,4 +193,4 @@ def _rests_on(market: Market) -> Html:
         for each in market.refused
     )
     sources = (f"{each.name}: {each.source}" for each in market.case.clusters)
-    return section("What this rests on", _paragraphs([*assumed(market), *refused, *sources]))
+    return section("Assumptions", _paragraphs([*assumed(market), *refused, *sources]))

@@ -99,12 +99,12 @@ def verdict(market: Market) -> str:
     """The fastest that fits into memory, and what it gains."""
     best, base, own = market.best, market.base, market.own_best
     if not market.priced:
-        return "no way can be"
+        return "no configuration is possible"
     if best is None:
         least = min(market.priced, key=lambda each: each.memory.total)
         return (
-            f"nothing fits into memory: {_with_memory(market, least)} needs least; take more "
-            "nodes, --recomputes, shorter samples or a higher ZeRO stage"
+            f"nothing fits into memory: {_with_memory(market, least)} needs least memory; use "
+            "more nodes, --recomputes, shorter samples or a higher ZeRO stage"
         )
     which = "fastest" if market.too_large is None else "fastest that fits into memory"
     text = f"{which}: {best.way.name} on {grid_text(best.way.grid)}"
@@ -119,12 +119,12 @@ def verdict(market: Market) -> str:
         text += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
         text += _unless_it_fits(market, own)
     if market.too_large is not None:
-        text += f"; {_with_memory(market, market.too_large)} would be faster, and does not fit"
+        text += f"; {_with_memory(market, market.too_large)} would be faster, but does not fit"
     return text
 
 
 def _unless_it_fits(market: Market, priced: Priced) -> str:
-    return "" if market.fits(priced) else ", and does not fit into memory"
+    return "" if market.fits(priced) else ", but does not fit into memory"
 
 
 def _with_memory(market: Market, priced: Priced) -> str:
@@ -175,7 +175,7 @@ def _replicas(priced: Priced) -> str:
         f"{_range_text([replicas for replicas in replicas_L if replicas])} in the fullest EP rank"
     )
     if any(plan.carried is not None for plan in priced.plans):
-        text += ", which travel during the block before"
+        text += ", prefetched during the block before"
     if any(plan.rematerialize for plan in priced.plans):
         text += ", freed between forward and backward"
     return text
@@ -192,14 +192,14 @@ def zebra_words(market: Market) -> list[str]:
     if found is None:
         return []
     if isinstance(found, str):
-        return [f"zebra cannot be: {found}"]
+        return [f"zebra is not possible: {found}"]
     shape, base = found.shape, market.base
     gain = "" if base is None else f", {base.step_s / found.step_s:.2f} x"
     return [
         f"zebra, {counted(found.num_groups, 'group')} of {shape.attention_ranks} attention and "
-        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by a "
-        "simulator of its own: exchanges are even, the host takes no time; of each expert rank "
-        f"{_range_text(found.moved_L)} experts of a layer move to attention ranks"
+        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by its "
+        "own simulator: all-to-alls are balanced, the host takes no time; from each expert "
+        f"rank {_range_text(found.moved_L)} experts of a layer move to attention ranks"
     ]
 
 
@@ -256,16 +256,17 @@ def assumed(market: Market) -> list[str]:
     if training.zero_stage >= 2 and training.micro_batches > 1:
         lines.append(
             f"ZeRO {training.zero_stage} sums gradients in each of {training.micro_batches} "
-            "micro-batches: all but the last sums are taken as hidden"
+            "micro-batches: all but the last are assumed to be hidden"
         )
     if training.offloaded_states:
         lines.append(
-            f"{training.offloaded_states:.0%} of the optimizer's states lie in host memory, and "
-            "take none of the device; their step is taken as if they lay there"
+            f"{training.offloaded_states:.0%} of the optimizer's states are in host memory; "
+            "their step is priced as if they were on the device"
         )
     if len({each.device.name for each in market.case.clusters}) > 1:
         lines.append(
-            "unlike devices: each computes experts at its own speed, all else at the slowest's"
+            "different devices: each computes experts at its own speed, everything else at "
+            "the speed of the slowest"
         )
     return lines
 
@@ -348,7 +349,7 @@ def _seconds(market: Market, width: int) -> Table:
             style=None if market.fits(each) else "dim",
         )
     if width < FULL:
-        table.caption = f"where the time goes: from {FULL} columns on, by --html or --json"
+        table.caption = f"step time by cause: with {FULL} columns or more, --html or --json"
     return table
 
 

@@ -86,7 +86,7 @@ class Launch:
 MIXED = Refusal(
     "a layer with frozen experts beside trained ones",
     lambda names: f"of {names[0]} some experts are frozen and some are trained" if names else "",
-    "an owner that is frozen cannot train the expert that comes",
+    "a frozen owner cannot train an expert that moves to it",
     "freeze all experts of a layer alike",
 )
 

@@ -98,8 +98,8 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(
-            f"register_experts was given {cls!r}, which is no class of modules; give the class of "
-            "your experts module, and put the call above a function that describes one"
+            f"register_experts was given {cls!r}, which is not a module class; give the class "
+            "of your experts module, and decorate a function that describes it"
         )
 
     def add(describe: Describe) -> Describe:
@@ -313,10 +313,10 @@ class HostedExperts(nn.Module):
         is_copied = routed.replicas is not None and self.training
         if is_copied and before not in ((), self._strengths):
             raise ValueError(
-                f"adapters of {routed.name} were switched, or scaled anew, while the model trains: "
-                f"they were {before} strong and are {self._strengths}; replicas of experts on "
-                "other ranks are kept over the passes of a step, so do it in model.eval(), or "
-                "choose a strategy that copies none (ep)"
+                f"adapters of {routed.name} were switched or rescaled during training "
+                f"(strength {before}, now {self._strengths}); replicas on other ranks keep "
+                "their weights for a step, so do it in model.eval(), or use a strategy "
+                "without replicas (ep)"
             )
         if (
             not self.shard.is_whole
@@ -324,9 +324,9 @@ class HostedExperts(nn.Module):
             and routed.joined_passes.is_open
         ):
             raise ValueError(
-                f"{routed.name} has adapters, of which ranks that split experts gather parts in "
-                "every pass, so that they must run it together: not in ds_moe_ext.joined, nor in "
-                "generate without synced_gpus; or set ds_moe_ext.expert_sharding_size to 1"
+                f"{routed.name} has adapters, whose parts an ETP group gathers in every pass, "
+                "so its ranks must run each pass together: do not use ds_moe_ext.joined or "
+                "generate without synced_gpus, or set ds_moe_ext.expert_sharding_size to 1"
             )
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
@@ -381,8 +381,8 @@ def check_not_parametrized(model: nn.Module, name: str) -> None:
         if is_parametrized(module):
             weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
             raise ValueError(
-                f"{weights} is parametrized: torch computes it from other weights at each use, but "
-                "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
+                f"{weights} is parametrized: torch computes it from other weights at each use, "
+                "but ds_moe_ext distributes experts as separate parameters; remove it with "
                 f"torch.nn.utils.parametrize.remove_parametrizations, {_LEAVE_OUT}"
             )
 
@@ -396,11 +396,11 @@ def check_not_adapted(model: nn.Module, name: str) -> None:
         targets = [getattr(adapter, "parameter_name", None) for adapter in adapters]
         weights = " and ".join(f"{target!r}" for target in targets if target) or "its weights"
         raise ValueError(
-            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
-            "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
-            "own, with adapters only where these are LoRA's on parameters of experts that "
-            "transformers stacks as most families do; leave experts out of target_parameters and "
-            f"target_modules (adapters elsewhere, as of attention, are fine), {_LEAVE_OUT}"
+            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, "
+            "which it changes at each use, but ds_moe_ext distributes experts as separate "
+            "parameters and supports only LoRA on stacked expert parameters of transformers; "
+            "leave experts out of target_parameters and target_modules (adapters elsewhere, "
+            f"as of attention, are fine), {_LEAVE_OUT}"
         )
 
 
@@ -466,10 +466,11 @@ def ways_to_split(
                 return alongs
     shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
     raise ValueError(
-        f"ds_moe_ext.expert_sharding_size is {num_shards}, but the experts of {name}, with weights "
-        f"of shapes {shapes}, cannot be split into {num_shards} parts whose outputs add up: their "
-        f"hidden width must be a multiple of {num_shards}, and nothing may stand between that and "
-        "the output but sums; set it to 1, or leave the layer out with ds_moe_ext.moe_layer_pattern"
+        f"ds_moe_ext.expert_sharding_size is {num_shards}, but the experts of {name}, with "
+        f"weights of shapes {shapes}, cannot be split into {num_shards} parts whose outputs "
+        f"add up: their hidden width must be a multiple of {num_shards}, and only sums may "
+        "follow the second product; set it to 1, or leave the layer out with "
+        "ds_moe_ext.moe_layer_pattern"
     )
 
 

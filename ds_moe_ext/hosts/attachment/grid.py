@@ -68,13 +68,13 @@ def grid_of(
     etp_size = _etp_size(settings, strategy, found, world_size)
     is_open, is_split = settings.expert_sharding_size is None and etp_size > 1, ""
     if is_open and needs.whole:
-        etp_size, is_open, is_split = 1, False, f"experts stay whole, for {needs.whole}"
+        etp_size, is_open, is_split = 1, False, f"experts stay whole, because {needs.whole}"
     hardware, market = cluster.hardware, None
     if hardware is not None:
         prices = partial(prices_of_ep_ranks, strategy, found, hardware, hooks=settings.hooks)
         market = _Market(hardware, cache(prices))
     if is_open:
-        is_split = f"{etp_size} ranks split each expert, those of a node"
+        is_split = f"the {etp_size} ranks of a node split each expert"
         if market is not None:
             etp_size, reported = _split(
                 settings, strategy, found, Grid(world_size, 1, etp_size), market, needs=needs
@@ -170,7 +170,7 @@ def _num_ep_ranks(
     if strategy.with_owners_that_stay().intervals().shard_every:
         return (
             max_ep_ranks,
-            f"all {_ep_ranks(max_ep_ranks)}, for experts that move have one owner",
+            f"all {_ep_ranks(max_ep_ranks)}, because experts that move have one owner",
             False,
         )
     sizes, why = _owners(strategy, found, max_ep_ranks, needs)
@@ -181,14 +181,14 @@ def _num_ep_ranks(
         try:
             return *_cheapest(market, tried, grid), is_open
         except ValueError as error:
-            unreported = f"; {market.hardware.name} does not show what others would cost: {error}"
+            unreported = f"; {market.hardware.name} cannot price other sizes: {error}"
     is_spread = strategy.has_uneven_owners and grid.etp_size == 1
     in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
     if 1 < max(in_nodes, default=1) < sizes[-1]:
         larger = in_json(f"{BLOCK}.expert_parallel_size", sizes[-1])
         why = (
-            f"{_ep_ranks(in_nodes[-1])}, so that rows and replicas stay in a node of {on_node} "
-            f"ranks (to spread experts over more, set {larger}){unreported}"
+            f"{_ep_ranks(in_nodes[-1])}, so that tokens and replicas stay in a node of "
+            f"{on_node} ranks (to spread experts over more, set {larger}){unreported}"
         )
         return in_nodes[-1], why, is_open
     return sizes[-1], f"{_ep_ranks(sizes[-1])}, {why}{unreported}", is_open
@@ -200,13 +200,13 @@ def _owners(
     """Numbers of EP ranks that may own all layers' experts, ascending, and why no more."""
     if needs.even or not strategy.has_uneven_owners:
         numbers = [max_ep_ranks, *(layer.num_experts for layer in found)]
-        why = "the most that divide ranks and experts"
+        why = "the largest that divides ranks and experts"
         if strategy.has_uneven_owners:
-            why += f", for {needs.even}"
+            why += f", because {needs.even}"
         return divisors(np.gcd.reduce(numbers)), why
     smallest = min(found, key=lambda layer: layer.num_experts)
     return sizes_with_owners(smallest.num_experts, max_ep_ranks), (
-        f"the most at which each owns experts of all layers ({smallest.name} has "
+        f"the largest at which each owns experts of all layers ({smallest.name} has "
         f"{smallest.num_experts})"
     )
 
@@ -214,15 +214,15 @@ def _owners(
 def _cheapest(market: _Market, tried: tuple[int, ...], grid: Grid) -> tuple[int, str]:
     """What a layer takes least time with, and what the others would lose."""
     if len(tried) == 1:
-        return tried[0], f"{_ep_ranks(tried[0])}, the most there can be"
+        return tried[0], f"{_ep_ranks(tried[0])}, the largest possible"
     best, *others = market.prices(tried, grid)
     lost = ", ".join(
         f"{_ep_ranks(each.num_ep_ranks)} {each.layer_s / best.layer_s:.3g} times" for each in others
     )
     return best.num_ep_ranks, (
-        f"{_ep_ranks(best.num_ep_ranks)}, by what a layer costs on {market.hardware.name}: it "
-        f"takes {1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, "
-        f"loads {LOADS})"
+        f"{_ep_ranks(best.num_ep_ranks)}, by the predicted cost of a layer on "
+        f"{market.hardware.name}: it takes {1e3 * best.layer_s:.3g} ms a step, with {lost} as "
+        f"long ({TOKENS:,} tokens a rank, loads {LOADS})"
     )
 
 
@@ -256,13 +256,13 @@ def _split(
     whole_s, split_s = best_s
     if split_s < whole_s:
         return grid.etp_size, (
-            f"{grid.etp_size} ranks split each expert, those of a node; whole a layer takes "
-            f"{whole_s / split_s:.3g} times as long"
+            f"{grid.etp_size} ranks of a node split each expert; with whole experts a layer "
+            f"takes {whole_s / split_s:.3g} times as long"
         )
     return 1, (
-        f"experts stay whole, by what a layer costs on {market.hardware.name}: it takes "
-        f"{split_s / whole_s:.3g} times as long where the {grid.etp_size} ranks of a node split "
-        "each"
+        f"experts stay whole, by the predicted cost of a layer on {market.hardware.name}: it "
+        f"takes {split_s / whole_s:.3g} times as long where the {grid.etp_size} ranks of a "
+        "node split each"
     )
 
 
@@ -284,7 +284,7 @@ def _etp_size(
     if asked == 1:
         return 1
     if not strategy.splits_experts:
-        placed = f", with {BLOCK}.balance {settings.strategy!r} if experts shall be placed so"
+        placed = f", with {BLOCK}.balance {settings.strategy!r} to place experts that way"
         if isinstance(strategy, Choosing):  # it cannot be a balance
             placed = ""
         raise ValueError(

@@ -196,8 +196,8 @@ class InOne(Stored):
     def __post_init__(self) -> None:
         if self.num_experts is None and (self.num_unused or self.is_flat):
             raise ValueError(
-                f"InOne({self.name!r}) does not say how many experts its parameter has a weight "
-                "of, which its shape does not show with num_unused or is_flat; give num_experts"
+                f"InOne({self.name!r}) needs num_experts: with num_unused or is_flat the shape "
+                "of the parameter does not show the number of experts"
             )
 
     def whole(self, module: nn.Module) -> Tensor:

@@ -26,7 +26,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Not as a decorator: that would import Dynamo with the host."""
     broken: Callable[..., Any] = torch.compiler.disable(
-        function, reason="ds_moe_ext exchanges rows between ranks here; fullgraph must be false"
+        function, reason="ds_moe_ext runs an all-to-all here; fullgraph must be false"
     )
     return broken
 
@@ -80,10 +80,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def no_duplicate(name: str) -> TypeError:
     """The error for a user who copies a model, as for averaged weights, or pickles it."""
     return TypeError(
-        f"{name} is run by ds_moe_ext, on experts that lie on all ranks, and can be neither copied "
-        "(copy.deepcopy, AveragedModel) nor pickled (torch.save of a model); for averaged weights "
-        "copy the model before its layers are replaced, and average into that what all ranks get "
-        "of ds_moe_ext.full_state_dict(model); to save, use that or a checkpoint"
+        f"{name} is run by ds_moe_ext on experts of all ranks, and cannot be copied "
+        "(copy.deepcopy, AveragedModel) or pickled (torch.save of a model). For averaged "
+        "weights, copy the model before its layers are replaced, and average "
+        "ds_moe_ext.full_state_dict(model) into the copy; to save, use full_state_dict or a "
+        "checkpoint"
     )
 
 
@@ -100,9 +101,9 @@ def warn_of_hooks(name: str, module: nn.Module, inside: str = "") -> None:
     if hooked and dist.get_rank() == 0:
         names = ", ".join(hooked[:3]) + (", ..." if len(hooked) > 3 else "")
         warnings.warn(
-            f"{names} had hooks when ds_moe_ext replaced the experts of {name}, and these are not "
-            f"called any more; register them behind that, on the module that is at {name} then, or "
-            "on its parameters, of which each rank has those of its own experts",
+            f"{names} had hooks before ds_moe_ext replaced the experts of {name}; these are "
+            f"not called any more. Register hooks afterwards, on the new module at {name} or "
+            "on its parameters (each rank has those of its own experts)",
             stacklevel=2,
         )
 
@@ -119,8 +120,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 _WHY = (
-    "ds_moe_ext makes each expert parameters of its own, which would be trained apart; give each "
-    "weights of its own, share the whole experts module, or leave this layer out with "
+    "ds_moe_ext gives each expert its own parameters, which would no longer be shared; give "
+    "each its own weights, share the whole experts module, or leave this layer out with "
     "ds_moe_ext.moe_layer_pattern"
 )
 
@@ -186,8 +187,8 @@ def warn_of_unknown(unknown: Sequence[str]) -> None:
     """Report that some stay as they are."""
     if unknown:
         warnings.warn(
-            f"{BLOCK}: these look like experts, but are of classes that ds_moe_ext does not know, "
-            f"so that they stay as they are: {', '.join(unknown)}; teach it their classes with "
+            f"{BLOCK}: these look like experts, but their classes are unknown to ds_moe_ext "
+            f"and stay unchanged: {', '.join(unknown)}; register the classes with "
             f"ds_moe_ext.register_experts, or exclude them with {BLOCK}.moe_layer_pattern",
             stacklevel=2,
         )

@@ -189,7 +189,7 @@ class Endings:
                 try:
                     write()
                 except Exception as error:  # the process shall end, whatever happens
-                    log_line(f"nothing was written behind SIGTERM: {error!r}")
+                    log_line(f"nothing was written after SIGTERM: {error!r}")
 
     def _wake(self) -> None:
         """Have a thread notified of signals, unless somebody else is."""

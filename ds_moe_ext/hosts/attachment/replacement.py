@@ -200,10 +200,13 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
         pattern = settings.moe_layer_pattern
         unknown = unknown_experts(model, (), wanted(settings))
         raise ValueError(
-            f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
+            f"{BLOCK} is enabled, but {type(model).__name__} has no known MoE layer"
             + (f" and that matches {pattern!r}" if pattern else "")
-            + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
-            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' shows more"
+            + (
+                "; supported are the MoE blocks of Hugging Face transformers 5, "
+                "deepspeed.moe.layer.MoE and classes registered with "
+                "ds_moe_ext.register_experts; 'ds-moe-ext doctor' shows more"
+            )
             + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
         )
     check_not_tied(model, found)
@@ -251,8 +254,8 @@ def on_grid(
         count = sum(found[layer].num_experts for layer in cost_group.layers)
         if count < grid.num_ep_ranks and strategy.roles is None:
             raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {grid.num_ep_ranks}, but {', '.join(names)} have "
-                f"only {count} experts of their shape: some ranks would have none; choose one of "
+                f"{BLOCK}.expert_parallel_size is {grid.num_ep_ranks}, but {', '.join(names)} "
+                f"have only {count} experts: some ranks would have none; choose one of "
                 f"{[size for size in divisors(num_ranks // grid.etp_size) if size <= count]}"
             )
     blueprint.owners()  # so that what the strategy refuses is refused now
@@ -418,7 +421,7 @@ def owners_line(
         )
         remedy = f"raise {key}" if divide or strategy.has_uneven_owners else "choose other ranks"
         return (
-            f"every rank has all experts, so that none is copied; {remedy} for "
+            f"every rank has all experts, so there are no replicas; {remedy} for "
             f"{blueprint.settings.placing} to have an effect"
         )
     pairs = zip(blueprint.found, blueprint.owners())
@@ -430,8 +433,8 @@ def owners_line(
     size = sizes_with_owners(least.num_experts, max_ep_ranks)[-1]
     return (
         f"some of the {grid.num_ep_ranks} EP ranks own no expert of {least.name}, which has "
-        f"{least.num_experts}{others}: there they compute only what is copied to them; "
-        f"to have experts everywhere {resize(size)}"
+        f"{least.num_experts}{others}: they compute only on replicas; to give every EP rank "
+        f"experts, {resize(size)}"
     )
 
 
@@ -441,8 +444,8 @@ def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
     idle = [c for c in codecs if not (c.etp and is_split)]
     if idle and blueprint.grid.num_ep_ranks == 1:
         lines.append(
-            f"{', '.join(map(str, idle))}, which has no effect: there is one EP rank, so that no "
-            "rows travel between EP ranks; leave it out, or raise expert_parallel_size"
+            f"{', '.join(map(str, idle))}, which has no effect: there is one EP rank, so no "
+            "tokens are sent between EP ranks; leave it out, or raise expert_parallel_size"
         )
     in_etp_groups = [c for c in codecs if c.etp]
     if in_etp_groups and not is_split:
@@ -453,9 +456,9 @@ def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
     of_replicas = [c for c in codecs if c.replicas or c.replica_gradients]
     if of_replicas and not blueprint.strategy.intervals().weighs_replicas:
         lines.append(
-            f"'replicas' or 'replica_gradients' of {', '.join(map(str, of_replicas))}, which have "
-            f"no effect: strategy {blueprint.settings.placing!r} copies no experts; leave them "
-            "out, or choose one that does"
+            f"'replicas' or 'replica_gradients' of {', '.join(map(str, of_replicas))}, which "
+            f"have no effect: strategy {blueprint.settings.placing!r} makes no replicas; leave "
+            "them out, or choose one that does"
         )
     for what in lines:
         warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)

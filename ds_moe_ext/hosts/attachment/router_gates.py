@@ -114,7 +114,7 @@ def _check_contract(router: nn.Module, num_experts: int) -> int:
         and shapes[1] == shapes[2]
         and not answer[2].is_floating_point()
     ):
-        raise ValueError(f"its {kind} does not answer with logits, scores and expert ids")
+        raise ValueError(f"its {kind} does not return logits, scores and expert ids")
     return shapes[1][1]
 
 
@@ -222,8 +222,8 @@ def warn_if_causal(gate: Gate | None, model: nn.Module) -> None:
         for module in model.modules()
     ):
         warnings.warn(
-            f"{BLOCK}.gate is {gate}, which looks at future tokens, and {type(model).__name__} is "
-            "causal: its training loss is then too good, and generation routes otherwise than "
+            f"{BLOCK}.gate is {gate}, which looks at future tokens, but {type(model).__name__} "
+            "is causal: its training loss is too low, and generation routes differently from "
             "training; choose another gate",
             stacklevel=2,
         )

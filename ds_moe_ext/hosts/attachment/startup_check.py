@@ -232,8 +232,9 @@ class Start:
                 self._leave(store)
         except RuntimeError as gone:
             raise RuntimeError(
-                f"{BLOCK}: the store by which ranks meet is gone while rank {store.rank} is in "
-                f"{self.of} ({gone}); see why the process that keeps it, as rank 0, has ended"
+                f"{BLOCK}: the rendezvous store is gone while rank {store.rank} is in "
+                f"{self.of} ({gone}); see why the process that runs it, such as rank 0, has "
+                "ended"
             ) from gone
         if outcome.off:
             text = f"enabled on rank {store.rank}, but {outcome.off} on rank {outcome.rank}"
@@ -274,8 +275,8 @@ class Start:
                     stacklevel=2,
                 )
         raise TimeoutError(
-            f"{BLOCK}: rank {store.rank} has waited in {self.of} for {store.timeout_s:.0f} s, in "
-            f"vain, for {self._missing(store)}; see what these do, and whether ds_moe_ext is "
+            f"{BLOCK}: rank {store.rank} has waited in {self.of} for {store.timeout_s:.0f} s "
+            f"for {self._missing(store)}; see what they do, and whether ds_moe_ext is "
             "installed and enabled there"
         )
 
@@ -326,7 +327,7 @@ def _differences(theirs: Description, first: int, own: Description, rank: int) -
         for key in keys[:NUM_REPORTED]
     ]
     more = f"; {len(keys) - NUM_REPORTED} more differ" if len(keys) > NUM_REPORTED else ""
-    return f"ranks do not start alike: {'; '.join(lines)}{more}; give all ranks the same"
+    return f"ranks start with different settings: {'; '.join(lines)}{more}; give all ranks the same"
 
 
 # Keys of the block whose values may be objects of the user's own: their JSON is compared.
@@ -448,17 +449,20 @@ def cluster_of(settings: Settings, device: torch.device, start: Start) -> Cluste
         return Cluster(read_hardware(settings.hardware))
     if len(names) > 1:
         unlike = " and ".join(map(repr, names))
-        return Cluster(None, f"sizes were not priced, for ranks have unlike devices ({unlike})")
+        return Cluster(
+            None, f"sizes were not priced, because ranks have different devices ({unlike})"
+        )
     (name,) = names
     file = shipped_for(name)
     if file is None:
         return Cluster(
-            None, f"sizes were not priced, for no file that we ship stands for device {name!r}"
+            None,
+            f"sizes were not priced, because no shipped hardware file describes device {name!r}",
         )
     hardware = read_hardware(file)
     per_node = ranks_on_this_node() or hardware.ranks_per_node
     return Cluster(
         replace(hardware, ranks_per_node=per_node),
-        f"the cluster is reckoned as configs/hardware/{file.name} with {per_node} ranks on a node, "
-        f"by its device's name ({name})",
+        f"the cluster is priced as configs/hardware/{file.name} with {per_node} ranks per "
+        f"node, by its device name ({name})",
     )

@@ -284,9 +284,8 @@ def _refuse_ours(engine: Any, arguments: Arguments) -> None:
     raise ValueError(
         f"the checkpoint {folder} was written with ds_moe_ext ({LAYOUT_FILE} in it says so), "
         f"but {BLOCK} is not enabled here, and DeepSpeed alone cannot read its experts; set "
-        f"{BLOCK}.enabled to true, or bring it into the model's own form by 'ds-moe-ext "
-        f"convert --to huggingface' (if a run without ds_moe_ext has written over it, remove "
-        f"{LAYOUT_FILE})"
+        f"{BLOCK}.enabled to true, or convert it with 'ds-moe-ext convert --to huggingface' "
+        f"(if a run without ds_moe_ext overwrote it, remove {LAYOUT_FILE})"
     )
 
 
@@ -321,8 +320,9 @@ def _read_states(
         layout.check_save(Path(path), states.get(SAVE))
         if states["global_steps"] != layout.step:
             raise ValueError(
-                f"{path} is of step {states['global_steps']}, but {LAYOUT_FILE} beside it of step "
-                f"{layout.step}: parts of two checkpoints lie together; copy one of them whole"
+                f"{path} is of step {states['global_steps']}, but {LAYOUT_FILE} beside it of "
+                f"step {layout.step}: the folder mixes two checkpoints; copy one of them "
+                "completely"
             )
         return states
 
@@ -414,7 +414,9 @@ def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     if settings is not None:
         _take_settings(optimizer, settings)
     elif engine.fp16_enabled():
-        run.planning.log("the loss scale starts anew: it was saved by another wrapper")
+        run.planning.log(
+            "the loss scale starts from its initial value: it was saved by another wrapper"
+        )
     parameter_groups.report_rates(engine)
     if engine.zero_optimization() and not engine.zero_load_from_fp32_weights():
         optimizer._restore_from_bit16_weights()

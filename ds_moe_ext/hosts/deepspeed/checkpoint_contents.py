@@ -205,8 +205,8 @@ def read(engine: Any, run: Run, asked: Asked) -> Loaded:
     reads(lambda: layout.check(asked.folder, place=place, num_places=num_places))
     if layout.save is None:
         run.planning.log(
-            f"{asked.folder} was saved before saves had an id and files a checksum: whether all of "
-            "it is of one save, and whole, is not known; save anew"
+            f"{asked.folder} was saved by a version without save ids and checksums, so its "
+            "integrity cannot be checked; save a new one"
         )
     expert_slots = _expert_slots(engine, run, layout, asked)
     return reads(lambda: _Reading(engine, run, asked, expert_slots).loaded(layout))
@@ -239,17 +239,17 @@ def agreed(folder: Path, step: Callable[[], T]) -> T:
 def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedLayout:
     if engine.load_universal_checkpoint():
         raise ValueError(
-            "checkpoint.load_universal is true, which is not supported with replaced experts; set "
-            "it to false and load a regular checkpoint: it may have been saved by any number of "
-            "ranks"
+            "checkpoint.load_universal is true, which is not supported with replaced experts; "
+            "set it to false and load a regular checkpoint: any number of ranks may have "
+            "saved it"
         )
     folder, layout = asked.folder, SavedLayout.read(asked.folder)
     size = TensorParallel.of(engine.mpu).size
     if layout.tensor_parallel_size != size:
         raise ValueError(
-            f"the checkpoint {folder} was saved by {layout.tensor_parallel_size} tensor parallel "
-            f"rank(s), but this run has {size}, which have other parts of the dense weights; run "
-            f"with {layout.tensor_parallel_size}"
+            f"the checkpoint {folder} was saved by {layout.tensor_parallel_size} tensor "
+            f"parallel rank(s), but this run has {size}, which split the dense weights "
+            f"differently; run with {layout.tensor_parallel_size}"
         )
     # DeepSpeed reads its files by their number.
     path = Path(engine._get_ckpt_name(folder.parent, folder.name))
@@ -261,8 +261,8 @@ def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedL
         number, parts = layout.pipeline_stages, "pipeline stages"
     if len(names) != number:
         raise ValueError(
-            f"{folder} has {' and '.join(names)}, but was saved by {number} {parts}, which have a "
-            "file each; leave no file of another save there, and none out"
+            f"{folder} has {' and '.join(names)}, but was saved by {number} {parts}, each with "
+            "its own file; the folder must hold the files of one save, all of them"
         )
     theirs = layout.num_experts
     differ = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
@@ -272,15 +272,15 @@ def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedL
             for name in differ
         )
         raise ValueError(
-            f"the checkpoint {folder} has other num_experts than this run: {text}; build the model "
-            "with as many, and replace the same layers"
+            f"the checkpoint {folder} has other num_experts than this run: {text}; build the "
+            "model with the same number, and replace the same layers"
         )
     name = base_optimizer(engine).__class__.__name__
     is_same = layout.optimizer == name or {layout.optimizer, name} <= ADAMS
     if asked.with_optimizer and not is_same:
         raise ValueError(
-            f"the checkpoint {folder} has states of {layout.optimizer}, but this run steps with "
-            f"{name}, to which they mean other things; use {layout.optimizer}, or "
+            f"the checkpoint {folder} has states of {layout.optimizer}, but this run uses "
+            f"{name}, which cannot read them; use {layout.optimizer}, or "
             "load_optimizer_states=False"
         )
     layout.check_owners(folder)
@@ -413,8 +413,8 @@ class _Reading:
         """Of one parameter."""
         if about is None or MASTER not in self._kinds.get(names.name, ()):
             raise ValueError(
-                f"the checkpoint {self._asked.folder} has nothing of {names.name}, which this run "
-                "has: it was not in the model, or not trained; build the model as it was"
+                f"the checkpoint {self._asked.folder} has no {names.name}, which this run has: "
+                "it was not in the model, or not trained; build the model as it was saved"
                 + ("" if names.is_expert else ", or load with load_optimizer_states=False")
             )
         if about["shape"] != names.shape:

@@ -215,8 +215,8 @@ class DeepSpeedHost:
         if stage and len(set(gathered)) > 1:
             idle = [rank for rank, learns in enumerate(gathered) if learns != str(True)]
             raise ValueError(
-                f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights "
-                "of one role only, all of which are frozen; set the stage to 0, or train some of "
+                f"{BLOCK}: zero_optimization.stage is {stage}, but on ranks {idle} all weights "
+                "are frozen (they have one role only); set the stage to 0, or train some of "
                 "them"
             )
         return role
@@ -272,8 +272,8 @@ def _check_groups(grid: Grid) -> None:
     if made != own:
         raise ValueError(
             f"DeepSpeed's groups {name} are of ranks {made} here, as an earlier engine of this "
-            f"process made them, but this engine's experts lie on ranks {own}: engines with other "
-            "pipeline stages need processes of their own; start anew"
+            f"process made them, but this engine's experts lie on ranks {own}: an engine with "
+            "other pipeline stages needs a new process"
         )
 
 
@@ -382,7 +382,7 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer,
             sharding=sharding,
             splitting=split_by(etp_size),
-            by_elements="checkpoints have states by element",
+            by_elements="checkpoints hold optimizer states per element",
             in_turns=sharding if stage == 3 else "",
             has_masters=getattr(optimizer, "master_weights", False),
         )

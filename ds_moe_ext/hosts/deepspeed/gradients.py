@@ -532,9 +532,9 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     most, negative_least = max_in_place(ends, engine.seq_data_parallel_group).tolist()
     if most != -negative_least:
         raise RuntimeError(
-            "ranks have gradients of other dense weights, as where a model leaves out a layer on "
-            "one of them, so that their slices were of different weights; let all ranks use the "
-            f"same weights, or set {record.slices.key} to false"
+            "ranks have gradients of different dense weights (for example, the model skips a "
+            "layer on one of them), so their slices do not match; let all ranks use the same "
+            f"weights, or set {record.slices.key} to false"
         )
     record.slices.finish()
     # DeepSpeed's own class of sparse ones is no tensor.

@@ -67,7 +67,7 @@ def notice_of_old_lock() -> str:
     if lock is None:
         return ""
     return (
-        f"{lock} was left by a compilation of DeepSpeed's CPU collectives that did not end, and "
+        f"{lock} was left by an interrupted compilation of DeepSpeed's CPU collectives, and "
         "every start waits for it: unless another process is compiling there now, delete it "
         f"(rm {lock}) and start again"
     )

@@ -77,8 +77,8 @@ class SavedLayout:
         path = folder / LAYOUT_FILE
         if not path.exists():
             raise ValueError(
-                f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext or with it "
-                "disabled, or writing did not end; load it with ds_moe_ext disabled, or choose "
+                f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext, with it "
+                "disabled, or incompletely; load it with ds_moe_ext disabled, or choose "
                 "another checkpoint"
             )
         try:
@@ -89,15 +89,15 @@ class SavedLayout:
         kind = document.get("format", 1)
         if kind not in READ:
             raise ValueError(
-                f"{path} is of format {kind!r}: the checkpoint was written by another version of "
-                f"ds_moe_ext, for this one reads {' and '.join(map(str, READ))} (or the file is "
+                f"{path} is of format {kind!r}: the checkpoint was written by another version "
+                f"of ds_moe_ext; this one reads {' and '.join(map(str, READ))} (or the file is "
                 "damaged); load it with that version"
             )
         try:
             if kind == FORMAT:
                 reported = document.pop("crc32", 0)  # null where a person has changed something
                 if reported is not None and reported != whole_files.sum_of_document(document):
-                    raise ValueError("its crc32 is another")
+                    raise ValueError("its crc32 differs")
             document.pop("format", None)
             return read_record(cls, {"expert_sharding_size": 1, **document}, "it")
         except (ValueError, TypeError) as error:
@@ -129,9 +129,9 @@ class SavedLayout:
         """Whether a part of the checkpoint is of this save."""
         if reported != self.save:
             raise ValueError(
-                f"{path} is of another save than {LAYOUT_FILE} beside it ({reported} and "
-                f"{self.save}): parts of two checkpoints lie together; copy one of them whole, or "
-                "choose another"
+                f"{path} is from another save than {LAYOUT_FILE} beside it ({reported} and "
+                f"{self.save}): the folder mixes two checkpoints; copy one of them completely, "
+                "or choose another"
             )
 
 

@@ -55,8 +55,8 @@ def _found(name: str, moe: MoE) -> Found:
     buffers = [buffer for buffer, _ in first.named_buffers()]
     if buffers:
         raise ValueError(
-            f"an expert of {name} has buffers {buffers}, but under ds_moe_ext one module computes "
-            "all experts of a rank; make them parameters that are not trained"
+            f"an expert of {name} has buffers {buffers}, but under ds_moe_ext one module "
+            "computes all experts of a rank; make them frozen parameters"
         )
 
     function = ModuleExperts(_code(first), tuple(name for name, _ in first.named_parameters()))

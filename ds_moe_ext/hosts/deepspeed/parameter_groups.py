@@ -100,10 +100,9 @@ def check_ranks_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded:
         return
     if is_sharded:
         raise ValueError(
-            "zero_optimization.stage is 3, under which ranks go through their weights together, "
-            "but experts of some ranks are frozen, or in parameter groups of their own, where "
-            "those in the same places of other ranks are not; treat all experts of a layer alike, "
-            "or use stage 0, 1 or 2"
+            "zero_optimization.stage is 3, where ranks gather their weights together, but "
+            "some experts of a layer are frozen or in other parameter groups than the rest; "
+            "treat all experts of a layer alike, or use stage 0, 1 or 2"
         )
     raise ValueError(
         f"{BLOCK}: the parameter groups in which there are trained experts are {gathered} on the "

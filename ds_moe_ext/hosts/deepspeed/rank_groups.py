@@ -79,8 +79,8 @@ class TensorParallel:
         first = ranks[0]
         if first % self.size or ranks != list(range(first, first + self.size)):
             raise ValueError(
-                f"tensor parallel ranks {ranks} are not neighbours; ds_moe_ext needs mpu groups of "
-                f"{self.size} consecutive ranks, as Megatron makes them"
+                f"tensor parallel ranks {ranks} are not consecutive; ds_moe_ext needs mpu "
+                f"groups of {self.size} consecutive ranks, as Megatron makes them"
             )
 
 
@@ -129,10 +129,9 @@ class Stages:
         if not names:
             raise ValueError(
                 f"{BLOCK} is enabled, but stage {self.own} of {len(self.ranks)} of this "
-                "PipelineModule has no MoE layer that it knows or that it was asked for, and "
-                "stages reduce the norms of experts together; use fewer stages, or a "
-                "partition_method (as 'type:NAME', with the class of the MoE blocks) by which each "
-                "has some"
+                "PipelineModule has no MoE layer to replace, but stages reduce the norms of "
+                "experts together; use fewer stages, or a partition_method (as 'type:NAME', "
+                "with the class of the MoE blocks) so that each stage has some"
             )
         tied = [name for name in names if name.startswith("tied_modules.")]
         if tied:

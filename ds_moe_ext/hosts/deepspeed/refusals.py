@@ -187,15 +187,15 @@ def _scattered_stages(given: Given) -> list[list[int]]:
 
 
 MESHED = (
-    "DeepSpeed then reduces gradients over the data parallel ranks alone, and the weights of "
-    f"sequence parallel ones part ways; leave it out, and {ULYSSES}"
+    "DeepSpeed then reduces gradients over data parallel ranks only, so weights of sequence "
+    f"parallel ranks diverge; leave it out, and {ULYSSES}"
 )
 
 UNSUPPORTED = (
     _key(
         f"{BLOCK}.megatron.layer",
         SET,
-        "it says who runs a layer of Megatron-core; leave it out",
+        "it applies to Megatron-core only; leave it out",
     ),
     _key(
         "expert_parallel.enabled",
@@ -206,32 +206,32 @@ UNSUPPORTED = (
     _key(
         f"{ZERO}offload_param",
         OFFLOADED,
-        "experts that lie in host memory would be brought for every pass and every replica; remove "
-        "it; offload_optimizer may stay",
+        "experts in host memory would be copied to the device for every pass and replica; "
+        "remove it; offload_optimizer may stay",
     ),
-    _key(f"{ZERO}cpu_offload_param", ON, "it is an older name of offload_param; remove it"),
+    _key(f"{ZERO}cpu_offload_param", ON, "it is the older name of offload_param; remove it"),
     _key(
         f"{ZERO}cpu_offload",
         ON,
-        'it is an older name of offload_optimizer; write "offload_optimizer": {"device": "cpu"}',
+        'it is the older name of offload_optimizer; write "offload_optimizer": {"device": "cpu"}',
     ),
     _key(
         f"{OPTIMIZER}.device",
         one_of("nvme"),
-        "states in files of a rank's own can neither be saved by name nor move; use cpu",
+        "states in per-rank files cannot be saved by name or moved; use cpu",
     ),
     _key(
         OPTIMIZER,
         OFFLOADED,
-        "DeepSpeed offloads what ZeRO has parted; use stage 1, 2 or 3, or remove it",
+        "DeepSpeed offloads ZeRO's partitions only; use stage 1, 2 or 3, or remove it",
         what=f"{OPTIMIZER} at stage 0",
         beside=lambda given: not given.at(f"{ZERO}stage"),
     ),
     _key(
         f"{ZERO}contiguous_gradients",
         OFF,
-        "DeepSpeed averages experts by it as if all ranks had the same, or refuses them; set it "
-        "to true",
+        "without it DeepSpeed averages experts as if all ranks had the same, or refuses them; "
+        "set it to true",
         what=f"{ZERO}contiguous_gradients false at stage 1 or 2",
         beside=lambda given: _has_buckets(given) and not _is_offloaded(given.at(OPTIMIZER)),
     ),
@@ -243,13 +243,13 @@ UNSUPPORTED = (
         beside=_has_buckets,
     ),
     _key(f"{OPTIMIZER}.super_offload", ON, "another process steps the optimizer; set it to false"),
-    _key(f"{ZERO}zenflow", SET, "it keeps gradients in an order of its own; remove it"),
+    _key(f"{ZERO}zenflow", SET, "it keeps gradients in its own order; remove it"),
     *(
         _key(
             f"{kind}.{kind}_master_weights_and_grads",
             ON,
-            "states of 32 bits beside masters of 16 would be rounded when they are loaded; set it "
-            "to false",
+            "32-bit states with 16-bit master weights would be rounded when they are loaded; "
+            "set it to false",
         )
         for kind in ("bf16", "fp16")
     ),
@@ -257,7 +257,7 @@ UNSUPPORTED = (
         f"{AUTOTP} above 1 with an mpu",
         lambda given: given.autotp and given.has_own_groups,
         "{given.autotp}, and an mpu was passed",
-        "AutoTP makes tensor parallel groups of its own; leave out one of the two",
+        "AutoTP makes its own tensor parallel groups; leave out one of the two",
     ),
     _row(
         f"{AUTOTP} above 1 with deepspeed.moe.layer.MoE",
@@ -281,7 +281,7 @@ UNSUPPORTED = (
     _key(
         SEQUENCES,
         above(1),
-        f"DeepSpeed makes no groups of it; {ULYSSES}, or set it to 1",
+        f"DeepSpeed makes no groups for it; {ULYSSES}, or set it to 1",
         what=f"{SEQUENCES} above 1 without an mpu of sequence parallel groups",
         beside=lambda given: given.mpu is None or not is_of_sequences(given.mpu),
     ),
@@ -290,31 +290,29 @@ UNSUPPORTED = (
         ON,
         "the hybrid engine is not supported with replaced experts; set it to false",
     ),
-    _key(
-        "compile.deepcompile", ON, "DeepCompile cannot trace the exchange of rows; set it to false"
-    ),
+    _key("compile.deepcompile", ON, "DeepCompile cannot trace the all-to-all; set it to false"),
     _key(
         "use_data_before_expert_parallelism",
         ON,
-        "expert-parallel ranks are neighbours here; set it to false",
+        "expert-parallel ranks are consecutive here; set it to false",
     ),
     _key(
         "checkpoint.use_node_local_storage",
         ON,
-        "a checkpoint is one folder here, which all ranks write and read; set it to false and "
-        "save to a file system that they share",
+        "all ranks write and read one checkpoint folder; set it to false and save to a shared "
+        "file system",
     ),
     _row(
         "a DualPipeVModule",
         # By name, for older versions have no such class.
         lambda given: "DualPipeVModule" in [kind.__name__ for kind in type(given.model).__mro__],
         "the model is a DualPipeVModule ({given.kind})",
-        "a rank has two stages there; use PipelineModule",
+        "it has two stages per rank; use PipelineModule",
     ),
     _key(
         "fp16.enabled",
         ON,
-        "whether its stages skip steps together has not been tried; use bf16",
+        "it was never tested that its stages skip steps together; use bf16",
         what="fp16.enabled true with a PipelineModule",
         beside=lambda given: given.is_pipeline,
     ),
@@ -322,60 +320,61 @@ UNSUPPORTED = (
         "a PipelineModule with tensor or sequence parallel ranks in its topology",
         _parts_of_stages,
         "the topology of the PipelineModule has {found}",
-        "only pipelines of data parallel ranks are supported; use PipeDataParallelTopology, or "
-        "num_stages",
+        "only pipeline and data parallelism are supported together; use "
+        "PipeDataParallelTopology, or num_stages",
     ),
     _row(
         "a PipelineModule whose stages are not neighbouring ranks",
         _scattered_stages,
         "the stages of the PipelineModule have ranks {found}",
-        "DeepSpeed's groups of experts are of neighbours; use PipeDataParallelTopology, or "
+        "DeepSpeed's expert groups are consecutive ranks; use PipeDataParallelTopology, or "
         "num_stages",
     ),
     _row(
         "an mpu with pipeline stages",
         lambda given: given.num_stages > 1,
         "the mpu passed to deepspeed.initialize has {given.num_stages} pipeline stages",
-        "stages are known of a PipelineModule only; use 1, or a PipelineModule without mpu",
+        "pipeline stages are supported with PipelineModule only; use 1 stage, or a "
+        "PipelineModule without mpu",
     ),
     _row(
         "a model whose experts were replaced before",
         lambda given: given.has(experts.HostedExperts, native.HostedMoE),
         "the experts of this {given.kind} were replaced by an earlier deepspeed.initialize",
-        "they belong to that engine; build the model anew",
+        "they belong to that engine; build a new model",
     ),
     ADAPTERS,
     _row(
         "deepspeed.moe.layer.MoE on the meta device",
         lambda given: given.has(MoE, such=is_on_meta),
         f"a deepspeed.moe.layer.MoE {META}",
-        "its experts are modules that each rank would have to make first; build it as it is, "
-        "with an ep_size by which each rank has its own experts alone",
+        "its experts are modules that each rank would have to create first; build it on the "
+        "CPU, with an ep_size that gives each rank its own experts only",
     ),
     _row(
         "an mpu with tensor parallel groups and a model on the meta device",
         lambda given: given.is_divided and is_on_meta(given.model),
         f"the mpu passed to deepspeed.initialize has tensor parallel groups, and {ON_META}",
-        "all ranks make the same, and would start with the same values in unlike parts of a "
-        "weight; build it on the CPU, or use AutoTP",
+        "all ranks draw the same values, so different parts of a weight would start equal; "
+        "build it on the CPU, or use AutoTP",
     ),
     _row(
         f"a model {INIT}, at another stage than 3",
         lambda given: given.at(f"{ZERO}stage") != 3 and given.is_sharded,
         f"the model was {INIT}, and {{given.stage}}",
-        "other stages know no shards of weights; use stage 3, or build it without",
+        "other stages do not shard weights; use stage 3, or build it without",
     ),
     _row(
         f"deepspeed.moe.layer.MoE {INIT}",
         lambda given: given.has(MoE) and given.is_sharded,
         f"a deepspeed.moe.layer.MoE was {INIT}",
-        "its experts stay the parameters that they were, sharded over all ranks; build it without",
+        "its experts would stay sharded over all ranks; build it without",
     ),
     _row(
         f"{BLOCK}.gate with a model {INIT}",
         lambda given: given.at(f"{BLOCK}.gate") and given.is_sharded,
         f"{BLOCK}.gate is set, and the model was {INIT}",
-        "the gate's weights take the place of shards; build it without",
+        "the gate's weights would replace shards; build it without",
     ),
 )
 
@@ -386,7 +385,7 @@ UNSUPPORTED = (
 OWNERS_AT_STAGE_3 = _key(
     f"{ZERO}stage",
     one_of(3),
-    "the states of experts that move lie in ZeRO's shards; use stage 0, 1 or 2",
+    "states of experts that move are in ZeRO's shards; use stage 0, 1 or 2",
     what="experts that move to new owners (reshard_interval above 0), at ZeRO 3",
 )
 
@@ -402,32 +401,32 @@ AT_STAGE_3 = (
         "a strategy that gives ranks roles (zebra)",
         lambda given: given.strategy.roles,
         "the strategy gives ranks roles",
-        "ranks of one role would gather weights that those of the other do not have; use stage "
+        "ranks of one role would gather weights that the other role does not have; use stage "
         "0, 1 or 2",
     ),
     _key(
         f"{ZERO}zero_hpz_partition_size",
         above(1),
-        "its second shards are of all ranks of a node, which have other experts; set it to 1",
+        "its secondary shards span a node, whose ranks have different experts; set it to 1",
     ),
     *(
         _key(
             f"{ZERO}zero_quantized_{weights}",
             ON,
-            "experts that only one rank has would be rounded for nothing; set it to false",
+            "it would round experts that are never sent; set it to false",
         )
         for weights in ("weights", "nontrainable_weights")
     ),
     _key(
         f"{ZERO}zero_quantized_gradients",
         ON,
-        "it sums gradients over all ranks, which have other experts; set it to false",
+        "it sums gradients over all ranks, which have different experts; set it to false",
     ),
     _key(
         f"{ZERO}stage3_module_granularity_threshold",
         above(0),
-        "it takes MoE layers for one module, behind whose end gradients of replicas come; leave "
-        "it out",
+        "it treats an MoE layer as one module, but gradients of replicas arrive after its "
+        "backward; leave it out",
     ),
 )
 
@@ -443,13 +442,13 @@ WITH_ROLES = (
         "a model on the meta device, with roles",
         lambda given: is_on_meta(given.model),
         ON_META,
-        "each role would make what only the other keeps; build it on the CPU",
+        "each role would create weights that only the other keeps; build it on the CPU",
     ),
     _row(
         "a PipelineModule",
         lambda given: given.is_pipeline,
         "the model is a PipelineModule ({given.kind})",
-        "its stages have other layers, and ranks of one role have all; pass a plain nn.Module",
+        "a rank of a role needs all layers, but a stage has some; pass a plain nn.Module",
     ),
     _row(
         "an mpu",
@@ -468,38 +467,39 @@ WITH_ROLES = (
         lambda given: given.model._compiled_call_impl is not None,
         "this {given.kind} was compiled in place, by its own compile(), before "
         "deepspeed.initialize",
-        "one role runs parts of it; call engine.compile() behind deepspeed.initialize, or pass "
-        "torch.compile(model)",
+        "each role runs parts of the model; call engine.compile() after deepspeed.initialize, "
+        "or pass torch.compile(model)",
     ),
     _row(
         "adapters of experts (peft's target_parameters)",
         lambda given: next(huggingface.adapted(given.model), None),
         "the experts of {found} have adapters of peft",
-        "the step of both roles takes weights as they are kept, without what adapters add; "
-        "leave experts out of target_parameters, or choose another strategy",
+        "roles use the stored weights, without adapters; leave experts out of "
+        "target_parameters, or choose another strategy",
     ),
     _key(
         "torch_autocast.dtype",
         one_of(*FLOAT16),
-        "its scaler lets each rank skip steps alone; use bfloat16, or fp16.enabled",
+        "its scaler decides on each rank alone whether to skip a step; use bfloat16, or "
+        "fp16.enabled",
         beside=lambda given: given.at("torch_autocast.enabled"),
     ),
     _key(
         OPTIMIZER,
         OFFLOADED,
-        "DeepSpeed takes norms of offloaded gradients over ranks of one role; remove it",
+        "DeepSpeed takes norms of offloaded gradients over one role only; remove it",
         what=f"{OPTIMIZER} with roles",
     ),
-    _key("optimizer.legacy_fusion", ON, "it knows no norm over two roles; set it to false"),
+    _key("optimizer.legacy_fusion", ON, "it cannot take a norm over two roles; set it to false"),
     _key(
         "optimizer.type",
         When(f" {', '.join(OF_ONE_ROLE)}", lambda value: str(value).lower() in OF_ONE_ROLE),
-        "it communicates by itself, among ranks of one role; use another, as AdamW",
+        "it runs its own collectives, over one role only; use another, such as AdamW",
     ),
     _key(
         "data_efficiency.enabled",
         ON,
-        "its sampler takes the ranks of one role for all; set it to false",
+        "its sampler sees the ranks of one role only; set it to false",
     ),
 )
 
@@ -519,7 +519,7 @@ UNSLICED = (
         "a PipelineModule",
         lambda engine: engine.pipeline_parallelism,
         "the model is a PipelineModule",
-        "its engine reduces all gradients behind the last backward; pass a plain nn.Module",
+        "its engine reduces all gradients after the last backward; pass a plain nn.Module",
     ),
     _row(
         f"{ZERO}stage 3",
@@ -538,7 +538,7 @@ UNSLICED = (
         f"{ZERO}contiguous_gradients false",
         lambda engine: engine.zero_optimization_stage() and not engine.zero_contiguous_gradients(),
         f"{ZERO}contiguous_gradients is false",
-        "ZeRO then has no buckets that averaged gradients could go back through; set it to true",
+        "ZeRO then has no buckets for the averaged gradients; set it to true",
     ),
     _row(
         f"{ZERO}reduce_scatter false",

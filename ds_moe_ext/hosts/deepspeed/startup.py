@@ -164,8 +164,8 @@ def initializing() -> Iterator[None]:
             if start.is_wanted and not dist.is_initialized() and knows_where:
                 # Others, who found nothing wrong, wait for the world and then ask why.
                 stated = (
-                    f"{error} (this rank notifies the others, which have not come to {INITIALIZE} "
-                    "yet)"
+                    f"{error} (this rank notifies the others, which have not reached "
+                    f"{INITIALIZE} yet)"
                 )
                 timer = threading.Timer(PATIENCE_S, warnings.warn, [stated])
                 timer.start()

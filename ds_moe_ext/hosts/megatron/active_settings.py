@@ -107,8 +107,8 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     settings, strategy = read_settings(document)
     if strategy is None:
         warnings.warn(
-            f"{FLAG} names {source}, whose block {BLOCK} is not enabled: Megatron trains its MoE "
-            f"layers as ever; set {BLOCK}.enabled to true, or leave the flag out",
+            f"{FLAG} names {source}, whose block {BLOCK} is not enabled, so Megatron would run "
+            f"its own MoE layers; set {BLOCK}.enabled to true, or leave the flag out",
             stacklevel=3,
         )
         return None
@@ -126,7 +126,7 @@ def read_document(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[s
     path = Path(given)
     document = read_file(path, f"{FLAG} is {str(path)!r}")
     if not isinstance(document, Mapping):
-        raise ValueError(f"{FLAG} names {str(path)!r}, whose JSON is no object; make it one")
+        raise ValueError(f"{FLAG} names {str(path)!r}, whose JSON is not an object; make it one")
     return str(path), document
 
 
@@ -255,9 +255,9 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
     size = dist.get_world_size() if was_made else int(os.environ.get("WORLD_SIZE", "1"))
     if size % roles.size:
         raise ValueError(
-            f"{BLOCK}.strategy wants {roles}, in groups of {roles.size}, which do not divide the "
-            f"{size} ranks of the launch; launch a multiple of {roles.size}, as with torchrun "
-            "--nproc_per_node, or choose other sizes"
+            f"{BLOCK}.strategy needs {roles}, in groups of {roles.size}, which do not divide "
+            f"the {size} ranks of the launch; launch a multiple of {roles.size}, as with "
+            "torchrun --nproc_per_node, or choose other sizes"
         )
     if not was_made:
         has_cuda = torch.cuda.is_available()
@@ -287,7 +287,8 @@ def _check_torch() -> None:
             attrgetter(path)(c10d)
         except AttributeError as error:
             raise ValueError(
-                f"{BLOCK}.strategy gives ranks roles, which under Megatron parts them by {path} of "
-                f"torch.distributed.distributed_c10d, but torch {torch.__version__} has none; it "
-                f"was tried with torch {TRIED}: use that version, or another strategy"
+                f"{BLOCK}.strategy gives ranks roles, which needs {path} of "
+                "torch.distributed.distributed_c10d under Megatron, but torch "
+                f"{torch.__version__} does not have it; it was tested with torch {TRIED}: use "
+                "that version, or another strategy"
             ) from error

@@ -72,7 +72,8 @@ def watch(run: Run, optimizer: Any) -> None:
         if planning.job.owners is owners:  # as nothing has moved since, on every rank alike
             return
         planning.log(
-            "experts go to their first owners: Megatron asks for them by name, as for a checkpoint"
+            "experts return to their initial owners: Megatron asks for them by name, as for a "
+            "checkpoint"
         )
         mover.move(planning.job.owners, owners, new_slots, main_gradient)
         planning.resume(owners, planning.remembered_ILCE)

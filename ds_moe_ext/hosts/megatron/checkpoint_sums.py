@@ -76,8 +76,9 @@ def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
     """Likewise of the part of one reader of so many; no collective."""
     if folder.is_dir() and not (folder / LAST_FILE).exists():
         raise ValueError(
-            f"{folder} has no {LAST_FILE}, which Megatron writes last: writing did not end, or the "
-            "file is missing; copy the whole folder again, or choose another checkpoint"
+            f"{folder} has no {LAST_FILE}, which Megatron writes last: the save was "
+            "interrupted, or the file is missing; copy the whole folder again, or choose "
+            "another checkpoint"
         )
     sums, _ = _read(folder / SUMS_FILE)
     names = sorted(sums)[place::num_places]
@@ -124,7 +125,7 @@ def _read(path: Path) -> tuple[Mapping[str, FileSum], Facts | None]:
         document = json.loads(path.read_text(encoding="utf-8"))
         crc = document.pop("crc32")
         if crc is not None and crc != whole_files.sum_of_document(document):
-            raise ValueError("its crc32 is another")
+            raise ValueError("its crc32 differs")
         files = {
             name: whole_files.read_sum(reported) for name, reported in document["files"].items()
         }

@@ -110,10 +110,9 @@ def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:
     weights = layer.get_submodule("experts").parameters()
     if layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in weights):
         raise ValueError(
-            f"{BLOCK} is enabled, but this MoE layer is trained by Megatron alone: ds_moe_ext "
-            "starts where the model's optimizer is made by "
-            "megatron.core.optimizer.get_megatron_optimizer, which was not called; call it before "
-            "the first step, or leave ds_moe_ext out"
+            f"{BLOCK} is enabled, but Megatron runs this MoE layer itself: ds_moe_ext starts "
+            "in megatron.core.optimizer.get_megatron_optimizer, which was not called; call it "
+            "before the first step, or leave ds_moe_ext out"
         )
 
 
@@ -122,9 +121,9 @@ def _check_made_ready(model: nn.Module, found: Iterable[Found]) -> None:
     for layer in found:
         if model.get_submodule(layer.name) not in _MADE_READY:
             raise ValueError(
-                f"{BLOCK} is enabled, but {layer.name} was built before ds_moe_ext.use was called, "
-                "so that Megatron's flags were not checked and its expert weights not marked "
-                "before they were wrapped; call use before the model is built"
+                f"{BLOCK} is enabled, but {layer.name} was built before ds_moe_ext.use was "
+                "called, so Megatron's flags were not checked and its expert weights not "
+                "marked; call use before the model is built"
             )
 
 
@@ -158,8 +157,8 @@ def check_wrapped(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(
-                f"{BLOCK} is enabled, but the model is wrapped in {type(chunk).__name__}; expert "
-                "weights must lie in Megatron's DistributedDataParallel: leave "
+                f"{BLOCK} is enabled, but the model is wrapped in {type(chunk).__name__}; "
+                "expert weights must be in Megatron's DistributedDataParallel: leave "
                 "--use-megatron-fsdp and --use-torch-fsdp2 out"
             )
 
@@ -320,10 +319,10 @@ def _check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[An
         for name, parameter in chunk.named_parameters():
             if parameter in bucketed and not parameter.requires_grad:
                 raise ValueError(
-                    f"{BLOCK} is enabled, but {name} was trained when the model was wrapped, and "
-                    "is not as its optimizer is made: ds_moe_ext does not work with optimizers "
-                    "that are made for some of the weights at a time, as --optimizer muon; use "
-                    "adam or sgd, and freeze weights before the model is wrapped"
+                    f"{BLOCK} is enabled, but {name} was trained when the model was wrapped, "
+                    "but is not when its optimizer is made: ds_moe_ext does not support "
+                    "optimizers made for some weights at a time, such as --optimizer muon; "
+                    "use adam or sgd, and freeze weights before the model is wrapped"
                 )
 
 
@@ -350,9 +349,9 @@ def _notices(model: nn.Module, found: Sequence[Found], config: Any) -> Iterator[
     if hooked:
         others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
         yield (
-            f"hooks of {hooked[0]}{others} are never called, for the strategy's program computes "
-            "with the weights of experts, not by their modules; hook the MoE layer or its experts "
-            "as a whole, or leave the layer out with ds_moe_ext.moe_layer_pattern"
+            f"hooks of {hooked[0]}{others} are never called: the strategy's program uses the "
+            "weights of experts, not their modules; hook the MoE layer or its experts as a "
+            "whole, or leave the layer out with ds_moe_ext.moe_layer_pattern"
         )
 
 

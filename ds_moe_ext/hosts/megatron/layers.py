@@ -93,8 +93,8 @@ def _found(
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         if isinstance(layer.experts, Runs):
             raise ValueError(
-                f"{name} runs by ds_moe_ext already: get_megatron_optimizer was called twice for "
-                f"this model; call it once, or make the model anew"
+                f"{name} is already run by ds_moe_ext: get_megatron_optimizer was called twice "
+                "for this model; call it once, or build a new model"
             )
         if held.tolist() != list(layer.local_expert_indices):
             raise ValueError(
@@ -301,9 +301,10 @@ def form_of(name: str, experts: nn.Module, *, by_host: bool = False) -> Form:
     kind = f"{type(experts).__module__}.{type(experts).__qualname__}"
     if stock is None:
         raise ValueError(
-            f"the experts of {name} are a {kind}, which ds_moe_ext does not know; it knows "
-            f"{' and '.join(FORMS)} of Megatron-core: leave --moe-use-legacy-grouped-gemm and "
-            "specs of your own out, or the layer with ds_moe_ext.moe_layer_pattern"
+            f"the experts of {name} are a {kind}, which ds_moe_ext does not support; it "
+            f"supports {' and '.join(FORMS)} of Megatron-core: leave out "
+            "--moe-use-legacy-grouped-gemm and your own specs, or the layer with "
+            "ds_moe_ext.moe_layer_pattern"
         )
     if by_host:
         return FORMS[stock.__name__]
@@ -349,8 +350,8 @@ def shape_of_one(name: str, experts: Any, form: Form) -> ExpertShape:
     except AttributeError as error:
         raise ValueError(
             f"experts of {name} lack {' or '.join(names)} ({error}): their linear modules are "
-            "wrapped or changed, as adapters (LoRA) do; leave experts out of what is wrapped, or "
-            "the layer with ds_moe_ext.moe_layer_pattern"
+            "wrapped or changed, as by adapters (LoRA); do not wrap experts, or leave the "
+            "layer out with ds_moe_ext.moe_layer_pattern"
         ) from error
     trained = [any(p.requires_grad for p in column) for column in zip(*slots)]
     return shape_of(zip(names, slots[0], trained))
@@ -559,10 +560,11 @@ class Choices:
         if self.may_drop or factor is None or factor >= num_experts / top_k:
             return
         raise ValueError(
-            f"{BLOCK}: the capacity factor of {self.name} is {factor} in this pass, but was None "
-            "when its optimizer was made, and its program was built for a router that drops "
-            f"nothing; give --moe-expert-capacity-factor from the start, or here at least "
-            f"{num_experts / top_k:g} ({num_experts} experts, {top_k} choices), which drops nothing"
+            f"{BLOCK}: the capacity factor of {self.name} is {factor} in this pass, but was "
+            "None when its optimizer was made, so its program drops no tokens; give "
+            "--moe-expert-capacity-factor from the start, or here at least "
+            f"{num_experts / top_k:g} ({num_experts} experts, {top_k} choices), which drops "
+            "nothing"
         )
 
     def _check_number(self, routing_map: Tensor) -> None:

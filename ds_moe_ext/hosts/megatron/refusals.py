@@ -77,13 +77,14 @@ _OUT = "leave it out"
 _FOR_INFERENCE: Row = (
     "--transformer-impl inference_optimized",
     lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
-    "its MoE layers are for inference, and move rows by themselves",
+    "its MoE layers are for inference, and dispatch tokens themselves",
     "use --transformer-impl transformer_engine or local to train",
 )
 _ONE_TENSOR: Row = (
     "--moe-single-grouped-weight",
     "moe_single_grouped_weight",
-    "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
+    "the weights of a rank's experts are one tensor, so a single expert cannot get a replica "
+    "or move",
     _OUT,
 )
 
@@ -112,20 +113,20 @@ def way_of(settings: Settings, strategy: Strategy, config: Any) -> Way:
     asked, why = settings.megatron.layer, _why_program(settings, strategy, config)
     if asked == HOST and why:
         raise ValueError(
-            f"{BLOCK}.megatron.layer is {HOST!r}, but {why}, which Megatron's own layer cannot do; "
-            f"leave megatron.layer out, or what it does not go with"
+            f"{BLOCK}.megatron.layer is {HOST!r}, but {why}, which Megatron's own layer does "
+            "not support; leave out megatron.layer, or the other setting"
         )
     if asked is not None:
         return Way(asked == HOST, f"{BLOCK}.megatron.layer is {asked!r}")
-    return Way(not why, why or f"strategy {settings.placing!r} only says where experts compute")
+    return Way(not why, why or f"strategy {settings.placing!r} only places experts")
 
 
 def _why_program(settings: Settings, strategy: Strategy, config: Any) -> str:
     """Why Megatron's own layer does not serve, a clause; empty if it does."""
     if settings.hooks != NO_HOOKS:
-        return "hooks look at rows within a layer"
+        return "hooks see tokens inside a layer"
     if replicates(strategy) and getattr(config, "moe_pad_expert_input_to_capacity", False):
-        return "--moe-pad-expert-input-to-capacity fills all slots up, those of replicas too"
+        return "--moe-pad-expert-input-to-capacity pads all slots, including those of replicas"
     each = (strategy, *getattr(strategy, "contenders", {}).values())
     return next(filter(None, map(partial(_schedules, settings), each)), "")
 
@@ -137,18 +138,18 @@ def _schedules(settings: Settings, strategy: Strategy) -> str:
         return f"strategy {name!r} gives ranks roles"
     own = any(getattr(cls, member) is not getattr(Strategy, member) for member in OWN_ORDER)
     if own or isinstance(strategy, Overlay):
-        return f"strategy {name!r} orders what a layer does"
+        return f"strategy {name!r} schedules the tasks of a layer"
     is_padded = strategy.static_capacity is not None
     if is_padded or strategy.cuda_graphs or strategy.ways != (Exchange.DIRECT,):
-        return f"keys of strategy {name!r} say how tokens travel"
+        return f"keys of strategy {name!r} set how tokens are sent"
     asked = (key for key in WITHIN if getattr(strategy, key, None))
     return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
 
 
 def _of_hosts_layer(*rows: tuple[str, str | Callable[[Any], object]]) -> tuple[Refusal, ...]:
     """Flags of what only Megatron's own layer does."""
-    reason = "only Megatron's own layer does that, and ours runs here"
-    remedy = "leave it out, or have Megatron run the layer: strategy ep, fssdp or prophet"
+    reason = "only Megatron's own layer supports it, and ours runs here"
+    remedy = "leave it out, or let Megatron run the layer: strategy ep, fssdp or prophet"
     return _refusals(*((*row, reason, remedy) for row in rows))
 
 
@@ -212,7 +213,7 @@ GUESTS = _refusals(
     (
         "--cuda-graph-impl with MoE scopes other than moe_router and moe_preprocess",
         lambda config: [p for p in graphed(config) if p not in (*DENSE, "moe_router", PREPROCESS)],
-        "a graph of experts is for a number of tokens that does not change",
+        "a graph of experts needs a fixed number of tokens",
         "use --cuda-graph-scope attn moe_router, or none",
     ),
     _FOR_INFERENCE,
@@ -229,19 +230,19 @@ REPLICAS = _refusals(
     (
         f"--cuda-graph-scope {PREPROCESS}",
         lambda config: PREPROCESS in graphed(config),
-        "a replayed graph would send tokens by the plan of the step in which it was captured",
+        "a replayed graph would send tokens by the plan of the step that it was captured in",
         "use --cuda-graph-scope attn moe_router, or none",
     ),
     (
         "--fp8-recipe delayed",
         _delayed_scaling,
-        "its scales are the history of a slot, which holds another expert in the next step",
+        "its scaling history belongs to a slot, which holds another expert in the next step",
         "use --fp8-recipe tensorwise, blockwise or mxfp8",
     ),
     (
         "--fp8-param-gather",
         "fp8_param",
-        "weights of 8 bits are not copied yet",
+        "replicas of 8-bit weights are not supported yet",
         _OUT,
     ),
     _ONE_TENSOR,
@@ -264,13 +265,13 @@ STEPPING = _refusals(
     (
         "--optimizer-cuda-graph",
         "optimizer_cuda_graph",
-        "a graph is replayed, and nobody is notified of steps",
+        "a graph is replayed without notice of steps",
         _OUT,
     )
 )
 """Of an optimizer's config."""
 
-_UNMOVED = "states of experts that move to new owners cannot be moved then"
+_UNMOVED = "optimizer states then cannot move with their experts"
 
 MOVING = _refusals(
     ("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _UNMOVED, _OUT),
@@ -292,7 +293,7 @@ SUMMED = _refusals(
         "--expert-tensor-parallel-size",
         _summed_biases,
         "Megatron sums gradients of their last bias over tensor parallel ranks slot by slot, "
-        "though these hold other experts, so that it matters which experts live where",
+        "although these hold different experts",
         "use --disable-bias-linear",
     )
 )
@@ -307,7 +308,7 @@ def _own_flag(key: str, flag: str) -> Refusal:
         return f"{BLOCK}.{key} is {value}" if value else ""
 
     remedy = f"leave it out, and use {flag}"
-    return Refusal(f"{BLOCK}.{key}", asked, "under Megatron its own flag says that", remedy)
+    return Refusal(f"{BLOCK}.{key}", asked, "under Megatron its own flag sets this", remedy)
 
 
 SETTINGS = (
@@ -320,19 +321,19 @@ SETTINGS = (
 
 # Where ranks have roles.
 
-_SEVERAL = "several micro-batches are under way at once"
+_SEVERAL = "several micro-batches run at once"
 
 WITH_ROLES = _refusals(
     (
         "--recompute-granularity",
         "recompute_granularity",
-        "Megatron's checkpoints cannot be cut where experts compute",
-        "leave it out; the number of stripes bounds the micro-batches under way",
+        "Megatron's activation checkpoints cannot be split at experts",
+        "leave it out; the number of stripes limits the micro-batches that run at once",
     ),
     (
         "--moe-shared-expert-overlap",
         "moe_shared_expert_overlap",
-        f"it keeps what it has begun in the layer, but {_SEVERAL}",
+        f"it keeps its state in the layer, but {_SEVERAL}",
         _OUT,
     ),
     (
@@ -344,26 +345,26 @@ WITH_ROLES = _refusals(
     (
         "--mtp-num-layers",
         "mtp_num_layers",
-        "layers that predict more tokens run outside of the model's blocks",
+        "multi-token prediction layers run outside of the model's blocks",
         _OUT,
     ),
     (
         "gradient accumulation fusion",
         "gradient_accumulation_fusion",
-        "gradients are handed over when the backward of a stage is done",
+        "gradients are sent when the backward of a stage ends",
         "use --no-gradient-accumulation-fusion",
     ),
     (
         "--fp16",
         "fp16",
-        "the ranks of the two roles would skip steps each by their own scale",
+        "each role would skip steps by its own scale",
         "use --bf16",
     ),
     ("--cuda-graph-impl", graphed, f"a graph's buffers hold one micro-batch, but {_SEVERAL}", _OUT),
     (
         "--cpu-offloading",
         _any_of("cpu_offloading", "fine_grained_activation_offloading"),
-        f"it takes activations for those of one micro-batch, but {_SEVERAL}",
+        f"it expects activations of one micro-batch, but {_SEVERAL}",
         _OUT,
     ),
 )
@@ -398,7 +399,7 @@ BLOCKS = (
     _unlike_roles(
         "moe_layer_pattern",
         lambda block: block.settings.moe_layer_pattern,
-        "expert ranks have no other layers",
+        "expert ranks have experts only",
     ),
     _unlike_roles(
         "expert_sharding_size", _ranks_of_an_ep_rank, "every rank of a ZP group is an EP rank"
@@ -418,7 +419,7 @@ def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
     refuse(BLOCKS, Block(settings, strategy), context=context)
 
 
-_ALONE = "each role would decide alone when to stop, and the other would wait"
+_ALONE = "each role would decide alone when to stop, and the other would hang"
 
 ARGUMENTS = _refusals(
     ("--exit-signal-handler", "exit_signal_handler", _ALONE, _OUT),
@@ -435,7 +436,7 @@ ARGUMENTS = _refusals(
             getattr(given, "save", None)
             and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
         ),
-        "a file a rank cannot say that each role has a part of the model",
+        "per-rank files cannot describe that each role has a part of the model",
         "use --ckpt-format torch_dist",
     ),
     ("--async-save", _all_of("save", "async_save"), "the two roles save together", _OUT),

@@ -366,7 +366,7 @@ def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., 
                 raise ValueError(
                     f"{BLOCK}.strategy gives ranks roles, but Megatron was given {flag} "
                     f"{bound.arguments[name]}; attention ranks are data parallel only, and the "
-                    "strategy's own sizes say which ranks have which experts: leave it out"
+                    "strategy's keys set which ranks have which experts: leave it out"
                 )
         if not worlds.is_attention:
             bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_ep_ranks)
@@ -381,8 +381,8 @@ def keep_experts(model: nn.Module) -> None:
     kept = [p for layer in layers for p in layer.get_submodule("experts").parameters()]
     if not kept:
         raise ValueError(
-            f"{BLOCK}.strategy gives ranks roles, but the model has no MoE layer, so that "
-            "expert ranks have nothing to do; give --num-experts, or leave ds_moe_ext out"
+            f"{BLOCK}.strategy gives ranks roles, but the model has no MoE layer, so expert "
+            "ranks would be idle; give --num-experts, or leave ds_moe_ext out"
         )
     keep_parameters(model, kept)
     modules: Iterable[Any] = model.modules()
@@ -493,8 +493,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise ValueError(
-        f"{BLOCK}.strategy gives ranks roles, and a part of the model each, which a "
-        "checkpoint with a file a rank cannot say; use --ckpt-format torch_dist"
+        f"{BLOCK}.strategy gives ranks roles, each with a part of the model, which per-rank "
+        "checkpoint files cannot describe; use --ckpt-format torch_dist"
     )
 
 

@@ -181,7 +181,7 @@ def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> s
     if len(groups) == 1:
         is_bucketed = chunks[0].bucket_size is not None
         remedy = "give a smaller --ddp-bucket-size"
-        reported = remedy if is_bucketed else "it makes no more on pipeline stages behind the first"
+        reported = remedy if is_bucketed else "it makes no more on pipeline stages after the first"
         return f"{left}they are one bucket, which is ready when backward ends; {reported}"
     return None
 

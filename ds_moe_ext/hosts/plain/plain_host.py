@@ -58,7 +58,7 @@ REFUSALS = (
         lambda asked: (
             f"{BLOCK}.strategy is {asked.settings.strategy!r}" if asked.strategy.roles else ""
         ),
-        "a loop of your own runs the same code on every rank",
+        "your own loop runs the same code on every rank",
         "use another strategy, or train under DeepSpeed or Megatron-core",
     ),
     Refusal(
@@ -66,7 +66,7 @@ REFUSALS = (
         lambda asked: (
             f"{BLOCK}.sequence_parallel is true" if asked.settings.sequence_parallel else ""
         ),
-        "every rank has tokens of its own here",
+        "every rank has its own tokens here",
         "leave it out",
     ),
     Refusal(
@@ -76,14 +76,14 @@ REFUSALS = (
             if asked.settings.megatron.layer
             else ""
         ),
-        "it says who runs a layer of Megatron-core",
+        "it applies to Megatron-core only",
         "leave it out",
     ),
     Refusal(
         "a model in DistributedDataParallel or fully_shard",
         _is_wrapped,
-        "experts are replaced before that, so that it leaves them alone",
-        f"call {NAME} first, and wrap the model then",
+        "it must not wrap the experts",
+        f"call {NAME} first, then wrap the model",
     ),
     ADAPTERS,
 )
@@ -122,16 +122,16 @@ class Experts:
     def _divided(self, num_ranks: int, gradient: Tensor) -> Tensor:
         if self.optimizer is None:
             raise RuntimeError(
-                f"a backward pass came before {BLOCK} knew of an optimizer, whose steps it must "
-                f"hear of; call watch(optimizer) of what {NAME} gave first"
+                f"a backward pass came before {BLOCK} had an optimizer; call watch(optimizer) "
+                f"of what {NAME} gave first"
             )
         # Gradients that a user has dropped are None or zero; looking waits for the device.
         kept = (p.grad is not None and bool(p.grad.any()) for p in self.parameters)
         if self.is_averaged and self.num_owners > 1 and any(kept):
             raise RuntimeError(
-                "a backward pass came behind clip_grad_norm_, when owners of experts had summed "
-                "their gradients; clip behind the last one of a step, and zero_grad behind a step "
-                "that is left out"
+                "a backward pass ran after clip_grad_norm_, when owners had already summed "
+                "expert gradients; clip after the last backward pass of a step, and call "
+                "zero_grad after a skipped step"
             )
         self.is_averaged = False
         return gradient / num_ranks

@@ -60,8 +60,8 @@ def attach(
     """
     if not dist.is_initialized():
         raise ValueError(
-            f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
-            "know the ranks; call that first, and start with torchrun, also for one rank"
+            f"{NAME} was called before torch.distributed.init_process_group, so the ranks are "
+            "unknown; call that first, and start with torchrun, even for one rank"
         )
     _check_arguments(model, micro_batches, monitor)
     with starting(Start(NAME, is_wanted=True)) as start:
@@ -81,14 +81,14 @@ def _check_arguments(model: Any, micro_batches: Any, monitor: Any) -> None:
     """Raises ValueError where one is not what ``attach`` takes."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"{NAME} was given {_in_a_line(model)} for a model; give a torch.nn.Module, and the "
-            "block second"
+            f"{NAME} was given {_in_a_line(model)} as the model; give a torch.nn.Module, then "
+            "the block"
         )
     is_whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
     if not is_whole or micro_batches < 1:
         raise ValueError(
-            f"{NAME} was given micro_batches={micro_batches!r}; give the number of backward passes "
-            "of an optimizer step, 1 or more, or leave it out where it is 1"
+            f"{NAME} was given micro_batches={micro_batches!r}; give the number of backward "
+            "passes of an optimizer step, 1 or more, or leave it out for 1"
         )
     if not (monitor is None or callable(monitor)):
         raise ValueError(
@@ -157,8 +157,9 @@ class Attachment:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
-                f"watch was given {_in_a_line(optimizer)}, which is no torch.optim.Optimizer; give "
-                "the optimizer itself that steps the model's weights, without what wraps it"
+                f"watch was given {_in_a_line(optimizer)}, which is not a "
+                "torch.optim.Optimizer; give the optimizer that steps the model's weights, "
+                "without a wrapper"
             )
         run = run_of(self.model)
         if self._optimizer is not None:
@@ -191,9 +192,10 @@ class Attachment:
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if missing := len(trained - stepped):
             raise ValueError(
-                f"{missing} of the {len(trained)} expert weights of this rank that are trained are "
-                f"not in the optimizer; make it from model.parameters() behind {NAME}, which "
-                "replaces them, or give it by add_param_group those that were frozen then"
+                f"{missing} of the {len(trained)} expert weights of this rank that are trained "
+                f"are not in the optimizer; create it from model.parameters() after {NAME}, "
+                "which replaces them, or add weights that were frozen then with "
+                "add_param_group"
             )
         check_alike(run, optimizer)
         self._checked = trained
@@ -294,7 +296,7 @@ class Attachment:
             return _state_of(self.model, self._optimizer, self._stored())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. Collective.
+        """Resume from a state. Collective.
 
         Args:
             state: as ``state_dict`` made it, with what was read in it.
@@ -437,9 +439,8 @@ def _wholes(
     for name, each in stored.items():
         if each.parameter in wanted and each.parameter not in found:
             raise ValueError(
-                f"the weight {name} of an expert has no entry of that name in what torch gives for "
-                "a checkpoint, so that it would not be saved; remove the hook of state_dict() that "
-                "drops or renames it"
+                f"the weight {name} of an expert is missing from the state dict, so it would "
+                "not be saved; remove the state_dict() hook that drops or renames it"
             )
     others = {name: value for name, value in state.items() if name not in stored}
     experts = ((stored[name], value) for name, value in state.items() if name in stored)
@@ -455,8 +456,8 @@ def _parts(
     for each in stored.values():
         if each.parameter in wanted and each.parameter not in found:
             raise ValueError(
-                f"the state to load has no {each.name}, an expert of this rank; give what "
-                "state_dict() made on this rank, read into by torch.distributed.checkpoint.load"
+                f"the state to load has no {each.name}, an expert of this rank; call "
+                "state_dict() on this rank and fill it with torch.distributed.checkpoint.load"
             )
     return {
         here.get(name, name): _each(stored[here[name]].part, value) if name in here else value

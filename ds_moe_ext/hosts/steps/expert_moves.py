@@ -380,9 +380,9 @@ class States:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 kind = self._stepper[place.held].optimizer.__class__.__name__
                 raise ValueError(
-                    f"{kind} keeps {name!r} ({shape}) of a weight "
-                    f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "
-                    "move with an expert; use an optimizer such as AdamW"
+                    f"{kind} keeps {name!r} ({shape}) of a weight {tuple(place.held.shape)}: "
+                    "it has no entry per element, so it cannot move with an expert; use an "
+                    "optimizer such as AdamW"
                 )
         return ParameterStates(place.start, place.stop, tensors, scalars)
 

@@ -349,14 +349,15 @@ def joined(engine: Any) -> Iterator[None]:
 def _joined(run: Run, device: torch.device) -> Iterator[None]:
     if run.blueprint.strategy.roles is not None:
         raise ValueError(
-            f"{BLOCK}.strategy is {run.blueprint.settings.strategy!r}, under which ranks "
-            "cannot run the model alone, nor generate; let all ranks evaluate together with "
-            "labels, or save the model and generate from what was saved"
+            f"{BLOCK}.strategy is {run.blueprint.settings.strategy!r}, where ranks cannot run "
+            "the model alone or generate; let all ranks evaluate together with labels, or "
+            "save the model and generate from the saved one"
         )
     if run.blueprint.why_together:
         raise ValueError(
-            f"ds_moe_ext.joined was called, but {run.blueprint.why_together}; let all ranks call "
-            "the model equally often, generate with synced_gpus=True, or use stage 0, 1 or 2"
+            f"ds_moe_ext.joined was called, but {run.blueprint.why_together}; let all ranks "
+            "call the model the same number of times, generate with synced_gpus=True, or use "
+            "stage 0, 1 or 2"
         )
     if run.blueprint.grid.size == 1:
         yield
@@ -433,9 +434,10 @@ _REMEDY = "put them into one group"
 
 # Of what ``_unlike`` says, where experts move.
 UNLIKE = Refusal(
-    "several parameter groups for weights of experts that are alike, as of a rate for each layer",
+    "several parameter groups for corresponding expert weights, such as one learning rate per "
+    "layer",
     str,
-    "an expert that moves would be stepped as the one whose slot it takes",
+    "an expert that moves would get the settings of its new slot",
     _REMEDY,
 )
 

@@ -125,13 +125,13 @@ BY_ELEMENTS = (
     Refusal(
         f"{_names(OF_ROWS_AND_COLUMNS)} under DeepSpeed, or where experts move",
         _keeps_rows,
-        "it keeps states of rows and columns, which have no part for each element",
+        "it keeps row and column states, which have no entry per element",
         "use an optimizer such as AdamW, or ep in plain PyTorch",
     ),
     Refusal(
         "apex's FusedAdam with master_weights",
         _keeps_replicas,
-        "it keeps copies of the weights that it was made with, and not of those that a rank has",
+        "it keeps master copies of its initial weights, not of the weights that a rank has now",
         "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
         "torch.optim.AdamW",
     ),
@@ -141,21 +141,21 @@ OPTIMIZERS = (
         f"{_names(COMMUNICATING)}, and Muon and MuonWithAuxAdam of the package muon and of "
         "DeepSpeed's original_muon",
         _communicates,
-        "it communicates by itself, among ranks that have other experts",
+        "it runs its own collectives, over ranks that have different experts",
         "use another, as AdamW or torch.optim.Muon",
     ),
     Refusal(
         _names(OF_ALL_WEIGHTS),
         lambda given: f"the optimizer is {given.kind}" if given.kind in OF_ALL_WEIGHTS else "",
-        "its step follows from all weights of a rank, and each rank has other experts",
+        "its step depends on all weights of a rank, and each rank has different experts",
         "use another, as AdamW",
     ),
     Refusal(
         "max_grad_norm of an optimizer (apex's FusedLAMB has 1.0 by default)",
         _clips,
-        "it would clip by the norm of one rank's weights, and each rank has other experts",
+        "it would clip by the norm of one rank's weights, and each rank has different experts",
         "give it float('inf'), and clip by gradient_clipping of DeepSpeed's JSON, or in plain "
-        "PyTorch by clip_grad_norm_ of what attach gave",
+        "PyTorch by clip_grad_norm_ of the object that attach returns",
     ),
     Refusal(
         f"{_names(OF_WHOLE_WEIGHTS, OF_ROWS_AND_COLUMNS)} at ZeRO 1 to 3 (but "
@@ -168,8 +168,8 @@ OPTIMIZERS = (
     Refusal(
         "apex's FusedAdam at ZeRO 3",
         _counts_by_group,
-        "it counts its steps by groups, and ZeRO 3 steps the dense weights of a group and its "
-        "experts one after the other",
+        "it counts steps per group, and ZeRO 3 steps the dense weights and the experts of a "
+        "group separately",
         "use optimizer.type AdamW of DeepSpeed's JSON, torch.optim.AdamW, or ZeRO stage 0 to 2",
     ),
 )
@@ -182,8 +182,9 @@ def check_kind(stepping: Stepping) -> None:
     is_known = stepping.kind in ELEMENT_BY_ELEMENT
     if stepping.cut and not is_known and is_first():
         warnings.warn(
-            f"ds_moe_ext does not know the optimizer {'.'.join(stepping.source)}: {stepping.cut}, "
-            "so that it is right only if it takes each number of a weight alone",
+            f"ds_moe_ext does not know the optimizer {'.'.join(stepping.source)}: "
+            f"{stepping.cut}, so results are correct only if it treats each element of a "
+            "weight separately",
             stacklevel=2,
         )
 

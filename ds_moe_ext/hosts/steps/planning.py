@@ -89,7 +89,7 @@ class LoadForecasts:
         elif self.num_by_last > 1:  # the first forecast can be no other
             by = f"the last step in {self.num_by_last} of {self.num_steps} steps, else by {by}"
         share = 100 * self.astray / self.rows
-        return f"loads were predicted by {by}; {share:.1f} % of the rows went to other experts"
+        return f"loads were predicted by {by}; {share:.1f} % of the tokens went to other experts"
 
 
 @dataclass(frozen=True, eq=False)

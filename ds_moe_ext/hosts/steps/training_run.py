@@ -320,7 +320,7 @@ def time_table(record: RunRecord) -> Table:
     """Where the time of rank 0's layers went, and of all ranks', where they have reported; what
     runs beside something else is counted too."""
     table = Table(
-        title="ds_moe_ext: rank 0, mean of the timed steps; share of all tasks' time",
+        title="ds_moe_ext: rank 0, mean of the timed steps; share of the time of all tasks",
         title_justify="left",
     )
     table.add_column("task")
@@ -344,7 +344,7 @@ def time_table(record: RunRecord) -> Table:
 def terms_table(record: RunRecord) -> Table:
     """How good the strategy's model of costs was."""
     table = Table(
-        title=f"ds_moe_ext: what {record.strategy} expected of a layer, and what it took",
+        title=f"ds_moe_ext: expected and measured time of a layer with {record.strategy}",
         title_justify="left",
     )
     table.add_column("term")
@@ -395,9 +395,9 @@ class SavedRouting:
     def _warn(self, reported: str) -> None:
         if reported and self._is_first:
             warnings.warn(
-                f"{self._where} was saved by a model that routes tokens otherwise: {reported}; "
-                "losses go on as those of another model; build the model as it was, or go on if "
-                "you mean it",
+                f"{self._where} was saved by a model that routes tokens differently: "
+                f"{reported}; the loss may jump; build the model as it was saved, or ignore "
+                "this if the change is intended",
                 stacklevel=2,
             )
 

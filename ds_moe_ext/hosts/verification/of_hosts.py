@@ -96,9 +96,9 @@ def _prepared(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings, strategy = read_settings(document)
     if strategy is not None and strategy.has_roles:
         raise ValueError(
-            f"{BLOCK}.strategy is {settings.strategy!r}, under which ranks run the batches of "
-            "others, so that ds-moe-ext verify cannot compare them rank by rank; verify the job "
-            "with another strategy, and compare curves by hand"
+            f"{BLOCK}.strategy is {settings.strategy!r}, where ranks run batches of other "
+            "ranks, so ds-moe-ext verify cannot compare rank by rank; verify the job with "
+            "another strategy, and compare loss curves by hand"
         )
     if precision is Precision.FLOAT64:
         raise ValueError(
@@ -106,9 +106,9 @@ def _prepared(document: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if (document.get("zero_optimization") or {}).get("stage") == 3:
         raise ValueError(
-            "zero_optimization.stage is 3, at which weights are shards between passes, so that "
-            "ds-moe-ext verify cannot compare them; verify the job at stage 2, on fewer layers if "
-            "they do not fit"
+            "zero_optimization.stage is 3, where weights are sharded between passes, so "
+            "ds-moe-ext verify cannot compare them; verify the job at stage 2, on fewer "
+            "layers if they do not fit"
         )
     prepared = turned(document, where)
     if precision is Precision.AS_IS:

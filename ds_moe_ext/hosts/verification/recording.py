@@ -59,8 +59,8 @@ def turned(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     block = document.get(BLOCK)
     if not isinstance(block, Mapping) or not block.get("enabled"):
         raise ValueError(
-            f"{where} has no block {BLOCK} that is enabled, so that ds-moe-ext verify has nothing "
-            f"to compare; set {BLOCK}.enabled to true"
+            f"{where} has no enabled block {BLOCK}, so ds-moe-ext verify has nothing to "
+            f"compare; set {BLOCK}.enabled to true"
         )
     return {**document, BLOCK: {**block, "enabled": trial_of_this_run().is_on}}
 

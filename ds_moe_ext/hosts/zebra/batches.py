@@ -352,8 +352,8 @@ def _check_alike(signatures: Sequence[Signature], names: Sequence[str]) -> None:
     if unlike:
         raise ValueError(
             "the ranks of a ZP group must call the model together, in the same mode and with "
-            f"arguments that differ in the size of the batch only: {'; '.join(unlike)}; attention "
-            "ranks run the samples of all"
+            f"arguments that differ in the size of the batch only: {'; '.join(unlike)}; "
+            "attention ranks run the samples of all ranks"
         )
 
 
@@ -421,9 +421,9 @@ class Outcome:
         if not losses:
             raise ValueError(
                 f"the model returned a {type(output).__qualname__} without a loss, but under "
-                "strategy zebra its attention ranks run the batches of all ranks, so that logits "
-                "do not come back to these: let the model compute its loss (in Hugging Face's "
-                "pass labels=...) and return it as a 0-dim floating-point tensor"
+                "strategy zebra attention ranks run the batches of all ranks, so logits are "
+                "not returned: let the model compute its loss (in Hugging Face's pass "
+                "labels=...) and return it as a 0-dim floating-point tensor"
             )
         holes = {path: Hole(index) for index, path in enumerate(scalars)}
         kept = {path: v for path, v in leaves.items() if isinstance(v, PLAIN) and v is not None}

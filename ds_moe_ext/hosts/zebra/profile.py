@@ -79,8 +79,8 @@ def profiled(
     attention, expert = len(strategy.roles.attention_ep_ranks), len(strategy.roles.expert_ep_ranks)
     if attention % expert and expert % attention:
         log(
-            f"zebra: no experts move, and nothing was measured: of {attention} attention and "
-            f"{expert} expert ranks neither number divides the other (rule 28)"
+            f"zebra: no experts move, and nothing was measured: neither of {attention} "
+            f"attention and {expert} expert ranks divides the other (rule 28)"
         )
     else:
         profiler = _Profiler.of(blueprint, strategy, strategy.profile, training)
@@ -232,8 +232,7 @@ class _Profiler:
             return choose_moved(self.group, self.times(seen), stripes, self._memory(seen), squeeze)
         except ValueError as error:
             raise ValueError(
-                f"{WHERE}.profile found too little memory: {error}; or set {WHERE}.moved in its "
-                "place if you know better"
+                f"{WHERE}.profile found too little memory: {error}; or set {WHERE}.moved instead"
             ) from error
 
     def times(self, seen: Seen) -> LayerTimes:
@@ -324,17 +323,17 @@ def _choice_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
     before, after = seconds_text(choice.before_s), seconds_text(choice.after_s)
     if not any(choice.proposed_L):
         if profiler.times(seen).gather_s <= 0:
-            why = "attention takes longer than they do"
+            why = "attention takes longer than the experts"
         elif choice.bounds.most < profiler.group.chunk.per_attention_rank:
-            why = "attention ranks have no memory for them"
+            why = "attention ranks have no memory for experts"
         else:
-            why = "they are too large for the bubbles that they would fill"
+            why = "experts are too large for the pipeline bubbles"
         return f"zebra: no experts move: {why}; a step takes {before}, simulated"
     if not any(choice.moved_L):
         return (
             f"zebra: no experts move: with {list(choice.proposed_L)}, by Algorithm 1, a step "
-            f"takes {after} in place of {before}, simulated; more stripes "
-            f"({WHERE}.num_micro_batches) make it pay sooner"
+            f"takes {after} instead of {before}, simulated; with more stripes "
+            f"({WHERE}.num_micro_batches) moves pay sooner"
         )
     per_rank = profiler.group.num_experts // profiler.group.expert_ranks
     return (
@@ -365,14 +364,14 @@ EARLY = (
     _is_set(
         "attention_device",
         lambda strategy: strategy.attention_device,
-        "roles are given before devices are known",
+        "roles are set before devices are known",
         "set it to null, and give attention_size, expert_size and, where attention ranks are not "
         "the first, attention_ep_ranks",
     ),
     Refusal(
         f"{WHERE} without attention_size or expert_size",
         _sizes,
-        "roles are given when the flag is read",
+        "roles are set when the flag is read",
         "set both",
     ),
     _is_set(
@@ -384,7 +383,7 @@ EARLY = (
     _is_set(
         "profile",
         lambda strategy: strategy.profile,
-        "it measures under DeepSpeed only",
+        "it is measured under DeepSpeed only",
         "leave it out",
     ),
 )

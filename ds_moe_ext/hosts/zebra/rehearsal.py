@@ -267,8 +267,8 @@ def token_inputs(model: nn.Module, tokens: tuple[int, int], device: torch.device
     }
     if "input_ids" not in known or wanted - known or not embeddings:
         raise ValueError(
-            f"forward of {type(model).__name__} takes {', '.join(parameters)}, but a profile calls "
-            "it with input_ids alone, or with labels too"
+            f"forward of {type(model).__name__} takes {', '.join(parameters)}, but a profile "
+            "calls it with input_ids, with or without labels"
         )
     vocabulary = max(each.num_embeddings for each in embeddings)
     ids_BL = torch.randint(vocabulary, tokens, device=device)

@@ -202,8 +202,9 @@ class StripePass:
             return _Restored.of(answer, score_TK)
         if self._add_grad is not None and not torch.is_grad_enabled():
             raise ValueError(
-                f"the MoE layer number {layer} runs in reentrant activation checkpointing, which "
-                "would route its rows twice under strategy zebra; pass use_reentrant=False"
+                f"the MoE layer number {layer} runs in reentrant activation checkpointing, "
+                "which would route its tokens twice under strategy zebra; pass "
+                "use_reentrant=False"
             )
         assert self._ask is not None
         answer = self._ask(Question(layer, x_TD.detach(), expert_TK))
@@ -326,8 +327,8 @@ class Stripe:
         where = [question.layer for question in questions]
         if where != [layer] * len(asked):
             raise RuntimeError(
-                f"the model called the experts of MoE layer {where or 'none'} where layer {layer} "
-                f"was to come{IN_ORDER}"
+                f"the model called the experts of MoE layer {where or 'none'} but layer "
+                f"{layer} was next{IN_ORDER}"
             )
         self._lengths[layer] = [question.x_TD.shape[0] for question in questions]
         if len(questions) == 1:
@@ -340,8 +341,8 @@ class Stripe:
         for question in self._resumed(layer, returned):
             if question is not None:
                 raise RuntimeError(
-                    f"the model called the experts of MoE layer {question.layer} behind those of "
-                    f"all {layer}{IN_ORDER}"
+                    f"the model called the experts of MoE layer {question.layer} after those "
+                    f"of all {layer}{IN_ORDER}"
                 )
 
     def turn_around(self, layer: int, seeds: Sequence[float]) -> Tensor:
