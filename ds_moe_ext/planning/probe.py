@@ -27,6 +27,7 @@ from ds_moe_ext.core.comm import (
     all_gather_rows,
     all_to_all_rows,
     connect,
+    max_in_place,
     reduce_scatter_rows,
     sparse_all_gather,
     sum_in_place,
@@ -379,9 +380,8 @@ def measure_launch(device: torch.device) -> float | None:
             x.add_(1.0)  # few enough that the device's queue never stops the host
         seconds.append((time.perf_counter() - began_s) / LAUNCHES)
         torch.cuda.synchronize(device)
-    slowest = torch.tensor(sorted(seconds)[len(seconds) // 2], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return _rounded(float(slowest))
+    own_ns = torch.tensor([round(1e9 * sorted(seconds)[len(seconds) // 2])], device=device)
+    return _rounded(1e-9 * float(max_in_place(own_ns, None)))
 
 
 def measure_memory(bench: Bench) -> float:

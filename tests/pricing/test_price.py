@@ -370,7 +370,7 @@ def test_without_hjson_comments_are_reported(
         (("job.json", "--model", "mixtrl_tiny", *ASKED[2:]), r"did you mean 'mixtral_tiny'"),
         (
             ("job.json", *ASKED[:3], "dgx_h800"),
-            r"'dgx_h800' cannot be .* did you mean 'dgx_h100'\? known: dgx_a100, dgx_h100, fsmoe_a",
+            r"'dgx_h800' cannot be .* did you mean 'dgx_h200'\? known: dgx_a100",
         ),
         (
             ("job.json", *ASKED, "--strategies", "fsdp"),

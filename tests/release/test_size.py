@@ -9,12 +9,12 @@ from size import sizes
 ARE_AT = {
     "product: lines": 63_300,
     "product: files": 201,
-    "launch: lines": 10_850,
-    "launch: files": 37,
-    "launch: benches": 15,
+    "launch: lines": 11_050,
+    "launch: files": 38,
+    "launch: benches": 16,
     "launch/papers: lines": 3_890,
     "launch/papers: files": 17,
-    "tests: lines": 65_150,
+    "tests: lines": 66_000,
     "tests/test_house.py: lines": 200,
 }
 """Where one has shrunk, lower it here. ``launch/size.py`` has the ceilings that are wanted."""
