@@ -119,9 +119,9 @@ def test_a_lone_rank_needs_no_link() -> None:
 
 
 def test_what_is_not_known_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"between nodes, and 8 ranks with 4 .* key 'inter'"):
+    with pytest.raises(ValueError, match=r"between nodes, but 8 ranks with 4 .* key 'inter'"):
         cluster(intra=FAST).copy_link(8)
-    with pytest.raises(ValueError, match=r"within a node, and 3 ranks .* key 'intra'"):
+    with pytest.raises(ValueError, match=r"within a node, but 3 ranks .* key 'intra'"):
         cluster(inter=SLOW).copy_link(3)
 
 

@@ -512,6 +512,8 @@ class DescribedRun:
             line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
             sent = self._held_experts * self.training.gradient_bytes * 2 * (owners - 1) / owners
             reduced_s = line.alpha_s + sent * line.beta_s
+        if self.training.hides_gradients:  # but for those of the layer whose backward comes last
+            reduced_s /= len(self.shape.moe_layers) or 1
         return reduced_s + self._stepped_s(self._held_experts, owners)
 
     def _stepped_s(self, elements: float, num_replicas: int) -> float:

@@ -113,7 +113,7 @@ class Training:
     offloaded_states: float = 0.0  # part of the optimizer's states that lies in host memory, 0 to 1
     # layers run again in backward, so that only what passes between them is kept
     recomputes: bool = False
-    hides_gradients: bool = False  # dense gradients are reduced beside backward by the host itself
+    hides_gradients: bool = False  # gradients are reduced beside backward by the host itself
     sums_in_float32: bool = False  # gradients are summed in 32 bits, where they are narrower
     parallel: ModelParallel = ALONE  # tensor, context and pipeline parallelism
 

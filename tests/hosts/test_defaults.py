@@ -197,7 +197,7 @@ def test_ep_ranks_that_divide_experts_at_zero_3(strategy: str) -> None:
     """Of six experts four ranks would have one or two each."""
     step = started(on_deepspeed, 4, OnDeepSpeed(strategy, 3, num_experts=6))
     assert (
-        "2 EP ranks, the largest that divides ranks and experts, for zero_optimiz"
+        "2 EP ranks, the largest that divides ranks and experts, because zero_optimiz"
     ) in step.reported
     assert step.loss == pytest.approx(ep_on_deepspeed("none", 6), rel=1e-5)
 
@@ -206,7 +206,7 @@ def test_ep_ranks_that_divide_experts_at_zero_3(strategy: str) -> None:
     ("strategy", "keys", "expected"),
     [
         ("esp", {"slice_gradients": True}, "esp.slice_gradients is true, but zero_opt.* is 3: it "),
-        ("fssdp", {"reshard_interval": 9}, "fssdp.reshard_interval is 9, but zero_opt.* is 3: the"),
+        ("fssdp", {"reshard_interval": 9}, "fssdp.reshard_interval is 9, but zero_opt.* is 3: states"),
     ],
 )
 def test_what_is_written_is_refused(strategy: str, keys: Mapping[str, Any], expected: str) -> None:

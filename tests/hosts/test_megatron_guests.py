@@ -170,7 +170,7 @@ def test_a_schedule_of_ones_own_is_an_error() -> None:
             {"strategy": "auto", "auto": {"candidates": ["ep", "prophet"]}},
             {},
             True,
-            "'auto' only says",
+            "'auto' only places",
         ),
         ({"strategy": "esp"}, {}, False, "'esp' schedules the tasks of a layer"),
         ({"strategy": VARIED}, {}, True, "only places"),

@@ -201,7 +201,7 @@ def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) ->
         unknown = unknown_experts(model, (), wanted(settings))
         raise ValueError(
             f"{BLOCK} is enabled, but {type(model).__name__} has no known MoE layer"
-            + (f" and that matches {pattern!r}" if pattern else "")
+            + (f" whose name matches {pattern!r}" if pattern else "")
             + (
                 "; supported are the MoE blocks of Hugging Face transformers 5, "
                 "deepspeed.moe.layer.MoE and classes registered with "
