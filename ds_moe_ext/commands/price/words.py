@@ -232,9 +232,9 @@ def block_words(market: Market) -> list[str]:
     stated = {key: value for key, value in block.items() if value is not None}
     training, trained = best.way.training, ""
     if training is not None:
-        batches = counted(training.micro_batches, "micro-batch")
-        trained = f" in {batches} of {training.micro_batch}"
-        trained += ", with recomputation" * training.recomputes
+        trained = f" with {counted(training.micro_batch, 'sample')} a micro-batch"
+        trained += f" and {training.micro_batches} of these a step"
+        trained += " and recomputation" * training.recomputes
     return [
         f"to run the fastest{trained}: {json.dumps({BLOCK: stated})}; under Megatron the sizes are "
         "flags: "
