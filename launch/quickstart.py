@@ -114,8 +114,7 @@ def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"Predicted gain on clusters, by `ds-moe-ext price`: if the expert load of {PUBLIC} "
         f"were as uneven as in this young model, {text}. (esp splits each expert over the GPUs "
-        "of a node; paper share: tokens divided as in the strategy's paper.) A router that "
-        "was trained longer is often more balanced, with less to gain."
+        "of a node.) A router that was trained longer is often more balanced, with less to gain."
     )
 
 
