@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -208,14 +208,24 @@ def module_like(expert: nn.Module) -> nn.Module:
     for module in expert.modules():
         memo.update((id(vars(module)[hooks]), OrderedDict()) for hooks in HOOKS)
         memo.update((id(p), None) for p in module._parameters.values() if p is not None)
-        shared = (v for v in vars(module).values() if isinstance(v, dist.ProcessGroup))
-        memo.update((id(value), value) for value in (*shared, getattr(module, "config", None)))
+        memo.update((id(value), value) for value in _groups(vars(module)))
+        config = getattr(module, "config", None)
+        memo[id(config)] = config
     made = deepcopy(expert, memo)
     for module, like in zip(made.modules(), expert.modules()):
         for name, parameter in like._parameters.items():
             if parameter is not None:
                 del module._parameters[name]
     return made
+
+
+def _groups(values: Mapping[Any, Any]) -> Iterator[dist.ProcessGroup]:
+    """Process groups among values, and in mappings among these, as fp8's."""
+    for value in values.values():
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+        elif isinstance(value, dict):
+            yield from _groups(value)
 
 
 class Grouped(Form):
