@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.commands.price.market import HOST_BOUND
+
 PAGE = Path(__file__).with_name("choosing.md")
 JOB = {
     "train_micro_batch_size_per_gpu": 1,
@@ -58,8 +60,8 @@ def priced(job: str, hardware: str, nodes: int) -> dict[str, Any]:
 
 
 def cells(document: dict[str, Any]) -> dict[str, str]:
-    """Of each strategy the fastest way that fits: seconds, gain, micro-batch where it is not the
-    job's, and whether devices wait for their host; and its gain with even loads."""
+    """Of each strategy the fastest way that fits: seconds or gain, the gain with even loads, and
+    whether devices wait for their host."""
     found: dict[str, str] = {}
     even = document["gains_by_loads"]["balanced"]
     for way in document["ways"]:  # the fastest first
@@ -67,7 +69,7 @@ def cells(document: dict[str, Any]) -> dict[str, str]:
         if not way["fits"] or name in found:
             continue
         gain = even.get(way["strategy"])
-        bound = " (h)" if way["host_s"] > 0.03 * way["step_s"] else ""
+        bound = " (h)" if way["host_s"] > HOST_BOUND * way["step_s"] else ""
         found[name] = (
             f"{way['gain']:.2f}; {gain:.2f}{bound}"
             if name != "ep"
@@ -82,7 +84,7 @@ def table() -> str:
     rows = [f"| | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name in STRATEGIES:
         shown = " | ".join(column.get(name, "") for column in columns)
-        rows.append(f"| `{name}` | {shown} |".replace("` over `", " over "))
+        rows.append(f"| `{name}` | {shown} |")
     return "\n".join(rows)
 
 

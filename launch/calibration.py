@@ -131,7 +131,7 @@ class Row:
     def published(self) -> float:
         """Model TFLOP/s of each GPU."""
         stated, length = self.keys["published"], self.keys["length"]
-        flops = flops_of_token(self.shape, length)
+        flops = self.shape.flops(length)
         if "tokens_per_s" in stated:
             return float(stated["tokens_per_s"]) * flops / TERA
         if "step_s" in stated:
@@ -174,18 +174,8 @@ class Row:
 
     def tflops_of(self, priced: Priced) -> float:
         """Model TFLOP/s of each GPU that a price comes to."""
-        flops = flops_of_token(self.priced_shape, self.keys["length"])
+        flops = self.priced_shape.flops(self.keys["length"])
         return priced.tokens_per_s / self.keys["gpus"] * flops / TERA
-
-
-def flops_of_token(shape: ModelShape, length: int) -> float:
-    """Of forward and backward, without routers, norms and what runs again."""
-    layers, moe = shape.num_layers, len(shape.moe_layers)
-    work = layers * (shape.attention_weights + shape.attention_work(length))
-    work += moe * (shape.top_k * shape.expert_weights)
-    work += moe * shape.products * shape.width * shape.shared_width
-    work += (layers - moe) * shape.products * shape.width * shape.dense_width
-    return 6 * (work + shape.vocabulary.size * shape.width)
 
 
 def rows_of(path: Path = PUBLISHED) -> list[Row]:

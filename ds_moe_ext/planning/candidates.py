@@ -94,6 +94,12 @@ class Way:
     strategy: Strategy  # with its keys
     grid: Grid  # of the ranks
     training: Training | None = None  # other than the job's: its micro-batch, or recomputation
+    trained: str = ""  # in what it is other, for a person; begins with a comma
+
+    @property
+    def shown(self) -> str:
+        """Its name, and how it trains where that is not as the job says."""
+        return self.name + self.trained
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,15 +251,15 @@ class ModelShape:
         return self.products * self.width * self.expert_width
 
     def flops(self, length: int) -> float:
-        """Of one token in a step, forward and backward, as Megatron-LM counts them: matrix products
-        of what the token passes, and of attention over half of a sample; what runs again is not
-        counted."""
-        expert = self.top_k * self.expert_weights
-        passed = self.all_dense_weights + len(self.moe_layers) * expert
-        vocabulary = self.vocabulary
-        passed -= (vocabulary.tables - vocabulary.has_head) * vocabulary.size * self.width
-        scores = self.num_layers * sum(self.head_width) * length / 2
-        return 6.0 * (passed + scores)
+        """Of one token in a step, forward and backward, as Megatron-LM counts them (its
+        ``num_floating_point_operations``): without routers, norms and what runs again, with
+        attention over half of a sample."""
+        moe = len(self.moe_layers)
+        work = self.num_layers * (self.attention_weights + self.attention_work(length))
+        work += moe * (self.top_k * self.expert_weights)
+        work += moe * self.products * self.width * self.shared_width
+        work += (self.num_layers - moe) * self.products * self.width * self.dense_width
+        return 6 * (work + self.vocabulary.size * self.width)
 
     def part(self, layers: range) -> ModelShape:
         """Some layers that follow each other, with the embedding or the head if they have the first

@@ -26,10 +26,8 @@ from unittest import mock
 
 import torch
 from fake_world import CPU, Batch, Sizes, as_on_cuda, fake_world, inline
-from host_path import Result, counts_of, no_collector, table_of, take_step
+from host_path import Result, in_turn, table_of
 from rich.console import Console
-from rich.progress import track
-from rotation import NUM_WARM_UPS, rotated
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
@@ -217,17 +215,10 @@ def measure(job: Job) -> list[Result]:
     with megatron(job.ranks):
         with megatron_on_cpu.CudaMeansCpu():
             built = [Layers(name, WAYS[name], job) for name in names]
-        steps: dict[str, list[Any]] = {name: [] for name in names}
-        after = 1 + NUM_WARM_UPS + job.rounds
-        with no_collector():
-            for number in track(range(after), "", console=Console(stderr=True)):
-                batch = Batch.of(job.sizes, 0 if job.is_settled else number)
-                for layers in rotated(built, number):
-                    step = take_step(layers, batch, number)
-                    if number > NUM_WARM_UPS:
-                        steps[layers.name].append(step)
-            counts = {each.name: counts_of(each, job.sizes, after) for each in built}
-    return [Result(name, tuple(own), counts[name]) for name, own in steps.items()]
+        title = f"{job.ranks} ranks"
+        return in_turn(
+            built, job.sizes, job.rounds, title, lambda number: 0 if job.is_settled else number
+        )
 
 
 def main() -> None:

@@ -407,6 +407,8 @@ def no_collector() -> Iterator[None]:
 class Timed(Protocol):
     """Layers whose steps are timed: as ``Ours``, or a host's."""
 
+    name: str
+
     @property
     def model(self) -> nn.Module: ...
 
@@ -498,18 +500,30 @@ def measure(job: Job) -> list[Result]:
             except Exception as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 results.append(Result(way.name, skipped=why))
-        steps: dict[str, list[Step]] = {each.name: [] for each in built}
-        after = 1 + NUM_WARM_UPS + job.rounds
         title = f"{job.ranks} ranks, {job.slots} experts each"
-        with no_collector():
-            for number in track(range(1, after), title, console=Console(stderr=True)):
-                for layers in rotated(built, number):
-                    step = take_step(layers, Batch.of(job.sizes, number), number)
-                    if number > NUM_WARM_UPS:
-                        steps[layers.name].append(step)
-            counts = {each.name: counts_of(each, job.sizes, after) for each in built}
-    results[:0] = [Result(name, tuple(own), counts[name]) for name, own in steps.items()]
+        results[:0] = in_turn(built, job.sizes, job.rounds, title)
     return results
+
+
+def in_turn(
+    built: Sequence[Timed],
+    sizes: Sizes,
+    rounds: int,
+    title: str,
+    numbered: Callable[[int], int] = lambda number: number,
+) -> list[Result]:
+    """Steps of all, turn by turn, and then their counts; ``numbered`` says whose batch a step
+    has."""
+    steps: dict[str, list[Step]] = {each.name: [] for each in built}
+    after = 1 + NUM_WARM_UPS + rounds
+    with no_collector():
+        for number in track(range(1, after), title, console=Console(stderr=True)):
+            for layers in rotated(built, number):
+                step = take_step(layers, Batch.of(sizes, numbered(number)), number)
+                if number > NUM_WARM_UPS:
+                    steps[layers.name].append(step)
+        counts = {each.name: counts_of(each, sizes, after) for each in built}
+    return [Result(name, tuple(own), counts[name]) for name, own in steps.items()]
 
 
 def lower_us(spans: Iterator[float]) -> float:

@@ -7,7 +7,7 @@ import sys
 
 import calibration
 import pytest
-from calibration import Reached, Row, error, flops_of_token, halves, rows_of
+from calibration import Reached, Row, error, halves, rows_of
 
 ROWS = rows_of()
 UNITS = {"tokens_per_s", "step_s", "tflops"}
@@ -58,7 +58,7 @@ def test_flops_are_as_published() -> None:
         ("Qwen3 235B, GB200", 728e12 / 4916),
     ):
         row = by_name[name]
-        assert flops_of_token(row.shape, row.keys["length"]) == pytest.approx(flops, rel=2e-3)
+        assert row.shape.flops(row.keys["length"]) == pytest.approx(flops, rel=2e-3)
 
 
 def test_the_table_of_a_row(

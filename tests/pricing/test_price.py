@@ -483,9 +483,9 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
 
     less = with_memory(market, fastest.memory.total - 1)
     assert less.best is not None and less.fits(less.best) and less.too_large is fastest
-    assert verdict(less).startswith(f"fastest that fits into memory: {less.best.way.name} on ")
+    assert verdict(less).startswith(f"fastest that fits into memory: {less.best.way.shown} on ")
     assert verdict(less).endswith("would be faster, but does not fit")
-    assert f"{fastest.way.name} on {grid_text(fastest.way.grid)} (" in verdict(less)
+    assert f"{fastest.way.shown} on {grid_text(fastest.way.grid)} (" in verdict(less)
 
     none = with_memory(market, needs[0] - 1)
     assert none.best is None and none.traced is not None

@@ -97,7 +97,7 @@ def scans(market: Market, loads: str, to: Console) -> list[str]:
         by_skew = _from_where(names[: len(SKEWS)], gain[: len(SKEWS)])
         by_tokens = _from_where(names[len(SKEWS) :], gain[len(SKEWS) :])
         lines.append(
-            f"{way.name} on {grid_text(way.grid)} pays by load: {by_skew}; by tokens of a rank "
+            f"{way.shown} on {grid_text(way.grid)} pays by load: {by_skew}; by tokens of a rank "
             f"in a pass: {by_tokens}"
         )
     return lines
@@ -105,12 +105,11 @@ def scans(market: Market, loads: str, to: Console) -> list[str]:
 
 def _gains(case: Case, loads: str, base: Way, ways: Sequence[Way]) -> list[float | None]:
     """Of each way over the base; None where it cannot be."""
+    rows = case.rows(loads).rows_ILCE
 
     def seconds(way: Way) -> float | None:
-        plain = replace(way, training=None)  # the tokens of a pass are the case's
         try:
-            rows_ILRE = case.rows(loads).rows_ILCE
-            return price_way(plain, case.run(way.grid), rows_ILRE, num_priced=1).step_s
+            return price_way(way, case.run(way.grid), rows, num_priced=1).step_s
         except ValueError:
             return None
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from multiprocessing import get_context
 from pickle import PicklingError
 from typing import Any, NamedTuple
@@ -43,7 +44,6 @@ from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.strict import nearest_and_all
 
 SEEN = 3  # steps that plans go by, before those that are priced
-LARGE = 2**22  # counts of a step, from which one step is priced in place of some
 ALIKE = 1e-3  # part of a step, by which two shares must differ to be shown both
 
 BASE = "ep"
@@ -113,9 +113,9 @@ class Case:
         except ValueError as error:
             return str(error)
 
-    def of(self, way: Way) -> Case:
-        """The same, trained as a way has it."""
-        return self if way.training is None else replace(self, training=way.training)
+    def trained_as(self, training: Training | None) -> Case:
+        """The same, trained otherwise; None: as it is."""
+        return self if training is None else replace(self, training=training)
 
     def run(self, grid: Grid) -> DescribedRun:
         """The model on the cluster by one grid."""
@@ -129,12 +129,6 @@ class Case:
             mixed=self._mixed,
         )
 
-    @property
-    def num_priced(self) -> int:
-        """Steps whose mean is a price."""
-        counts = self.training.stage_ranks * len(self.shape.moe_layers) * self.shape.num_experts
-        return 1 if counts > LARGE else PRICED
-
     def rows(self, loads: str) -> Loads:
         """Rows of its passes, by a name or a path: of those steps that plans go by and of those
         that are priced."""
@@ -145,7 +139,7 @@ class Case:
             layers=len(self.shape.moe_layers),
             tokens=self.training.tokens,
             top_k=self.shape.top_k,
-            steps=SEEN + self.num_priced,
+            steps=SEEN + PRICED,
         )
 
     def with_tokens(self, tokens: int) -> Case:
@@ -242,18 +236,13 @@ def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
 def _by_other_shares(priced: Sequence[Priced]) -> Iterator[Way]:
     """The fastest way of each strategy that copies, by other ways for replicas to divide rows: the
     paper's, or by price."""
-    for way in _fastest(priced):
-        for name, strategy in way.strategy.by_share.items() if way.grid.num_ep_ranks > 1 else ():
-            if strategy != way.strategy:
-                yield replace(way, name=way.name + name, strategy=strategy)
-
-
-def _fastest(priced: Sequence[Priced]) -> list[Way]:
-    """Of each strategy the fastest; ``priced`` has the fastest first."""
     fastest: dict[str, Way] = {}
     for each in priced:
         fastest.setdefault(each.way.name, each.way)
-    return [*fastest.values()]
+    for way in fastest.values():
+        for name, strategy in way.strategy.by_share.items() if way.grid.num_ep_ranks > 1 else ():
+            if strategy != way.strategy:
+                yield replace(way, name=way.name + name, strategy=strategy)
 
 
 HOST_BOUND = 0.03
@@ -275,7 +264,7 @@ def _by_other_training(market: Market) -> Iterator[Way]:
         if not market.fits(each):
             if is_first and not training.recomputes:
                 again = replace(training, recomputes=True)
-                yield replace(way, name=f"{name}{RUN_AGAIN}", training=again)
+                yield replace(way, training=again, trained=", recomputation")
             for by in SIZES if is_first else ():
                 if training.micro_batch % by == 0:
                     yield _sized(way, training, training.micro_batch // by)
@@ -289,12 +278,11 @@ def _sized(way: Way, training: Training, micro_batch: int) -> Way:
     """The same step in micro-batches of another size."""
     samples = training.micro_batch * training.micro_batches
     other = replace(training, micro_batch=micro_batch, micro_batches=samples // micro_batch)
-    return replace(way, name=f"{way.name}{SIZED}{micro_batch}", training=other)
+    return replace(way, training=other, trained=f"{SIZED}{micro_batch}")
 
 
-COMMA = ", "
-RUN_AGAIN, SIZED = f"{COMMA}recomputation", f"{COMMA}micro-batch "
-"""How names of ways begin to say that they train otherwise than the job."""
+SIZED = ", micro-batch "
+"""How a way's ``trained`` begins, where micro-batches have another size."""
 
 
 # What came out.
@@ -365,7 +353,7 @@ class Market:
     @property
     def best_of_each(self) -> list[Priced]:
         """The fastest way of each strategy, of those that fit if any does."""
-        names = dict.fromkeys(each.way.name.partition(COMMA)[0] for each in self.priced)
+        names = dict.fromkeys(each.way.name.partition(", ")[0] for each in self.priced)
         found = (self._fastest_of(name) for name in names)
         return [each for each in found if each is not None]
 
@@ -391,12 +379,7 @@ class Market:
         return None if self.base is None else self.base.step_s / priced.step_s
 
     def _fastest_of(self, name: str) -> Priced | None:
-        names = (name, f"{name}{RUN_AGAIN}", f"{name}{SIZED}")
-        named = [
-            each
-            for each in self.priced
-            if each.way.name == name or (name and each.way.name.startswith(names[1:]))
-        ]
+        named = [each for each in self.priced if each.way.name == name]
         return next(filter(self.fits, named), None) or next(iter(named), None)
 
 
@@ -411,7 +394,8 @@ def priced_market(
 ) -> Market:
     """Price every way; ``to`` shows progress. Quick: whole experts and no composed strategies, at
     the job's own micro-batch and loads."""
-    rows, num_experts = case.rows(loads), case.shape.num_experts
+    rows_of = cache(lambda training, loads: case.trained_as(training).rows(loads))
+    rows, num_experts = rows_of(None, loads), case.shape.num_experts
     ranks = case.training.stage_ranks
     ways = list(ways_of(chosen, case.hardware, ranks, num_experts, every_grid=every_grid))
     own = next((each.name for each in chosen if each.is_own), "")
@@ -425,7 +409,7 @@ def priced_market(
     with Progress(console=to, transient=True) as progress:
 
         def price_all(ways: Sequence[Way], about: str, loads: str) -> list[Priced | Refused]:
-            found = priced_ways(case, loads, ways)
+            found = priced_ways(case, lambda training: rows_of(training, loads), ways)
             return list(progress.track(found, total=len(ways), description=about))
 
         def market_of(found: Sequence[Priced | Refused]) -> Market:
@@ -441,7 +425,7 @@ def priced_market(
             known_s = {(each.way.name, each.way.grid): each.step_s for each in market.priced}
             for each in others:
                 if isinstance(each, Priced):
-                    alike_s = known_s[each.way.name.partition(COMMA)[0], each.way.grid]
+                    alike_s = known_s[each.way.name.partition(", ")[0], each.way.grid]
                     if abs(each.step_s - alike_s) <= ALIKE * alike_s:
                         continue
                 found.append(each)
@@ -465,9 +449,8 @@ def _better(market: Market, trained: Sequence[Priced | Refused]) -> list[Priced]
     better: dict[str, Priced] = {}
     fitting = (each for each in trained if isinstance(each, Priced) and market.fits(each))
     for each in sorted(fitting, key=lambda each: each.step_s):
-        name = each.way.name.partition(COMMA)[0]
-        if each.step_s < before_s.get(name, math.inf):
-            better.setdefault(name, each)
+        if each.step_s < before_s.get(each.way.name, math.inf):
+            better.setdefault(each.way.name, each)
     return [*better.values()]
 
 
@@ -477,45 +460,46 @@ OTHER_LOADS = ("balanced", "zipf:0.6")
 
 def _gains(priced: Sequence[Priced], market: Market) -> dict[str, float | None]:
     base = market.base
-    seconds = {each.way.name: each.step_s for each in priced}
-    base_s = None if base is None else seconds.get(base.way.name)
+    seconds = {each.way.shown: each.step_s for each in priced}
+    base_s = None if base is None else seconds.get(base.way.shown)
     return {name: base_s and base_s / step_s for name, step_s in seconds.items()}
 
 
-# What a process that is forked to price has of the one that forks it.
-_FORKED: list[tuple[Case, str, Sequence[Way]]] = []
+# In a process that is forked to price: what prices the way of a number.
+_PRICE: list[Callable[[int], Priced | Refused]] = []
 
 
-def priced_ways(case: Case, loads: str, ways: Sequence[Way]) -> Iterator[Priced | Refused]:
-    """Each way in its order, by all cores."""
+def priced_ways(
+    case: Case, rows_of: Callable[[Training | None], Loads], ways: Sequence[Way]
+) -> Iterator[Priced | Refused]:
+    """Each way in its order, by all cores; ``rows_of`` gives those of a way's training, and keeps
+    them."""
+
+    def price(number: int) -> Priced | Refused:
+        way = ways[number]
+        try:
+            run = case.trained_as(way.training).run(way.grid)
+            return price_way(way, run, rows_of(way.training).rows_ILCE)
+        except ValueError as error:
+            return Refused(way, str(error))
+
     cores = min(len(os.sched_getaffinity(0)), len(ways))
     if cores <= 1:
-        yield from (_priced(case, loads, way) for way in ways)
+        yield from map(price, range(len(ways)))
         return
-    _FORKED.append((case, loads, ways))
-    try:
-        with ProcessPoolExecutor(cores, get_context("fork")) as pool:
-            found = [pool.submit(_priced_here, number) for number in range(len(ways))]
-            for way, each in zip(ways, found):
-                try:
-                    yield each.result()
-                except (AttributeError, TypeError, PicklingError) as error:
-                    if "pickle" not in str(error):
-                        raise
-                    yield _priced(case, loads, way)  # by a strategy of a user's own
-    finally:
-        _FORKED.pop()
+    for training in {way.training for way in ways}:
+        with suppress(ValueError):  # which those ways are refused by
+            rows_of(training)  # once, before there are several processes
+    with ProcessPoolExecutor(cores, get_context("fork"), _PRICE.append, (price,)) as pool:
+        found = [pool.submit(_price_here, number) for number in range(len(ways))]
+        for number, each in enumerate(found):
+            try:
+                yield each.result()
+            except (AttributeError, TypeError, PicklingError) as error:
+                if "pickle" not in str(error):
+                    raise
+                yield price(number)  # by a strategy of a user's own
 
 
-def _priced_here(number: int) -> Priced | Refused:
-    case, loads, ways = _FORKED[-1]
-    return _priced(case, loads, ways[number])
-
-
-def _priced(case: Case, loads: str, way: Way) -> Priced | Refused:
-    own = case.of(way)
-    try:
-        rows_ILRE = own.rows(loads).rows_ILCE
-        return price_way(way, own.run(way.grid), rows_ILRE, num_priced=own.num_priced)
-    except ValueError as error:
-        return Refused(way, str(error))
+def _price_here(number: int) -> Priced | Refused:
+    return _PRICE[-1](number)

@@ -70,7 +70,9 @@ def _marks(market: Market, priced: Priced) -> list[str]:
 def _name(market: Market, priced: Priced) -> Html:
     """A way, with its marks."""
     marks = joined(Html(" <mark>{}</mark>").format(what) for what in _marks(market, priced))
-    return Html("{} <small>{}</small>{}").format(priced.way.name, grid_text(priced.way.grid), marks)
+    return Html("{} <small>{}</small>{}").format(
+        priced.way.shown, grid_text(priced.way.grid), marks
+    )
 
 
 def _ways(market: Market) -> Html:
@@ -89,7 +91,7 @@ def _stacks(
 ) -> list[Stack]:
     return [
         Stack(
-            ", ".join([f"{each.way.name} {grid_text(each.way.grid)}", *_marks(market, each)]),
+            ", ".join([f"{each.way.shown} {grid_text(each.way.grid)}", *_marks(market, each)]),
             of_it,
             text,
             is_faint=not market.fits(each),
@@ -189,7 +191,7 @@ def _busy_s(drawn: Sequence[TracedTask]) -> float:
 
 def _rests_on(market: Market) -> Html:
     refused = (
-        f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
+        f"{each.way.shown} on {grid_text(each.way.grid)} cannot be: {each.why}"
         for each in market.refused
     )
     sources = (f"{each.name}: {each.source}" for each in market.case.clusters)

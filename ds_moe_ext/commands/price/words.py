@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ds_moe_ext import older_names
-from ds_moe_ext.commands.price.market import BASE, COMMA, OVER, SIZED, Market
+from ds_moe_ext.commands.price.market import BASE, OVER, SIZED, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_replicas
@@ -107,7 +107,7 @@ def verdict(market: Market) -> str:
             "more nodes, --recomputes, shorter samples or a higher ZeRO stage"
         )
     which = "fastest" if market.too_large is None else "fastest that fits into memory"
-    text = f"{which}: {best.way.name} on {grid_text(best.way.grid)}"
+    text = f"{which}: {best.way.shown} on {grid_text(best.way.grid)}"
     if best is base:
         text += ", the best plain expert parallelism"
     elif base is None:
@@ -116,7 +116,7 @@ def verdict(market: Market) -> str:
         text += f", {_times(market, best)}"
         text += f" (which is on {grid_text(base.way.grid)}{_unless_it_fits(market, base)})"
     if own is not None and own is not best and own is not base and base is not None:
-        text += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
+        text += f"; yours, {own.way.shown} on {grid_text(own.way.grid)}: {_times(market, own)}"
         text += _unless_it_fits(market, own)
     if market.too_large is not None:
         text += f"; {_with_memory(market, market.too_large)} would be faster, but does not fit"
@@ -131,7 +131,7 @@ def _with_memory(market: Market, priced: Priced) -> str:
     has = market.case.hardware.device.memory_bytes
     assert has is not None, "without it all fit"
     return (
-        f"{priced.way.name} on {grid_text(priced.way.grid)} "
+        f"{priced.way.shown} on {grid_text(priced.way.grid)} "
         f"({bytes_text(int(priced.memory.total))} of {bytes_text(has)})"
     )
 
@@ -144,7 +144,7 @@ def plan_words(priced: Priced) -> str:
     """What the layers do: where experts live, which are copied, and what the strategy says."""
     way = priced.way
     lines = [
-        f"{way.name} on {grid_text(way.grid)}",
+        f"{way.shown} on {grid_text(way.grid)}",
         _owners(priced),
         _replicas(priced),
         priced.reported,
@@ -208,7 +208,9 @@ def host_words(market: Market) -> list[str]:
     bound = [each for each in market.best_of_each if market.host_bound(each)]
     if not bound:
         return []
-    shares = ", ".join(f"{each.way.name} {each.mean('host_s') / each.step_s:.0%}" for each in bound)
+    shares = ", ".join(
+        f"{each.way.shown} {each.mean('host_s') / each.step_s:.0%}" for each in bound
+    )
     return [
         f"host-bound: devices wait for their host for part of the step ({shares}); larger "
         "micro-batches, a faster host (host_launch_s of the hardware file) or ep help"
@@ -220,7 +222,7 @@ def block_words(market: Market) -> list[str]:
     best = market.best
     if best is None:
         return []
-    strategy, _, balance = best.way.name.partition(COMMA)[0].partition(OVER)
+    strategy, _, balance = best.way.name.partition(", ")[0].partition(OVER)
     grid = best.way.grid
     block = {
         "enabled": True,
@@ -291,7 +293,7 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     lines += [f"{name}: {plan_words(each)}" for name, each in market.named]
     lines += [*zebra_words(market), *pays]
     lines += [
-        f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
+        f"{each.way.shown} on {grid_text(each.way.grid)} cannot be: {each.why}"
         for each in market.refused
     ]
     lines += assumed(market)
@@ -343,7 +345,7 @@ def _seconds(market: Market, width: int) -> Table:
         marks = ">" if each is market.best else ""
         table.add_row(
             f"{marks} yours".strip() if each is market.own_best else marks,
-            each.way.name.partition(SIZED)[0],
+            each.way.shown.partition(SIZED)[0],
             grid_text(each.way.grid),
             *(row[heading] for heading in shown),
             style=None if market.fits(each) else "dim",
@@ -359,9 +361,9 @@ def _loads(market: Market) -> Table:
     for name in (*market.under, market.loads):
         table.add_column(name, justify="right")
     for each in market.best_of_each:
-        gains = [of_loads.get(each.way.name) for of_loads in market.under.values()]
+        gains = [of_loads.get(each.way.shown) for of_loads in market.under.values()]
         shown = ["" if gain is None else f"{gain:.2f} x" for gain in (*gains, market.gain(each))]
-        table.add_row(each.way.name, *shown)
+        table.add_row(each.way.shown, *shown)
     return table
 
 
@@ -370,7 +372,7 @@ def _memory(market: Market) -> Table:
     of_device = "" if has is None else f" of {has / GIB:,.0f}"
     table = Table("", title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
     for _, each in market.named:
-        table.add_column(f"{each.way.name}, {grid_text(each.way.grid)}", justify="right")
+        table.add_column(f"{each.way.shown}, {grid_text(each.way.grid)}", justify="right")
     used = [{**vars(each.memory), "all": each.memory.total} for _, each in market.named]
     for name in (*MEMORY, "all"):
         table.add_row(name, *(f"{memory[name] / GIB:,.1f}" for memory in used))
@@ -399,7 +401,7 @@ def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
         "loads": market.loads,
         "ways": [_way(market, each) for each in market.priced],
         "refused": [
-            {"strategy": each.way.name, **_sizes(each.way.grid), "why": each.why}
+            {"strategy": each.way.shown, **_sizes(each.way.grid), "why": each.why}
             for each in market.refused
         ],
         "zebra": None if market.zebra is None else zebra_words(market)[0],
@@ -413,9 +415,9 @@ def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
 
 def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
     return {
-        "strategy": priced.way.name,
+        "strategy": priced.way.shown,
         **_sizes(priced.way.grid),
-        "is_own": priced.way.name == market.own,
+        "is_own": priced.way.shown == market.own,
         "is_fastest": priced is market.best,
         "is_base": priced is market.base,
         "fits": market.fits(priced),
