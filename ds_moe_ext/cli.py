@@ -62,7 +62,11 @@ def add_price(commands: Any) -> None:
         help="a file, or a name of configs/hardware, as dgx_h100; several are compared",
     )
     add("--nodes", type=int, nargs="+", help="nodes of each cluster (default: as in its file)")
-    add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
+    add(
+        "--loads",
+        default="zipf:0.6",
+        help="a workload, a name of configs/loads or a file: see loads",
+    )
     add("--strategies", default="all", help="names with commas between, or all; or module:Class")
     add("--grids", choices=("few", "all"), default="few", help="EP group sizes to try")
     add("--length", type=int, help="tokens per sample")

@@ -30,7 +30,8 @@ def add_loads(commands: Any) -> None:
     parser.add_argument(
         "loads",
         metavar="NAME_OR_FILE",
-        help=f"{', '.join(NAMES)}, with parameters as zipf:1.4,seed=3; or .npz, .jsonl, .json",
+        help=f"{', '.join(NAMES)}, with parameters as zipf:1.4,seed=3; a name "
+        "of configs/loads; or .npz, .jsonl, .json",
     )
     defaults = Sizes()
     for name, what in SIZES.items():

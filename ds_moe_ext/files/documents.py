@@ -25,7 +25,8 @@ def names_of(kind: str) -> dict[str, Path]:
     """Of JSON files of ``configs/``, each with where it lies.
 
     Args:
-        kind: a folder there: ``"hardware"``, ``"hosts"``, ``"models"`` or ``"strategies"``.
+        kind: a folder there: ``"hardware"``, ``"hosts"``, ``"loads"``, ``"models"`` or
+            ``"strategies"``.
     """
     return {file.stem: file for file in sorted((CONFIGS / kind).rglob("*.json"))}
 

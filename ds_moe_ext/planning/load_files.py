@@ -4,8 +4,10 @@
 ``read_loads`` asks a generator (``load_models``) or one of the ``READERS``: of our tables
 (``.npz``), of Megatron-core's routing traces (``--moe-routing-trace-path``: JSONL, a line for each
 step, layer and rank, with the experts of every token) or of the ``report.json`` that a run left;
-``redivided`` then gives them other ranks, tokens, layers or steps. ``write_loads`` writes the first
-two. Shape letters: I steps, L layers, C or R senders (ranks), E experts.
+``redivided`` then gives them other ranks, tokens, layers or steps. Files of ``configs/loads`` are
+found by their names; each is the part of a ``report.json`` that is read, and says where its counts
+come from. ``write_loads`` writes the first two. Shape letters: I steps, L layers, C or R senders
+(ranks), E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_moe_ext.files.documents import parsed, read_document
+from ds_moe_ext.files.documents import file_of, names_of, parsed, read_document
 from ds_moe_ext.planning.load_models import TRAINED, WORKLOADS, Zipf, workload_rows, zipf_rows
 from ds_moe_ext.planning.loads import MOST_ROWS, Loads, Sizes, check_size
 from ds_moe_ext.strict import at_least, fields_of, nearest_and_all, read_record
@@ -258,18 +260,23 @@ def redivided(
     Other ranks alone keep every expert's rows: the senders stand in a line that is cut into equal
     pieces, by whole tokens; some senders are joined, some divided. Other tokens multiply each
     sender's rows and round them to whole ones, largest remainder first, the lower index among
-    equals: no sender's rows of an expert are off by one or more.
+    equals: no sender's rows of an expert are off by one or more. A single step is repeated: its
+    loads stand for those of all, and a planner that goes by earlier steps forecasts them exactly.
     """
     for name, value in (("ranks", ranks), ("tokens", tokens), ("layers", layers), ("steps", steps)):
         at_least(name, value, 1)
     rows_ILCE, steps_I = loads.rows_ILCE, loads.steps_I
     num_steps, num_layers, num_senders, num_experts = rows_ILCE.shape
+    if steps is not None and steps > num_steps == 1:
+        check_size((steps, *rows_ILCE.shape[1:]), loads.source)
+        rows_ILCE, steps_I = rows_ILCE.repeat(steps, axis=0), steps_I[0] + np.arange(steps)
+        num_steps = steps
     if steps is not None and steps > num_steps:
         raise ValueError(
             f"steps is {steps}, but {loads.source} has {num_steps}; give that many or fewer"
         )
     if steps is not None:
-        rows_ILCE, steps_I = rows_ILCE[:steps], steps_I[:steps]
+        rows_ILCE, steps_I = rows_ILCE[-steps:], steps_I[-steps:]
     if layers is not None:
         check_size((len(steps_I), layers, num_senders, num_experts), loads.source)
         rows_ILCE = rows_ILCE[:, np.arange(layers) % num_layers]
@@ -417,8 +424,9 @@ def read_loads(
 
     Args:
         given: a generator's name with its parameters, as ``hot_rank``, ``zipf:1.4`` or
-            ``zipf:1.4,drift=0.1,seed=3``; or the path of a table (``.npz``), of routing traces of
-            Megatron (``.jsonl``, or a folder of them) or of a run's report (``.json``).
+            ``zipf:1.4,drift=0.1,seed=3``; a name of ``configs/loads``; or the path of a table
+            (``.npz``), of routing traces of Megatron (``.jsonl``, or a folder of them) or of a
+            run's report (``.json``).
         ranks: senders; None: as many as the file has, or what ``Sizes`` says. So for all that
             follow.
         experts: of each layer; a file has its own.
@@ -426,7 +434,7 @@ def read_loads(
         tokens: of a rank in a step, in the mean.
         top_k: choices a token. A table may not know it, and is given it; one that does has its
             own.
-        steps: of a file the first so many.
+        steps: of a file the last so many; one that has a single step has it so often.
         seed: of a generator whose name has none.
 
     Raises:
@@ -452,16 +460,17 @@ def read_loads(
         else:
             rows_ILCE = zipf_rows(stated, seed, dataclasses.replace(DISTRIBUTIONS[name], **known))
         return Loads(rows_ILCE, np.arange(stated.steps), given, stated.top_k)
-    path = Path(given)
+    path = file_of("loads", given)
     is_folder = path.is_dir()
     if not is_folder and path.suffix not in READERS:
         raise ValueError(
             f"{given!r} is neither the name of loads nor ends on {', '.join(READERS)}; "
-            f"{nearest_and_all(name, NAMES, SYNONYMS)}"
+            f"{nearest_and_all(name, (*NAMES, *names_of('loads')), SYNONYMS)}"
         )
     if not (is_folder or path.is_file()):
         raise ValueError(f"{given!r} is no file that is there; give the path of one")
     loads = READERS[".jsonl" if is_folder else path.suffix](path, experts)
+    loads = dataclasses.replace(loads, source=given)
     if top_k is not None and loads.top_k is None:
         loads = dataclasses.replace(loads, top_k=top_k)
     for what, wanted, has in (

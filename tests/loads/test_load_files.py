@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ds_moe_ext import cli
+from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.load_files import read_loads, write_loads
 from ds_moe_ext.planning.loads import Loads, figures_of
 from ds_moe_ext.report.record import LayerRecord, RunRecord
@@ -302,3 +303,33 @@ def test_figures() -> None:
     assert figures.hottest_IL[:, 0].tolist() == [3, 1, 1, 4]
     assert figures.unused_IL[:, 0].tolist() == [0.5, 0, 0, 0.75]
     assert figures.moved_L[:, 0].tolist() == [0.5, 0]  # the last step is too far off
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "hottest"),
+    [
+        # Rows of the hottest expert over the mean, mean of the layers; of OLMoE by hand from its
+        # counts: (3.02 + 2.66 + 2.50) / 3.
+        ("mixtral_8x7b", (8, 2, 32), 1.19),
+        ("olmoe_1b_7b", (64, 8, 3), 2.72),
+        ("quickstart", (8, 2, 2), 2.17),
+    ],
+)
+def test_loads_that_are_shipped(
+    name: str, sizes: tuple[int, int, int], hottest: float, tmp_path: Path
+) -> None:
+    loads = read_loads(name)
+    assert (loads.rows_ILCE.shape[-1], loads.top_k, loads.rows_ILCE.shape[1]) == sizes
+    assert figures_of(loads).hottest_IL.mean() == pytest.approx(hottest, abs=0.01)
+    file = CONFIGS / f"loads/{name}.json"
+    assert file.stat().st_size < 100_000
+    assert {"about", "source", "made"} <= json.loads(file.read_text()).keys()
+    # As price takes them, on a cluster of other sizes.
+    again = read_loads(name, ranks=16, layers=4, tokens=4096, steps=6)
+    assert again.rows_ILCE.shape == (6, 4, 16, sizes[0])
+    assert (again.rows_ILCE.sum(axis=(2, 3)) == 16 * 4096 * sizes[1]).all()
+
+
+def test_names_that_nobody_has() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'mixtral_8x7b'\? known: balanced"):
+        read_loads("mixtral_8x7")

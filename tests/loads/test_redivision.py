@@ -85,9 +85,15 @@ def test_largest_remainders_are_rounded_up_the_first_among_equals() -> None:
 def test_layers_begin_again_and_steps_end() -> None:
     loads = read_loads("trained", layers=3, steps=5)
     found = redivided(loads, layers=7, steps=2)
-    assert np.array_equal(found.rows_ILCE, loads.rows_ILCE[:2, [0, 1, 2, 0, 1, 2, 0]])
-    assert found.steps_I.tolist() == [0, 1] and found.top_k == 2
+    assert np.array_equal(found.rows_ILCE, loads.rows_ILCE[-2:, [0, 1, 2, 0, 1, 2, 0]])
+    assert found.steps_I.tolist() == [3, 4] and found.top_k == 2
     assert np.array_equal(redivided(loads, layers=2).rows_ILCE, loads.rows_ILCE[:, :2])
+
+
+def test_a_single_step_stands_for_all() -> None:
+    found = redivided(loads_of(np.array([[[[3, 1]]]])), steps=3)
+    assert found.rows_ILCE.tolist() == [[[[3, 1]]]] * 3
+    assert np.diff(found.steps_I).tolist() == [1, 1]
 
 
 def test_a_layer_without_rows_stays_one() -> None:
