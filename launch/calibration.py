@@ -34,7 +34,13 @@ from ds_moe_ext.core.hardware import Hardware, read_hardware
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.planning.candidates import Priced, Reached, Way, price_way
-from ds_moe_ext.planning.model_shape import ModelParallel, ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.model_shape import (
+    MASTER_AND_STATES,
+    ModelParallel,
+    ModelShape,
+    OnItsWay,
+    Training,
+)
 from ds_moe_ext.planning.prices import RowBytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -122,6 +128,9 @@ class Row:
             micro_batches=keys["global_batch"] // at_once,
             zero_stage=keys["zero_stage"],
             recomputes=keys["recompute"] == FULL,
+            again=tuple(keys["recompute"]) if isinstance(keys["recompute"], list) else (),
+            is_fused=True,  # all by Transformer Engine
+            state_bytes=keys.get("state_bytes", MASTER_AND_STATES),
             hides_gradients=keys["overlaps_gradients"],
             sums_in_float32=keys["sums_in_float32"],
             parallel=parallel,

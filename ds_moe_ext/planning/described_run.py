@@ -30,15 +30,28 @@ from ds_moe_ext.planning.exchange_costs import layer_costs as costs_of_layer
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.planning.layer_seconds import HostTimes, TaskCosts, host_of, issued
-from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.model_shape import (
+    LAYER_NORM,
+    MLP,
+    MOE,
+    MOE_ACTIVATION,
+    SHARED,
+    UP_PROJECTION,
+    ModelShape,
+    OnItsWay,
+    Training,
+)
 from ds_moe_ext.planning.prices import Line, Prices, RowBytes
 from ds_moe_ext.planning.step_price import Conditions, Pass, most_kept
 from ds_moe_ext.planning.strategy import CostGroup, Job, Plan
 
 RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
-KEPT_DENSE = 16  # hidden states that a layer's dense part keeps for backward, with fused attention
+# hidden states that a layer's dense part keeps for backward, as Hugging Face writes it, with fused
+# attention
+KEPT_DENSE = 16
+KEPT_FUSED = 4  # likewise of Megatron-core's: what two norms take and give
 LOGIT_BYTES = 6  # of one logit: as computed, and in 32 bits for the loss
-STEP_BYTES = 2 * MASTER_AND_STATES + 6  # read and written of a weight when it is stepped
+STEP_BYTES = 6  # read and written of a weight when it is stepped, beside states: itself, gradient
 SHARE_OF_FREE = 0.7  # of free memory that replicas may take, as in a run
 
 
@@ -172,12 +185,25 @@ class DescribedRun:
     def back_window_s(self) -> tuple[float, ...]:
         """The same in backward."""
         computed_s = (self.backward_rounds * s for s in self._computed_s)
-        return tuple(map(sum, zip(computed_s, self._sent_s[1])))
+        return tuple(map(sum, zip(computed_s, map(self._again_s, self._before), self._sent_s[1])))
 
     @property
     def backward_rounds(self) -> int:
         """Times of forward that backward takes: one more where forward is computed again."""
         return BACKWARD + self.training.recomputes
+
+    @property
+    def expert_rounds(self) -> int:
+        """The same of experts, which selective recomputation may run again alone."""
+        return BACKWARD + (self.training.recomputes or MOE in self.training.again)
+
+    def _again_s(self, layers: Sequence[int]) -> float:
+        """Of the dense modules of some layers that run again in backward alone."""
+        training = self.training
+        if training.recomputes or not training.again:
+            return 0.0
+        work = sum(self.shape.again_work(each, training.again, training.length) for each in layers)
+        return training.tokens * work / self.product.multiply_adds_per_s
 
     def dense_s(self, layers: Sequence[int]) -> float:
         """Forward of the dense parts of some layers, one pass of one rank."""
@@ -314,7 +340,7 @@ class DescribedRun:
             ),
             row_s_C=tuple(row_s_C.tolist()) if row_s_C.max() > row_s_C.min() else (),
             expert_bytes=self.expert_bytes,
-            state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.etp_size,
+            state_bytes=self.training.state_bytes * self.shape.expert_weights // grid.etp_size,
             copy_latency_s=copy.latency_s,
             replica_bytes=sent.copy,
             etp_row_bytes=sent.row.within,
@@ -323,7 +349,7 @@ class DescribedRun:
     def _row_s_C(self) -> np.ndarray:
         """Seconds of a row in each EP rank: of the slowest grid, where there are several, and of an
         EP rank's slowest rank."""
-        work = (1 + self.backward_rounds) * self.shape.expert_weights / self.grid.etp_size
+        work = (1 + self.expert_rounds) * self.shape.expert_weights / self.grid.etp_size
         row_s_R = np.concatenate(
             [
                 np.full(each.num_ranks, work / self._product(each).multiply_adds_per_s)
@@ -439,31 +465,53 @@ class DescribedRun:
         return MemoryUse(
             weights=held * element,
             gradients=reduced * training.gradient_bytes,
-            optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
+            optimizer=stepped * (training.state_bytes - 4 * (element == 4)),
             activations=sum(self.activations(most_rows)),
         )
 
     def activations(self, most_rows: float) -> Activations:
         """Of one pass. Arguments as of ``memory``."""
         shape, training, tokens = self.shape, self.training, self.training.tokens
-        state = self.row_bytes
-        dense = KEPT_DENSE * tokens * state
-        of_row = 2 * shape.width + shape.products * shape.expert_width / self.grid.etp_size
-        rows = most_rows * of_row * training.element_bytes
-        rows += tokens * shape.top_k * state  # as they came back
-        hidden = shape.products * tokens * training.element_bytes
-        rows += hidden * shape.shared_width
         num_moe = len(shape.moe_layers)
-        num_dense = shape.num_layers - num_moe
-        of_mlp = hidden * shape.dense_width if num_dense else 0
+        numbers = num_moe, shape.num_layers - num_moe
         logits = tokens * shape.vocabulary.size * LOGIT_BYTES if shape.vocabulary.has_head else 0
-        if training.recomputes:
-            rows = rows if num_moe else 0
-            return Activations(
-                shape.num_layers * tokens * state + logits, dense + max(rows, of_mlp)
-            )
-        whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
-        return Activations(whole + logits, 0.0)
+        whole = self._kept_of_layers(most_rows, ())
+        if training.recomputes:  # what a layer takes is kept, and one layer as it runs again
+            passing = max(layer for layer, number in zip(whole, numbers) if number)
+            return Activations(shape.num_layers * tokens * self.row_bytes + logits, passing)
+        kept = self._kept_of_layers(most_rows, training.again)
+        restored = (all_of - left for all_of, left, number in zip(whole, kept, numbers) if number)
+        in_layers = sum(number * layer for number, layer in zip(numbers, kept))
+        return Activations(in_layers + logits, max(restored))
+
+    def _kept_of_layers(self, most_rows: float, again: Sequence[str]) -> tuple[float, float]:
+        """Bytes of a MoE layer and of one without experts that wait for backward.
+
+        Fused attention keeps no scores (Korthikanti et al. 2022, section 4.1, without the part that
+        grows with the square of the length). Where Megatron-core runs the layer, a routed token is
+        kept as it came, behind the first product and behind the activation, which its probability
+        has multiplied already, so that what comes back is not kept.
+        """
+        shape, training, tokens = self.shape, self.training, self.training.tokens
+        element = training.element_bytes
+        inner = shape.products * shape.expert_width / self.grid.etp_size
+        shared, mlp = shape.products * shape.shared_width, shape.products * shape.dense_width
+        if not training.is_fused:
+            dense = KEPT_DENSE * shape.width
+            rows = most_rows * (2 * shape.width + inner) + tokens * shape.top_k * shape.width
+        else:
+            always, projected = shape.attention_kept
+            dense = KEPT_FUSED * shape.width + always + projected * (UP_PROJECTION not in again)
+            if LAYER_NORM in again:  # Transformer Engine fuses the first one, but of latent vectors
+                dense -= shape.width * (2 if projected else 1)
+            freed = shape.expert_width / self.grid.etp_size * (MOE_ACTIVATION in again)
+            rows = most_rows * (shape.width + inner - freed) * (MOE not in again)
+        of_shared = tokens * shared * (SHARED not in again and MOE not in again)
+        of_mlp = tokens * mlp * (MLP not in again)
+        return (
+            element * (tokens * dense + rows + of_shared),
+            element * (tokens * dense + of_mlp),
+        )
 
     def conditions(self, sliced: int = 0) -> Conditions:
         """Of a step whose layers reduce so many elements of dense gradients beside their rows."""
@@ -476,14 +524,15 @@ class DescribedRun:
             etp_gather=self.lines.all_gather,
             etp_scatter=self.lines.reduce_scatter,
             all_reduce=self.lines.gradients,
-            backward_rounds=self.backward_rounds,
+            backward_rounds=self.expert_rounds,
         )
         return Conditions(
             grid=self.grid,
             tasks=tasks,
             host=self.host.with_forward_again() if self.training.recomputes else self.host,
             head_s=self.head_s,
-            head_again_s=self.dense_s(self.shape.layers_after) * (self.backward_rounds - BACKWARD),
+            head_again_s=self.dense_s(self.shape.layers_after) * (self.backward_rounds - BACKWARD)
+            + self._again_s(self.shape.layers_after),
             head_sent_s=self.head_sent_s,
             window_sent_s=sum(map(sum, self._sent_s)),
             end_s=self.end_s(sliced),
@@ -519,7 +568,7 @@ class DescribedRun:
     def _stepped_s(self, elements: float, num_replicas: int) -> float:
         """The optimizer's step of weights that so many ranks have."""
         own = elements / (num_replicas if self.training.zero_stage >= 1 else 1)
-        return STEP_BYTES * own / self.memory_rate
+        return (2 * self.training.state_bytes + STEP_BYTES) * own / self.memory_rate
 
     @property
     def _held_experts(self) -> float:

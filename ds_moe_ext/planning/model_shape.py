@@ -94,6 +94,10 @@ ALONE = ModelParallel()
 
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 MASTER_AND_STATES = 12  # bytes of a weight for Adam: itself and two states, in 32 bits
+CORE_ATTENTION, LAYER_NORM, UP_PROJECTION = "core_attn", "layernorm", "mla_up_proj"
+MOE_ACTIVATION, SHARED, MLP, MOE = "moe_act", "shared_experts", "mlp", "moe"
+MODULES = (CORE_ATTENTION, LAYER_NORM, UP_PROJECTION, MOE_ACTIVATION, SHARED, MLP, MOE)
+"""Of a layer, as ``--recompute-modules`` of Megatron-core 0.16.1 names them."""
 MOST_PASSES = 100_000  # of a step
 
 
@@ -113,6 +117,11 @@ class Training:
     offloaded_states: float = 0.0  # part of the optimizer's states that lies in host memory, 0 to 1
     # layers run again in backward, so that only what passes between them is kept
     recomputes: bool = False
+    # modules of each layer that run again alone, some of ``MODULES``: Megatron-core's selective
+    # recomputation
+    again: tuple[str, ...] = ()
+    is_fused: bool = False  # layers are Megatron-core's with Transformer Engine
+    state_bytes: int = MASTER_AND_STATES  # of a weight for the optimizer
     hides_gradients: bool = False  # gradients are reduced beside backward by the host itself
     sums_in_float32: bool = False  # gradients are summed in 32 bits, where they are narrower
     parallel: ModelParallel = ALONE  # tensor, context and pipeline parallelism
@@ -129,6 +138,11 @@ class Training:
         if self.number_type not in ELEMENT_BYTES:
             raise ValueError(
                 f"number_type is {self.number_type!r}; choose {', '.join(ELEMENT_BYTES)}"
+            )
+        if unknown := sorted(set(self.again) - set(MODULES)):
+            raise ValueError(
+                f"modules that run again have {unknown[0]!r}, which is none of Megatron's; choose "
+                f"among {', '.join(MODULES)}"
             )
         parallel, stages = self.parallel, self.parallel.pipeline
         if self.num_ranks % parallel.size:
@@ -234,6 +248,9 @@ class ModelShape:
     length: int | None = None  # tokens of a sample, where the model says
     # attention, where ranks divide it
     divided: DividedAttention = field(default_factory=DividedAttention)
+    # numbers of a token that fused attention keeps for backward beside hidden states: always, and
+    # where the up projections of latent vectors do not run again
+    attention_kept: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         is_whole = self.vocabulary.has_embedding and self.vocabulary.has_head
@@ -311,6 +328,22 @@ class ModelShape:
         """Of attention itself, its scores and what they weigh."""
         return length / 2 * sum(self.head_width)
 
+    def again_work(self, layer: int, again: Sequence[str], length: int) -> float:
+        """Multiply-adds of a token in the dense modules of one layer that run again; norms and
+        activations are taken as free."""
+        is_moe = layer in self.moe_layers
+        work = 0.0
+        if CORE_ATTENTION in again:
+            work += self.attention_work(length)
+        if UP_PROJECTION in again and self.attention_kept[1]:
+            rest = self.divided.replicated_weights + self.width * self.head_width[1]
+            work += self.attention_weights - rest
+        if is_moe and (SHARED in again or MOE in again):
+            work += self.products * self.width * self.shared_width
+        if not is_moe and MLP in again:
+            work += self.products * self.width * self.dense_width
+        return work
+
     def layers_before(self, number: int) -> range:
         """Layers that run before the experts of MoE layer ``number``, since those of the one before
         it; the MoE layer's own attention with them."""
@@ -343,7 +376,8 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
     else:
         head = read("head_dim", default=width // max(heads, 1))
         groups = read("num_key_value_heads", default=heads)
-        attention = _grouped(width, heads, groups, head)
+        has_norms = str(read.get("model_type")).startswith(_NORMED)
+        attention = _grouped(width, heads, groups, head, has_norms)
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -378,7 +412,7 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
     head = read("kv-channels", default=width // heads)
     groups = read("num-query-groups", default=heads)
     ffn = read("ffn-hidden-size", default=4 * width)
-    attention = _grouped(width, heads, groups, head)
+    attention = _grouped(width, heads, groups, head, bool(flags.get("qk-layernorm")))
     if flags.get("multi-latent-attention"):
         attention = _latent(read, width, heads, _LATENT_FLAGS)
     return ModelShape(
@@ -439,9 +473,16 @@ class _Reader:
         return self._keys.get(key)
 
 
-def _grouped(width: int, heads: int, groups: int, head: int) -> dict[str, Any]:
-    """What ``ModelShape`` says of attention whose heads share keys and values in groups."""
+_NORMED = "qwen3"
+"""How ``model_type`` begins of models that normalize each head's queries and keys."""
+
+
+def _grouped(width: int, heads: int, groups: int, head: int, has_norms: bool) -> dict[str, Any]:
+    """What ``ModelShape`` says of attention whose heads share keys and values in groups. Queries,
+    keys, values and what these come to are kept, and queries and keys before their norms."""
+    kept = 2 * (heads + groups) * head + has_norms * (heads + groups) * head
     return {
+        "attention_kept": (kept, 0),
         "attention_weights": width * head * 2 * (heads + groups),
         "head_width": (heads * head, heads * head),
         "divided": DividedAttention(key_value_width=2 * groups * head),
@@ -465,7 +506,10 @@ def _latent(read: _Reader, width: int, heads: int, keys: Sequence[str]) -> dict[
     query = heads * (plain + rotary)
     queries = width * query_rank + query_rank * query if query_rank else width * query
     of_latent = width * (latent + rotary) + latent * heads * (plain + value)
+    # Latent vectors before and behind their norms, what attention comes to; and what it is of.
+    kept = 2 * (query_rank + latent) + rotary + heads * value
     return {
+        "attention_kept": (kept, 2 * query + heads * value),
         "attention_weights": queries + of_latent + heads * value * width,
         "head_width": (query, heads * value),
         "divided": DividedAttention(

@@ -353,6 +353,37 @@ def test_without_hjson_comments_are_reported(
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ((), 12, True)),
+        ({"transformer-impl": "local"}, ((), 12, False)),
+        ({"recompute-granularity": "selective"}, (("core_attn",), 12, True)),
+        ({"moe-layer-recompute": True}, (("moe",), 12, True)),
+        (
+            {"recompute-granularity": "selective", "recompute-modules": "moe_act layernorm"},
+            (("layernorm", "moe_act"), 12, True),
+        ),
+        (
+            {
+                "use-precision-aware-optimizer": True,
+                "exp-avg-dtype": "bf16",
+                "exp-avg-sq-dtype": "fp8",
+            },
+            ((), 4 + 2 + 1, True),
+        ),
+    ],
+)
+def test_what_megatron_keeps(
+    tmp_path: Path, flags: dict[str, Any], expected: tuple[tuple[str, ...], int, bool]
+) -> None:
+    write_flags(tmp_path / "job.sh", {**FLAGS, **flags})
+    asked = read_job(tmp_path / "job.sh")
+    assert asked.shape is not None
+    training = training_of(asked, asked.shape, 4, {})
+    assert (training.again, training.state_bytes, training.is_fused) == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (("comma.json", *ASKED), r"'comma.json' cannot be read \(.*line 1.*name a DeepSpeed JSON"),
@@ -394,6 +425,8 @@ def test_without_hjson_comments_are_reported(
         (("ranks.sh", *ASKED[2:]), r"which 4 ranks in groups of 8 of 1 each do not divide"),
         (("ep_ranks.sh", *ASKED[2:]), r"8 EP ranks of 1 rank\(s\) do not divide 2 ranks"),
         (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
+        (("again.sh", *ASKED[2:]), r"modules that run again have 'act', .* choose among core_attn"),
+        (("moments.sh", *ASKED[2:]), r"says --exp-avg-dtype int8; give one of fp32, bf16, fp16"),
         (
             ("auto.json", *ASKED),
             r"autotp_size is 2, and AutoTP is not priced; set it to 1",
@@ -429,6 +462,8 @@ def test_what_is_wrong_is_named(
         ("ranks", {"context-parallel-size": 8, "global-batch-size": 1}),
         ("ep_ranks", {**pipeline, "expert-model-parallel-size": 8, "seq-length": 8, **halves}),
         ("stages", {"pipeline-model-parallel-size": 2, "num-layers": 3}),
+        ("again", {"recompute-granularity": "selective", "recompute-modules": "act"}),
+        ("moments", {"use-precision-aware-optimizer": True, "exp-avg-dtype": "int8"}),
     ):
         write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, **flags})
     (files / "auto.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))

@@ -21,6 +21,9 @@ from ds_moe_ext.files.documents import (
 )
 from ds_moe_ext.planning.model_shape import (
     ALONE,
+    CORE_ATTENTION,
+    MASTER_AND_STATES,
+    MOE,
     ModelParallel,
     ModelShape,
     Training,
@@ -36,7 +39,12 @@ FLAG = "--ds-moe-ext-config"
 _REMEDY = "name a DeepSpeed JSON, or a file of Megatron's flags"
 _KINDS, _IN_32 = ("bf16", "fp16"), "fp32"  # number types, as both hosts name them
 _NOWHERE = "none"  # as DeepSpeed says that it offloads nothing
-_ALL_OF_IT, _P2P = "full", "p2p"  # values of Megatron's flags
+_ALL_OF_IT, _PARTS, _P2P, _FUSED = "full", "selective", "p2p", "transformer_engine"
+"""Values of Megatron's flags."""
+_LISTS = ("recompute-modules", "offload-modules", "cuda-graph-scope", "data-path")
+"""Flags that several words follow."""
+_STATES = ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+_TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +136,9 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         # As Megatron does in bf16, whatever else is stated.
         "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
+        "again": _again(flags),
+        "is_fused": flags.get("transformer-impl", _FUSED) == _FUSED,
+        "state_bytes": _state_bytes(flags, path),
         "micro_batch": _whole(flags, "micro-batch-size", path),
         "length": _whole(flags, "seq-length", path),
         "parallel": parallel,
@@ -152,12 +163,38 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
             flags[name] = value if equals else True
         elif name and flags[name] is True:
             flags[name] = word
+        elif name in _LISTS:
+            flags[name] = f"{flags[name]} {word}"
         else:
             raise ValueError(
                 f"{str(path)!r} says {word!r}, which belongs to no flag; give Megatron's flags "
                 "as --name value, or a DeepSpeed JSON"
             )
     return flags
+
+
+def _again(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that run again alone."""
+    named = str(flags.get("recompute-modules", CORE_ATTENTION)).split()
+    chosen = set(named) if flags.get("recompute-granularity") == _PARTS else set()
+    if flags.get("moe-layer-recompute"):
+        chosen.add(MOE)
+    return tuple(sorted(chosen))
+
+
+def _state_bytes(flags: Mapping[str, Any], path: Path) -> int:
+    """Of a weight, for the optimizer: in 32 bits but with --use-precision-aware-optimizer."""
+    if not flags.get("use-precision-aware-optimizer"):
+        return MASTER_AND_STATES
+    total = 0
+    for name in _STATES:
+        kind = flags.get(name, "fp32")
+        if kind not in _TYPE_BYTES:
+            raise ValueError(
+                f"{str(path)!r} says --{name} {kind}; give one of {', '.join(_TYPE_BYTES)}"
+            )
+        total += _TYPE_BYTES[kind]
+    return total
 
 
 # What Megatron's flags say of tensor, context, pipeline and expert parallelism.
@@ -278,6 +315,8 @@ def read_model(path: Path) -> ModelShape:
             f" or one of configs/models: {nearest_and_all(str(path), names_of('models'))}"
         ) from error
     inner = document.get("config")
+    if isinstance(inner, Mapping):
+        inner = {"model_type": document.get("family"), **inner}
     name = file.resolve().parent.name if file.name == CONFIG else file.stem
     return of_config(inner if isinstance(inner, Mapping) else document, name)
 

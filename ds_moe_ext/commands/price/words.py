@@ -19,6 +19,7 @@ from ds_moe_ext.commands.price.market import BASE, OVER, SIZED, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_replicas
+from ds_moe_ext.planning.model_shape import Training
 from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, seconds_text
 from ds_moe_ext.schedule.simulator import chrome_trace
 from ds_moe_ext.strategies.settings import BLOCK
@@ -54,9 +55,15 @@ def about(market: Market) -> str:
         f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
         f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
         f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
-        f"{_parallel(market)}"
+        f"{_again(training)}{_parallel(market)}"
         f"loads: {market.loads}; {hardware.num_ranks:,} ranks"
     )
+
+
+def _again(training: Training) -> str:
+    if training.recomputes or not training.again:
+        return ""
+    return f"again in backward: {', '.join(training.again)}; "
 
 
 def _parallel(market: Market) -> str:
