@@ -97,16 +97,13 @@ class DividedRows:
         return rows
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        sent = (self.sent_by_pair(sender, rows_FE) for sender, rows_FE in enumerate(rows_CFE))
-        # Sums of whole numbers below 2**53: exact.
-        between_CFC = np.stack([sent_FP.astype(np.float64) @ self._is_at_PC for sent_FP in sent])
-        return between_CFC.astype(np.int64).swapaxes(0, 1)
-
-    @property
-    def _is_at_PC(self) -> np.ndarray:
-        """1 where an EP rank is the holder of a pair, float64."""
-        is_at_PC = self.target.holder_N[:, None] == np.arange(self.target.num_ep_ranks)
-        return is_at_PC.astype(np.float64)
+        num_ep_ranks, num_chunks, _ = rows_CFE.shape
+        key_FP = np.arange(num_chunks)[:, None] * num_ep_ranks + self.target.holder_N
+        between_FCC = np.empty((num_chunks, num_ep_ranks, num_ep_ranks), dtype=np.int64)
+        for sender, rows_FE in enumerate(rows_CFE):
+            sums = _sums(key_FP, self.sent_by_pair(sender, rows_FE), num_chunks * num_ep_ranks)
+            between_FCC[:, sender] = sums.reshape(num_chunks, num_ep_ranks)
+        return between_FCC
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
         computed_C: np.ndarray = self.levels.computed_EC(self.rows_CE, self.rows_N).sum(axis=0)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext.core.rows import in_32_bits
 from ds_moe_ext.core.share import computed_by
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planning.strategy import Destination
@@ -27,7 +28,8 @@ from ds_moe_ext.schedule.task import ATTENTION, ChunkRange, Task, Value
 
 
 class Pass(NamedTuple):
-    """Rows of one micro-batch, by sender and expert, int64 ``[C, E]``, and where they went."""
+    """Rows of one micro-batch, by sender and expert, ``[C, E]``, int32 where they fit, and where
+    they went."""
 
     rows_CE: np.ndarray
     destination: Destination
@@ -37,7 +39,7 @@ class Pass(NamedTuple):
 class Rows:
     """What a layer routed."""
 
-    routed_CE: np.ndarray  # rows by sender and expert, int64
+    routed_CE: np.ndarray  # rows by sender and expert, int32 where they fit, else int64
     computed_C: np.ndarray  # rows that each EP rank computed, int64
     passes: tuple[Pass, ...]  # they, micro-batch by micro-batch
 
@@ -95,8 +97,8 @@ class RowsSeen:
         self.counts = is_training and not in_backward()
 
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, destination: Destination) -> None:
-        """Args: rows: int64 ``[C, E]`` by sender and expert; or by expert this rank's, where it
-        does not know those of others, or its host none. destination: where they go."""
+        """Args: rows: ``[C, E]`` by sender and expert, int32 or int64; or by expert this rank's,
+        where it does not know those of others, or its host none. destination: where they go."""
         if self._held is not None:
             self._held.append(partial(self, rows, top_k, destination))
         elif self.counts:
@@ -140,13 +142,15 @@ class RowsSeen:
 
     @property
     def so_far_CE(self) -> np.ndarray:
-        """Rows by sender and expert since the last ``take``, of those the host knows, int64."""
+        """Rows by sender and expert since the last ``take``, of those the host knows, int32 where
+        they fit."""
         tables = [one.rows_CE for one in self._on_host]
         if len(tables) == 1:
             return tables[0]
-        zero_CE = np.zeros((self.num_ep_ranks, self.num_experts), dtype=np.int64)
-        total_CE: np.ndarray = sum(tables, zero_CE)
-        return total_CE
+        total_CE = np.zeros((self.num_ep_ranks, self.num_experts), dtype=np.int64)
+        for rows_CE in tables:
+            total_CE += rows_CE
+        return in_32_bits(total_CE)
 
     def take(self) -> Rows:
         """Rows since the last call. Waits for the device."""
@@ -191,7 +195,7 @@ def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
     stops = np.cumsum([layer.num_experts for layer in layers])
     for layer, rows_CE in zip(layers, np.split(rows_CX, stops[:-1], axis=1)):
         assert layer._destination is not None
-        layer._on_host.append(Pass(rows_CE, layer._destination))
+        layer._on_host.append(Pass(in_32_bits(rows_CE), layer._destination))
         layer._on_device = None
 
 

@@ -22,13 +22,14 @@ from torch.nn.functional import one_hot
 
 from ds_moe_ext.core.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.core.rows import RowSplits, numbers, on_device, split
+from ds_moe_ext.core.rows import RowSplits, in_32_bits, numbers, on_device, split
 from ds_moe_ext.core.share import Share, pair_of
 from ds_moe_ext.moe.deduplicated import ByNodes, Deduplicated, Goals
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.joined_passes import BatchSignature, HostLag
 from ds_moe_ext.moe.route import Ahead, LayerRoute, Route, Splits, one_rank_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
+from ds_moe_ext.planning.loads import MOST_ROWS
 from ds_moe_ext.planning.strategy import Destination
 from ds_moe_ext.schedule.graphs import remembered
 from ds_moe_ext.schedule.stages import Done, SavesAlike
@@ -95,7 +96,7 @@ def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tenso
 def counted(
     key_N: Tensor, cut: Cut, num_experts: int, reported: tuple[int, ...], *, may_drop: bool
 ) -> Tensor:
-    """Rows of each chunk for each expert, and behind them what else is reported, int64 ``[F, W]``.
+    """Rows of each chunk for each expert, and behind them what else is reported, int32 ``[F, W]``.
 
     Args:
         key_N: by ``keys_of``, ``W`` keys a chunk.
@@ -124,7 +125,7 @@ FEW = 4096
 
 @lru_cache(maxsize=4)
 def _ones(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, dtype=torch.int64, device=device)
+    return torch.ones(length, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -136,9 +137,9 @@ def _reported_alone(
     *,
     may_drop: bool,
 ) -> Tensor:
-    """Counts of no row, int64 ``[F * W]``; and where rows may be dropped one more, of those."""
+    """Counts of no row, int32 ``[F * W]``; and where rows may be dropped one more, of those."""
     rows_F = [0] * num_experts + [*reported]
-    return on_device(np.asarray(rows_F * num_chunks + [0] * may_drop), device)
+    return on_device(np.asarray(rows_F * num_chunks + [0] * may_drop, np.int32), device)
 
 
 class RankCoordinates(NamedTuple):
@@ -162,7 +163,7 @@ class Order(SavesAlike):
     group: dist.ProcessGroup | None  # the ranks of all EP ranks; None where there is one rank
     capacity_factor: float | None  # rows an expert takes from one rank, over the mean; None for all
     gate_may_drop: bool  # whether ids may be -1
-    # given the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where it does
+    # given the rows of each sender and expert, int32 ``[C, E]``, on the host; or, where it does
     # not wait for them, where this rank's rows end, expert by expert; and choices a token, and
     # where rows go
     on_rows: Callable[[np.ndarray | SlotRows, int, Destination], None]
@@ -213,13 +214,18 @@ class Order(SavesAlike):
 
     def _exchanged(self, expert_TK: Tensor, cut: Cut, x_TD: Tensor | None) -> LayerRoute:
         num_experts, top_k = self.destination.target.num_experts, expert_TK.shape[1]
+        if expert_TK.numel() > MOST_ROWS:
+            raise ValueError(
+                f"{expert_TK.shape[0]} tokens of {top_k} choices make {expert_TK.numel()} rows in "
+                f"one pass, but at most {MOST_ROWS} can be counted; use a smaller micro-batch"
+            )
         reported = () if self.group is None else self._reported(x_TD, top_k)
         key_N = keys_of(expert_TK, cut, num_experts + len(reported), may_drop=self._may_drop)
         rows_FW = counted(key_N, cut, num_experts, reported, may_drop=self._may_drop)
         goals = None
         if self.counts_pairs:
             goals = Goals.of(expert_TK, self.destination.target, self.by_nodes)
-            rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
+            rows_FW = torch.cat((rows_FW, goals.by_chunk(cut).int()), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
         width = num_experts + len(reported)
@@ -337,7 +343,7 @@ class Order(SavesAlike):
         """
         etp_rank = self.coordinates.etp_rank
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
-        rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
+        rows_CE = rows_CPFE[:, 0, 0] if is_whole else in_32_bits(rows_CPFE.sum(axis=(1, 2)))
         destination = self.destination if self.revise is None else self.revise(rows_CE)
         target, share = destination.target, destination.share.of_rows(rows_CE)
         if share is not destination.share:

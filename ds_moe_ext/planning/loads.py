@@ -73,8 +73,10 @@ class LoadWindow:
             )
         most = np.iinfo(np.int32).max // self._num_steps - 1
         tables = tuple(_narrow(rows_CE, most) for rows_CE in rows)
-        if not self._steps or self._num_steps == 1:
-            self._totals = tables
+        if self._num_steps == 1:
+            self._totals = ()  # the step alone predicts
+        elif not self._steps:
+            self._totals = tuple(np.add(rows_CE, np.int32(0)) for rows_CE in tables)
         elif len(self) < self._num_steps:
             self._totals = tuple(map(np.add, self._totals, tables))
         else:
@@ -145,12 +147,12 @@ class LoadWindow:
         return steps_ILCE
 
     def predicted(self) -> tuple[np.ndarray, ...]:
-        """Mean rows of the remembered steps, rounded, int64 ``[C, E]`` of each layer; those of the
-        last, where that is chosen."""
+        """Mean rows of the remembered steps, rounded, ``[C, E]`` of each layer, int32 where they
+        fit, else int64; those of the last, where that is chosen."""
         if not self._steps:
             raise ValueError("the window is empty; push a step before asking for a prediction")
-        if self._predicted is None and self._goes_by_last:
-            self._predicted = tuple(rows_CE.astype(np.int64) for rows_CE in self._steps[-1])
+        if self._predicted is None and (self._goes_by_last or len(self) == 1):
+            self._predicted = tuple(np.add(rows_CE, np.int32(0)) for rows_CE in self._steps[-1])
         elif self._predicted is None:
             # Layer by layer: what is in between stays in the cache.
             self._predicted = tuple(_rounded_mean(total, len(self)) for total in self._totals)
@@ -176,27 +178,31 @@ def _shapes(rows: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
 
 
 def _narrow(rows_CE: np.ndarray, most: int) -> np.ndarray:
-    """The same in 32 bits, where numbers up to so many fit: half the memory to keep and to read."""
-    fits = not rows_CE.size or rows_CE.max() <= most
-    return rows_CE.astype(np.int32 if fits else np.int64)
+    """The same in 16 bits without a sign where they fit, in 32 where numbers up to so many do: a
+    quarter or half of the memory to keep and to read."""
+    largest = rows_CE.max(initial=0)
+    if rows_CE.min(initial=0) >= 0 and largest <= np.iinfo(np.uint16).max:
+        return rows_CE.astype(np.uint16)
+    return rows_CE.astype(np.int32 if largest <= most else np.int64)
 
 
 def _exchanged(total: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """A sum that has a new table in the place of an old one: whole numbers, and exact."""
     exchanged: np.ndarray = total - old
-    exchanged = np.add(exchanged, new, out=exchanged if new.dtype == exchanged.dtype else None)
+    fits = np.can_cast(new.dtype, exchanged.dtype)
+    exchanged = np.add(exchanged, new, out=exchanged if fits else None)
     return exchanged
 
 
 def _rounded_mean(total: np.ndarray, number: int) -> np.ndarray:
-    """Of whole numbers, int64; halves go to the even one."""
+    """Of whole numbers, as wide as they are; halves go to the even one."""
     if number % 2 and total.dtype == np.int32:  # no halves; a quarter of the time
         rounded = total + np.int32(number // 2)
         rounded //= np.int32(number)
-        return rounded.astype(np.int64)
+        return rounded
     mean = total / number
     np.rint(mean, out=mean)
-    return mean.astype(np.int64)
+    return mean.astype(total.dtype)
 
 
 def balance_L(ep_rank_rows_LC: np.ndarray) -> np.ndarray:

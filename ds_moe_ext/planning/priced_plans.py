@@ -26,7 +26,7 @@ import numpy as np
 from ds_moe_ext.core.placement import Holders, Placement
 from ds_moe_ext.core.row_levels import Division, RowLevels
 from ds_moe_ext.core.share import SWEEPS, DividedRows, LevelShare, Rule
-from ds_moe_ext.planning.prices import RowPrices, between_nodes
+from ds_moe_ext.planning.prices import RowPrices, between_nodes, by_node
 
 LEAVING = 1e-4
 """What a row costs besides that leaves its EP rank, where all EP ranks compute one row in 1: of
@@ -387,8 +387,8 @@ def cover_nodes(
     """
     node_C = np.unique(node_C, return_inverse=True)[1]
     is_on_VC = node_C == np.arange(int(node_C.max()) + 1)[:, None]
-    is_there_VE = (is_on_VC @ target.holds_EC.T.astype(np.int64)) > 0
-    rows_VE = np.where(is_there_VE, 0, is_on_VC @ rows_CE)
+    is_there_VE = by_node(target.holds_EC.T, node_C) > 0
+    rows_VE = np.where(is_there_VE, 0, by_node(rows_CE, node_C))
     replicas_EC = target.holds_EC & ~owner.holds_EC
     is_copied_E, crossing_E = replicas_EC.any(axis=1), rows_VE.sum(axis=0)
     wanted_E = np.lexsort((-crossing_E, ~is_copied_E))
@@ -480,8 +480,8 @@ def _promise_EC(levels: RowLevels, rows_CE: np.ndarray, computed_EC: np.ndarray)
     busy_EC = computed_EC * prices.row_C
     busy_C = busy_EC.sum(axis=0)
     busiest = int(busy_C.argmax())
-    is_near_CC = (node_C[:, None] == node_C).astype(np.int64)
-    away_EC = np.maximum((rows_CE.T - computed_EC) @ is_near_CC, 0)
+    away_VE = by_node(rows_CE - computed_EC.T, node_C)
+    away_EC = np.maximum(away_VE[np.unique(node_C, return_inverse=True)[1]].T, 0)
     own_EC = np.maximum(rows_CE.T - computed_EC, 0)
     taken_EC = np.minimum(busy_EC[:, [busiest]], (busy_C[busiest] - busy_C) // 2)
     promise_EC: np.ndarray = taken_EC + prices.cross * away_EC + prices.local * own_EC

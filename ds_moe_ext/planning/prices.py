@@ -151,13 +151,7 @@ class RoutedRows:
         rows_CY = np.concatenate(rows, axis=1)
         first_L1 = np.cumsum([0, *(rows_CE.shape[1] for rows_CE in rows)])
         sent_LC = np.add.reduceat(rows_CY, first_L1[:-1], axis=1).T
-        order_C, size_N = np.argsort(numbered_C, kind="stable"), np.bincount(numbered_C)
-        ordered_CY = rows_CY if (order_C[1:] > order_C[:-1]).all() else rows_CY[order_C]
-        if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
-            of_nodes_NY = ordered_CY.reshape(len(size_N), size_N[0], -1).sum(axis=1)
-        else:
-            of_nodes_NY = np.add.reduceat(ordered_CY, size_N.cumsum() - size_N)
-        return cls(rows_CY, first_L1, numbered_C, sent_LC, of_nodes_NY)
+        return cls(rows_CY, first_L1, numbered_C, sent_LC, by_node(rows_CY, numbered_C))
 
     @property
     def num_layers(self) -> int:
@@ -191,6 +185,19 @@ class RoutedRows:
     def is_on_CN(self) -> np.ndarray:
         """1 where an EP rank is of a node, else 0; float64."""
         return (self.node_C[:, None] == np.arange(int(self.node_C.max()) + 1)).astype(np.float64)
+
+
+def by_node(table_CX: np.ndarray, node_C: np.ndarray) -> np.ndarray:
+    """Sums over the EP ranks of each node, ``[V, X]``, nodes in the order of their numbers. One
+    pass: a product of whole numbers with a table of 0 and 1 takes one for every node, without
+    BLAS."""
+    numbered_C, size_V = np.unique(node_C, return_inverse=True, return_counts=True)[1:]
+    order_C = np.argsort(numbered_C, kind="stable")
+    ordered_CX = table_CX if (order_C[1:] > order_C[:-1]).all() else table_CX[order_C]
+    if (size_V == size_V[0]).all():  # add.reduceat takes four times as long
+        sums_VX: np.ndarray = ordered_CX.reshape(len(size_V), size_V[0], -1).sum(axis=1)
+        return sums_VX
+    return np.add.reduceat(ordered_CX, size_V.cumsum() - size_V)
 
 
 def nearest_replica_flow(
@@ -392,26 +399,31 @@ class RowPrices:
     def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
         """Of a layer, of which so many rows go from each EP rank to each; any numbers name
         nodes."""
-        leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
-        far_CC = sent_CC * (node_C[:, None] != node_C)
+        numbered_C, each_C = np.unique(node_C, return_inverse=True)[1], np.arange(len(node_C))
+        to_CV, from_VC = by_node(sent_CC.T, node_C).T, by_node(sent_CC, node_C)
+        sent_C, computed_C, own_C = to_CV.sum(axis=1), from_VC.sum(axis=0), sent_CC.diagonal()
+        crossing_VV = _without_own(by_node(to_CV, node_C))
         links = (
-            (self.local_row_s, leaving_CC),
-            (self.cross_row_s, crossing_VV),
-            (self.cards * self.cross_row_s, far_CC),
+            (self.local_row_s, (sent_C - own_C, computed_C - own_C)),
+            (self.cross_row_s, (crossing_VV.sum(axis=1), crossing_VV.sum(axis=0))),
+            (
+                self.cards * self.cross_row_s,
+                (sent_C - to_CV[each_C, numbered_C], computed_C - from_VC[numbered_C, each_C]),
+            ),
         )
-        link_s = max(price * busiest(sent) for price, sent in links)
-        return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
+        link_s = max(price * float(max(map(np.max, ends))) for price, ends in links)
+        return float((self.row_s_C * computed_C).max()) + link_s
 
 
 def between_nodes(sent_CC: np.ndarray, node_C: np.ndarray) -> np.ndarray:
     """Rows from each node to each other one, ``[V, V]``; nodes in the order of their numbers."""
-    is_on_CV = (node_C[:, None] == np.unique(node_C)).astype(sent_CC.dtype)
-    return _without_own(is_on_CV.T @ sent_CC @ is_on_CV)
+    return _without_own(by_node(by_node(sent_CC, node_C).T, node_C).T)
 
 
 def _without_own(sent: np.ndarray) -> np.ndarray:
     """But for what stays in its place."""
-    leaving: np.ndarray = sent - np.diag(np.diag(sent))
+    leaving = sent.copy()
+    np.fill_diagonal(leaving, 0)
     return leaving
 
 

@@ -149,8 +149,9 @@ class Past:
 class Job:
     """All that a planner may know. The same on every rank."""
 
-    # rows that each sender is predicted to route to each expert, of each layer, int64 ``[C, E]``;
-    # all zero before the first step
+    # rows that each sender is predicted to route to each expert, of each layer, ``[C, E]``, int32
+    # where they fit, else int64: they are held for all layers, and sums are int64; all zero before
+    # the first step
     rows: tuple[np.ndarray, ...]
     owners: tuple[Placement, ...]  # where the weights of each layer's experts live
     node_C: np.ndarray  # node of each EP rank
@@ -197,7 +198,7 @@ class Job:
     ) -> Job:
         """Before anything was seen; without pools all experts are alike."""
         owners = tuple(owners)
-        rows = tuple(np.zeros(owner.holds_EC.T.shape, dtype=np.int64) for owner in owners)
+        rows = tuple(np.zeros(owner.holds_EC.T.shape, dtype=np.int32) for owner in owners)
         alike = CostGroup(layers=tuple(range(len(owners))))
         given = (alike,) if cost_groups is None else tuple(cost_groups)
         unknown_s = (0.0,) * len(owners)

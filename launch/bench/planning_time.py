@@ -274,6 +274,25 @@ def _layers(strategy: Strategy, job: Job, layout: ParallelLayout) -> list[Attach
     return layers
 
 
+def held_bytes(rank: OneRank) -> int:
+    """Bytes of all counts by sender and expert that a rank holds: of a step as it came, of those
+    that predict the next, and of sums and plans made of them; each table once."""
+    planning_ = rank.planning
+    ahead, window, job = planning_._beside, planning_._window, planning_.job
+    made = None if ahead is None or ahead._made is None else ahead._made.result()
+    windows = [window] if made is None else [window, made.window]
+    tables = [one.rows_CE for layer in rank.layers for one in layer.routed.rows._on_host]
+    for each in windows:
+        tables += itertools.chain(each._totals, each._predicted or (), *each._steps)
+    tables += job.rows
+    if "routed" in vars(job):
+        tables.append(job.routed.rows_CY)
+    plans = [layer.routed.layer_context.plan for layer in rank.layers]
+    plans += () if made is None or made.plans is None else made.plans
+    tables += [plan.predicted_CE for plan in plans if plan.predicted_CE is not None]
+    return sum({table.ctypes.data: table.nbytes for table in tables}.values())
+
+
 def strategy_of(name: str, keys: dict[str, dict[str, Any]]) -> Strategy:
     """One of ``BLOCKS``, with the keys of the strategies that it names."""
     strategy = read_settings({BLOCK: {"enabled": True, **keys, **BLOCKS[name]}})[1]
@@ -289,6 +308,7 @@ class Figures(NamedTuple):
     # rows of the busiest rank over the mean, of what came to each layer under the plans that were
     # made before it did; mean
     balance: float
+    held_mb: float  # of ``held_bytes``, the most
 
     def total_ms(self, is_beside: bool) -> float:
         """Of the parts beside the step, or of those between steps."""
@@ -301,11 +321,13 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     loads = sizes.loads(NUM_WARM_UPS + num_steps)
     steps: list[dict[str, float]] = []
     balance_L: list[float] = []  # of all steps, one behind the other
+    held = 0
     for step, rows_LCE in enumerate(loads):
         if step >= NUM_WARM_UPS:
             balance_L += rank.balance_L(rows_LCE)
         rank.parts.spent.clear()
-        rank.route(rows_LCE)
+        rank.route(rows_LCE.astype(np.int32))
+        held = max(held, held_bytes(rank))
         with rank.parts.part("strategy's plan, and the rest"):
             rank.after_step(step)
         steps.append(dict(rank.parts.spent))
@@ -315,7 +337,7 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     cpu_ms = {name: 1e3 * float(sizes.middle(own)) for name, own in seconds.items()}
     plans = [layer.routed.layer_context.plan for layer in rank.layers]
     replicas = np.mean([(p.target.holds_EC & ~p.owner.holds_EC).sum() for p in plans])
-    return Figures(cpu_ms, float(replicas), float(np.mean(balance_L)))
+    return Figures(cpu_ms, float(replicas), float(np.mean(balance_L)), held / 1e6)
 
 
 def shown(figures: dict[str, Figures]) -> Table:
@@ -330,6 +352,7 @@ def shown(figures: dict[str, Figures]) -> Table:
     for title, is_beside in (("all beside", True), ("all between", False)):
         table.add_row(title, *(f"{each.total_ms(is_beside):.2f}" for each in figures.values()))
     table.add_row("replicas a layer", *(f"{each.replicas:.1f}" for each in figures.values()))
+    table.add_row("counts held, MB", *(f"{each.held_mb:.1f}" for each in figures.values()))
     table.add_row("max/mean of ranks", *(f"{each.balance:.3f}" for each in figures.values()))
     return table
 

@@ -14,7 +14,7 @@ ARE_AT = {
     "launch: benches": 16,
     "launch/papers: lines": 3_890,
     "launch/papers: files": 17,
-    "tests: lines": 66_220,
+    "tests: lines": 66_270,
     "tests/test_house.py: lines": 200,
 }
 """Where one has shrunk, lower it here. ``launch/size.py`` has the ceilings that are wanted."""
