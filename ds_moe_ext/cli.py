@@ -12,7 +12,7 @@ from typing import Any
 from ds_moe_ext.commands.cluster_profile import add_profile
 from ds_moe_ext.commands.compare import add_compare
 from ds_moe_ext.commands.doctor import add_doctor
-from ds_moe_ext.commands.loads_table import add_loads
+from ds_moe_ext.commands.loads_table import SIZES, add_loads
 from ds_moe_ext.commands.plan import add_plan
 from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
-    for add in (*added, add_compare, add_verify, add_convert):
+    for add in (*added, add_compare, add_verify, add_convert, add_bench_planners):
         add(commands)
     given = parser.parse_args()
     try:
@@ -89,6 +89,27 @@ def _price(given: argparse.Namespace) -> int:
     from ds_moe_ext.commands.price.command import price
 
     return price(given)
+
+
+def add_bench_planners(commands: Any) -> None:
+    """Add ``bench-planners``: strategies of the user's own beside ours on the same loads."""
+    parser = commands.add_parser(
+        "bench-planners", help="compare strategies of your own with ep, fssdp and prophet on loads"
+    )
+    add = parser.add_argument
+    add("strategies", nargs="+", metavar="MODULE:CLASS", help="of your own, or a name of ours")
+    add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
+    add("--hardware", default="dgx_h100", help="a file, or a name of configs/hardware")
+    add("--model", type=Path, default="qwen3_30b_a3b", help="has the widths; as that of price")
+    for name, what in SIZES.items():
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} of loads".strip())
+    parser.set_defaults(run=_bench_planners)
+
+
+def _bench_planners(given: argparse.Namespace) -> int:
+    from ds_moe_ext.commands.bench_planners import bench_planners
+
+    return bench_planners(given)
 
 
 def add_convert(commands: Any) -> None:

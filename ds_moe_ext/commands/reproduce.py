@@ -43,8 +43,9 @@ def reproduce(given: Namespace) -> int:
             "an installed package does not have it; clone the repository, run pip install -e "
             ". in it, and run this there"
         )
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
+    for folder in (FOLDER, FOLDER / "bench"):  # rivals' planners are benched there
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     from papers.shown import reproduce as show
 
     return show(given.papers, given.html, as_json=given.json)

@@ -42,8 +42,11 @@ from rival_planners import (
     by_own_rule,
     by_planned_parts,
     by_priced,
+    even_slots,
     evenly,
     evenly_on_node,
+    exchanged,
+    expanded,
     in_bins,
     in_one_shot,
     in_turn,
@@ -255,6 +258,27 @@ def relaid(step: Step, *, slots: int) -> list[Layout]:
     return [Layout.of_slots(slots_EC) for slots_EC in found]
 
 
+def moved(step: Step) -> list[Layout]:
+    """SmartMoE's owners."""
+    _, num_ranks, _ = step.planned_LCE.shape
+    ranks = (
+        exchanged(rows_CE.sum(axis=0), owner.owner_E, num_ranks)
+        for owner, rows_CE in zip(step.owners, step.planned_LCE)
+    )
+    return [Layout.of(Placement.owned_by(rank_E, num_ranks)) for rank_E in ranks]
+
+
+def flexible(step: Step, *, slots: int) -> list[Layout]:
+    """FlexMoE's slots."""
+    node_C = step.cluster.node_C
+    seconds = partial(step.cluster.row_prices.seconds, node_C=node_C)
+    first_EC = even_slots(step.planned_LCE.shape[2], slots, node_C)
+    return [
+        Layout.of_slots(expanded(rows_CE, first_EC, node_C, seconds))
+        for rows_CE in step.planned_LCE
+    ]
+
+
 Policy = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Rows of each expert that each rank computes, int64 ``[E, C]``: of the rows of each expert, the
 rank at which each is at the owner and the node of each rank."""
@@ -306,14 +330,15 @@ def divided(planner: Planner, own: str) -> Iterator[Planner]:
 
 def others(more: Sequence[int], slots: Sequence[int]) -> Iterator[Planner]:
     """Rows of policies on forecasts that the product does not have."""
+    yield Planner("smartmoe", moved, evenly)
     for count in more:
         layouts = partial(redundant, more=count)
         yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
-    for count in slots:
-        layouts = partial(relaid, slots=count)
-        yield from divided(
-            Planner(f"laer, {count} slots", layouts, evenly_on_node), "even, own node"
-        )
+    for name, policy in (("laer", relaid), ("flexmoe", flexible)):
+        for count in slots:
+            layouts = partial(policy, slots=count)
+            planner = Planner(f"{name}, {count} slots", layouts, evenly_on_node)
+            yield from divided(planner, "even, own node")
 
 
 def late(alphas: Sequence[float], slots: Sequence[int]) -> Iterator[Planner]:
@@ -421,7 +446,7 @@ def table_parser() -> argparse.ArgumentParser:
     add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
     add("--balances", type=float, nargs="+", default=[1.0], help="alpha of prophet")
     add("--eplb", type=int, nargs="*", default=[1, 2], help="slots of a rank more than of ep")
-    add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
+    add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank; of flexmoe too")
     add("--llep", type=float, nargs="*", default=[1.1], help="alpha of llep")
     add("--late_slots", type=int, nargs="*", default=[1, 2], help="of echo, loongforge, ultraep")
     add("--only", default="", help="rows whose name has this")

@@ -2,9 +2,9 @@
 """What planners_table.py compares: others' planners, and ways of rows; and what a described cluster
 costs.
 
-The policies are written anew from what is published. EPLB and LAER-MoE plan on forecasts, the
-others after the gate, on exact rows. All is pure. Shape letters: E experts, C ranks (EP ranks), V
-nodes, I items or replicas, X experts and R ranks by what they have.
+The policies are written anew from what is published. EPLB, LAER-MoE, SmartMoE and FlexMoE plan on
+forecasts, the others after the gate, on exact rows. All is pure. Shape letters: E experts, C ranks
+(EP ranks), V nodes, I items or replicas, X experts and R ranks by what they have.
 """
 
 from __future__ import annotations
@@ -402,6 +402,75 @@ def sent(rows_CE: np.ndarray, slots_EC: np.ndarray, node_C: np.ndarray) -> np.nd
         weight_EC = np.where(near_EC.any(axis=1)[:, None], near_EC, slots_EC)
         sent_CC[is_here_C] = rows_CE[is_here_C] @ (weight_EC / weight_EC.sum(axis=1)[:, None])
     return sent_CC
+
+
+# SmartMoE (Zhai et al., USENIX ATC 2023, section 6, and its artifact, thu-pacman/SmartMoE-AE):
+# experts change places, as many on each rank as before: from most rows to fewest, to the rank with
+# fewest rows that has room, among equals to the one where it is; only if the busiest rank gets
+# fewer rows. Not taken: its dynamic program for few experts, its offline choice of parallelism.
+
+
+def exchanged(rows_E: np.ndarray, owner_E: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Rank of each expert, int64 ``[E]``."""
+    rows_C, room_C = np.zeros(num_ranks), np.bincount(owner_E, minlength=num_ranks)
+    before_C = np.bincount(owner_E, rows_E, num_ranks)
+    rank_E = np.empty(len(rows_E), dtype=np.int64)
+    for expert in np.argsort(-rows_E, kind="stable").tolist():
+        least_C = np.where(room_C > 0, rows_C, np.inf)
+        own = owner_E[expert]
+        rank = own if least_C[own] == least_C.min() else least_C.argmin()
+        rank_E[expert] = rank
+        rows_C[rank] += rows_E[expert]
+        room_C[rank] -= 1
+    return rank_E if rows_C.max() < before_C.max() else owner_E.astype(np.int64)
+
+
+# FlexMoE (Nie et al., SIGMOD 2023, arXiv 2304.03946, Algorithms 1 and 2, as HECATE's section 2
+# describes them and LAER-MoE's authors rewrote them, PKU-DAIR/Hetu-Galvatron): every rank has as
+# many slots, which experts begin with in even numbers; the expert with most rows a slot gets one
+# more (Expand), that with fewest loses one (Shrink), on its least busy rank, as long as the layer
+# takes no more time. Kinder to it: the paper asks for less time, which most first changes do not
+# give, since several experts are as hot. Not taken: Migrate, which brings replicas to one node; its
+# prices (the table's say which layout is faster), its threshold and its queue of changes.
+
+
+def even_slots(num_experts: int, slots: int, node_C: np.ndarray) -> np.ndarray:
+    """Slots that each rank gives to each expert at first, int64 ``[E, C]``.
+
+    Raises:
+        ValueError: the experts do not fit.
+    """
+    num_slots = slots * len(node_C)
+    if num_experts > num_slots:
+        raise ValueError(f"{num_experts} experts do not fit {len(node_C)} ranks x {slots} slots")
+    replicas_E = num_slots // num_experts + (np.arange(num_experts) < num_slots % num_experts)
+    return placed(np.ones(num_experts), replicas_E, slots, node_C)
+
+
+def expanded(
+    rows_CE: np.ndarray,
+    slots_EC: np.ndarray,
+    node_C: np.ndarray,
+    seconds: Callable[[np.ndarray], float],
+) -> np.ndarray:
+    """Slots that each rank gives to each expert, of those that it gave, int64 ``[E, C]``."""
+    rows_E = rows_CE.sum(axis=0)
+    sent_CC = sent(rows_CE, slots_EC, node_C)
+    for _ in range(int(slots_EC.sum())):
+        replicas_E = slots_EC.sum(axis=1)
+        most = int((rows_E / replicas_E).argmax())
+        least = int(np.where(replicas_E > 1, rows_E / replicas_E, np.inf).argmin())
+        if least == most or replicas_E[least] == 1:
+            break
+        rank = np.where(slots_EC[least] > 0, sent_CC.sum(axis=0), np.inf).argmin()
+        changed_EC = slots_EC.copy()
+        changed_EC[most, rank] += 1
+        changed_EC[least, rank] -= 1
+        changed_CC = sent(rows_CE, changed_EC, node_C)
+        if seconds(changed_CC) > seconds(sent_CC):
+            break
+        slots_EC, sent_CC = changed_EC, changed_CC
+    return slots_EC
 
 
 # LLEP (Nguyen et al., Salesforce, arXiv 2601.17111): after the gate, experts from most rows to

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ds_moe_ext.planning.prices import busiest_link
 from papers.figure import Claim, Curve, Figure, Paper, Row, Tolerance
+from papers.hecate_rivals import rival_speeds
 from papers.hecate_steps import (
     BERT_DEEP,
     EFFICIENCY,
@@ -122,6 +124,51 @@ def _end_to_end(file: str, num_nodes: int, tokens: int) -> list[float]:
     return [
         over(setup(model, file, num_nodes=num_nodes, tokens=tokens), System.EP) for model in MODELS
     ]
+
+
+def rivals() -> Figure:
+    """What the paper's text calls a speed over EP, read as over the best rival."""
+    clusters = {
+        "A, 16 ranks": (A, 2, (1.40, 1.58)),
+        "A, 32 ranks": (A, 4, (1.34, 1.78)),
+        "B, 32 ranks": (B, 4, (1.26, 1.70)),
+    }
+    rows, curves, over_movers, over_all = [], [], list[float](), list[float]()
+    for name, (file, num_nodes, printed) in clusters.items():
+        of = [setup(model, file, num_nodes=num_nodes, tokens=END_TO_END) for model in MODELS]
+        found = [rival_speeds(each) for each in of]
+        own = [over(each, System.EP) for each in of]
+        best = [mine / max(speeds.values()) for mine, speeds in zip(own, found)]
+        movers = [mine / max(of["SmartMoE"], of["FlexMoE"]) for mine, of in zip(own, found)]
+        over_all += best
+        over_movers += movers
+        for least_or_most, pick, paper in zip(("least", "most"), (min, max), printed):
+            rows.append(Row(name=f"{name}: the {least_or_most}", paper=paper, ours=pick(best)))
+        for least_or_most, pick, paper in zip(("least", "most"), (min, max), printed):
+            text = f"{name}: the {least_or_most}, without FasterMoE"
+            rows.append(Row(name=text, paper=paper, ours=pick(movers), is_held=False))
+        for rival in found[0]:
+            names = tuple(model.name for model in MODELS)
+            speeds = tuple(each[rival] for each in found)
+            curves.append(Curve(f"{rival} over EP, {name}", names, speeds))
+    return Figure(
+        name="Figures 9, 10, rivals",
+        title="HECATE over the best of FasterMoE, SmartMoE and FlexMoE, end to end",
+        rows=tuple(rows),
+        tolerance=RATIOS,
+        claims=(
+            Claim("faster than SmartMoE and FlexMoE with every model", min(over_movers) > 1),
+            Claim("faster than FasterMoE, too", min(over_all) > 1),
+        ),
+        assumed=(
+            "labels swapped as above; FlexMoE with 3, 4 or 6 slots a rank, it and SmartMoE every "
+            "10 to 100 steps, by what is best for it; moving an expert takes 7 times its weights",
+        ),
+        because="FasterMoE pays for each replica in the open, but a few of the hottest experts on "
+        "all ranks save more than that at this skew, while so few tokens hide 0 to 2 of HECATE's; "
+        "its fused kernel and its broadcasts are as fast as links here",
+        curves=tuple(curves),
+    )
 
 
 def figure_11() -> Figure:
@@ -243,32 +290,62 @@ def figure_13() -> Figure:
     )
 
 
-def figure_14() -> Figure:
-    def slower(sequences: int) -> float:
-        kept, again = (
-            setup(GPT_S, B, tokens=sequences * GPT_S.length, gathers_again=gathers_again)
-            for gathers_again in (False, True)
-        )
-        ratio = again.step(System.HECATE).seconds / kept.step(System.HECATE).seconds
-        return 100 * (ratio - 1)
+BATCHES = (1, 2, 3, 4, 5, 6)  # sequences of a rank
 
-    batches = (1, 2, 3, 4, 5, 6)
-    slowdowns = [slower(sequences) for sequences in batches]
+
+def slowdowns(reached: float = 1.0, start_s: float = 0.0) -> list[float]:
+    """Of RM, %, by batch."""
+
+    def seconds(sequences: int, *, gathers_again: bool) -> float:
+        of = setup(GPT_S, B, tokens=sequences * GPT_S.length, gathers_again=gathers_again)
+        return replace(of, reached=reached, start_s=start_s).step(System.HECATE).seconds
+
+    return [
+        100 * (seconds(each, gathers_again=True) / seconds(each, gathers_again=False) - 1)
+        for each in BATCHES
+    ]
+
+
+def figure_14() -> Figure:
+    slower = slowdowns()
     return Figure(
         name="Figure 14",
         title="RM slower than HECATE, %, GPT-MoE-S on B, by sequences of a rank",
         rows=(
-            Row(name="the least", paper=7.5, ours=min(slowdowns)),
-            Row(name="the most", paper=16.9, ours=max(slowdowns)),
+            Row(name="the least", paper=7.5, ours=min(slower)),
+            Row(name="the most", paper=16.9, ours=max(slower)),
         ),
         tolerance=Tolerance(absolute=2.5),
-        claims=(Claim("RM is no faster", min(slowdowns) >= 0),),
+        claims=(Claim("RM is no faster", min(slower) >= 0),),
         because="replicas that fit beside attention's forward fit beside its backward twice, as "
-        "the "
-        "paper's own rule has it (section 3.3): RM then costs nothing. What it costs them, shared "
-        "links and starts, is not priced. That others have no memory for six sequences is not "
-        "either: activations are not counted",
-        curves=(Curve("slower, %", tuple(map(str, batches)), tuple(slowdowns)),),
+        "the paper's own rule has it (section 3.3): RM then costs nothing. What turns it is below: "
+        "replicas slower than t assumes. That others have no memory for six sequences is not "
+        "priced: activations are not counted",
+        curves=(Curve("slower, %", tuple(map(str, BATCHES)), tuple(slower)),),
+    )
+
+
+def figure_14_again() -> Figure:
+    """With replicas that are slower than ``t`` assumes; other figures do not have them."""
+    others = {"40 % of the link": (0.4, 0.0), "starts of 0.7 ms": (1.0, 7e-4)}
+    rows = []
+    for name, (reached, start_s) in others.items():
+        slower = slowdowns(reached, start_s)
+        layers = layer_speeds(replace(setup(GPT_S, B), reached=reached, start_s=start_s))
+        rows += [
+            Row(name=f"{name}: the least", paper=7.5, ours=min(slower)),
+            Row(name=f"{name}: the most", paper=16.9, ours=max(slower)),
+            Row(name=f"{name}: figure 11's mean", paper=11.87, ours=geometric_mean(layers)),
+        ]
+    return Figure(
+        name="Figure 14 again",
+        title="the same with slower replicas, and what they make of figure 11",
+        rows=tuple(rows),
+        assumed=(
+            "chosen with figure 14 in sight; also tried: 50 % of the link gives 7.3 to 13.4 %, "
+            "starts of 0.5 ms 5.0 to 13.2, all links at 60 % of their rate 3.9 to 7.6, backward "
+            "that hides as long as forward 3.8 to 7.2, t rounded up 0.0 to 4.0",
+        ),
     )
 
 
@@ -381,17 +458,15 @@ HECATE = Paper(
         "batch meets layers and steps: 11.87 in the layers and 3.54 end to end agree only if EP "
         "spends 22 % of its step outside MoE layers (spec 6.4, 4), a third of which it does here",
     ),
-    left_out=(
-        "FasterMoE, SmartMoE and FlexMoE: no policy of SmartMoE or FlexMoE is in the product, and "
-        "how the authors tuned them is not stated; so not the ranges of figures 9 and 10",
-        "figure 3 (loads as colours)",
-    ),
+    left_out=("figure 3 (loads as colours); rivals in figures 12 and 13",),
     figures=(
         figure_9_and_10,
+        rivals,
         figure_11,
         figure_12,
         figure_13,
         figure_14,
+        figure_14_again,
         figure_15a,
         figure_15b,
         volume,

@@ -126,6 +126,8 @@ class Setup:
         num_nodes: of the cluster that are used.
         age: steps since owners were chosen.
         gathers_again: replicas are released after forward (HECATE-RM).
+        reached: part of the nodes' link that replicas reach, which ``t`` does not know.
+        start_s: seconds until a collective of replicas begins, likewise.
     """
 
     model: Model
@@ -135,6 +137,8 @@ class Setup:
     num_nodes: int = 4
     age: int = RESHARD
     gathers_again: bool = False
+    reached: float = 1.0
+    start_s: float = 0.0
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -230,9 +234,10 @@ class Setup:
         flow = nearest_replica_flow(targets, self.loads.now, node_C)
         computed_and_exchanged_L = flow_seconds(flow, prices=self.prices)
         exchange_L = flow_seconds(flow, prices=replace(self.prices, row_s=0.0))
-        one_way_L = self.prices.copy_s * np.array(
+        links_L = np.array(
             [busiest_link(owner, owner, target, node_C) for owner, target in zip(owners, targets)]
         )
+        one_way_L = self.prices.copy_s / self.reached * links_L + self.start_s * (links_L > 0)
         back_L = one_way_L * (1 + self.gathers_again)
         exposed_L = np.maximum(one_way_L - self.attention_s, 0.0)
         exposed_L += np.maximum(back_L - BACKWARD * self.attention_s, 0.0)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ from papers.prophet_steps import (
     Policy,
     deepspeed,
     faster_moe,
+    informed_faster_moe,
     planned,
     planner,
     prophet,
@@ -128,13 +129,11 @@ def table_1() -> Figure:
     shares = {name: share(name) for name in paper}
     return Figure(
         name="Table I",
+        is_fitted=True,
         title="Place and Reduce in FasterMoE's step, %, k = 1",
         rows=tuple(Row(name=name, paper=paper[name], ours=shares[name]) for name in paper),
         claims=(Claim("no more than 37.1 % with any model", max(shares.values()) <= 37.1),),
         assumed=("its Search is not priced; cluster and k are not stated",),
-        because="the released policy counts a replica's way there alone, and so copies one to "
-        "three "
-        "experts of each layer everywhere; a step has nothing here but blocks by the model",
     )
 
 
@@ -249,10 +248,13 @@ def figure_15() -> Figure:
         rows=tuple(rows),
         claims=(Claim("full > top2 > top3, for both k", all(in_order)),),
         assumed=("top2 and top3 copy the heaviest by the step before, and hide nothing",),
+        because="with k = 2 one more replica in the open costs less than it saves, so that top3 is "
+        "ahead of top2 (the paper has the same range for both); with one bandwidth of 25 Gb/s, "
+        "four times slower for replicas, this order holds and those of table I and figure 16 fail",
     )
 
 
-def balance_ratio(block: Block) -> np.ndarray:
+def balance_ratio(block: Block, rival: Policy = faster_moe) -> np.ndarray:
     """RB of Pro-Prophet's planner over FasterMoE's, of each layer, float ``[L]``.
 
     RB is the standard deviation of ranks' rows before over that after, mean over steps.
@@ -262,9 +264,7 @@ def balance_ratio(block: Block) -> np.ndarray:
         return np.array([[of.computed_C.std() for of in step] for step in planned(block, policy)])
 
     before_IL = spread_IL(deepspeed)
-    pro_L, faster_L = (
-        (before_IL / spread_IL(policy)).mean(axis=0) for policy in (planner, faster_moe)
-    )
+    pro_L, faster_L = ((before_IL / spread_IL(policy)).mean(axis=0) for policy in (planner, rival))
     ratio_L: np.ndarray = pro_L / faster_L
     return ratio_L
 
@@ -274,6 +274,7 @@ def figure_16() -> Figure:
     most = max(float(ratio_L.max()) for ratio_L in ratios.values())
     return Figure(
         name="Figure 16",
+        is_fitted=True,
         title="balance: RB of the planner over FasterMoE's, by layer, M, HPWNV",
         rows=(
             Row(name="the most", paper=11.01, ours=most),
@@ -292,11 +293,27 @@ def figure_16() -> Figure:
                 bool(min(float((ratio_L > 1).mean()) for ratio_L in ratios.values()) > 0.5),
             ),
         ),
-        because="by these loads the planner stops where one more replica costs more than it saves, "
-        "and copies fewer experts than FasterMoE, whose model counts a replica's way there alone "
-        "(spec 8.5 has 0.5 to 0.9). No n of 0, 1, 8 and automatic with no alpha from 0 to 3 lifts "
-        "a layer above 1.01; the paper's traces, n and alpha are not known",
         curves=tuple(_by_layer(f"k = {picks}", ratio_L) for picks, ratio_L in ratios.items()),
+    )
+
+
+def figure_16_again() -> Figure:
+    """By other rates, what turns its direction."""
+    one = replace(HPWNV, has_levels=False)
+    others = {
+        "one bandwidth": (one, faster_moe),
+        "FasterMoE knows both": (HPWNV, informed_faster_moe),
+    }
+    rows = []
+    for name, (cluster, rival) in others.items():
+        ratios = [balance_ratio(Block(MIDDLE, cluster, picks), rival) for picks in PICKS]
+        most, below = max(map(np.max, ratios)), np.sum(np.array(ratios) < 1)
+        rows.append(Row(name=f"{name}: the most", paper=11.01, ours=float(most)))
+        rows.append(Row(name=f"{name}: below 1, of 24", paper=3, ours=float(below)))
+    return Figure(
+        name="Figure 16 again",
+        title="the same ratios by other rates: two levels turn it, if FasterMoE has one",
+        rows=tuple(rows),
     )
 
 
@@ -311,19 +328,23 @@ PROPHET = Paper(
     ),
     assumed=(
         f"{FLOPS_3090 / 1e12:g} TFLOP/s of a 3090, {FLOPS_2080 / 1e12:g} of a 2080 Ti (spec 8.5)",
-        "one bandwidth of rows and copies, as the model has it: a rank's share of its node's card, "
-        "25 Gb/s, on every cluster; NVLink in pairs (HPNV) is not in it",
+        "two levels of bandwidth where eq. (6) has one: replicas enter each node once, by its "
+        "whole card of 100 Gb/s; rows have a rank's share of it, 25 Gb/s, and those that stay in a "
+        "node are free. The same on every cluster: NVLink in pairs (HPNV) is not in it",
         f"loads by Zipf({EXPONENT}), shuffled in every layer (the top 3 of 16 have 56 %, in "
         f"the paper over 50), senders alike by a Dirichlet distribution of {SENDERS_ALIKE:g}, "
         "a share's logarithm walking by 0.02 a step; a second choice is another expert by that law",
         f"alpha = 1, n = 0, a plan each step from the rows of the one before; {STEPS - 1} steps",
         "time by equations (6) and (8) and the non-MoE layer; searching is free",
-        "FasterMoE: its released policy, by the rows that come, replicas and sums blocking",
+        "FasterMoE: its released policy, which has one bandwidth (that of rows), by the rows that "
+        "come, replicas and sums blocking",
     ),
     fitted=(
-        "the one bandwidth: of eleven pairs for rows and replicas that were tried, two kept all "
-        "orders but those of table I and RB; the one with a single value was taken. Orders are "
-        "held, not values (spec 8.5)",
+        "the two levels: of six ways to give rates to rows, replicas and FasterMoE's policy, with "
+        "all figures in sight. They lose one order, of figure 15; one bandwidth (25 Gb/s) loses "
+        "those of table I and figure 16. Orders are held, not values: two levels and one are off "
+        "by 25 and 27 % in table IV, 16 and 26 in table V, 34 and 11 in figure 10, 21 and 17 in "
+        "figure 11, 27 and 8 in figure 14, in the mean",
     ),
     left_out=(
         "figure 13 (error of the model): needs the devices; a run's report shows what was "
@@ -340,5 +361,6 @@ PROPHET = Paper(
         figure_14,
         figure_15,
         figure_16,
+        figure_16_again,
     ),
 )

@@ -65,6 +65,8 @@ class Cluster:
         num_nodes: of it.
         tokens: of all ranks, in a step.
         flops_per_s: effective, of a rank.
+        has_levels: replicas enter each node once, and rows that stay in a node leave its card
+            free; else both have a rank's share of the card.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Cluster:
     num_nodes: int
     tokens: int
     flops_per_s: float
+    has_levels: bool = True
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -82,10 +85,21 @@ class Cluster:
         return self.num_nodes * self.hardware.ranks_per_node
 
     @property
-    def bytes_per_s(self) -> float:
-        """The model's one bandwidth: a rank's share of its node's card."""
+    def card_bytes_per_s(self) -> float:
         assert self.hardware.inter is not None, f"{self.file} has no inter"
-        return self.hardware.inter.bytes_per_s / self.hardware.ranks_per_node
+        return self.hardware.inter.bytes_per_s
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Of replicas."""
+        return self.card_bytes_per_s if self.has_levels else self.bytes_per_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of rows."""
+        per_node = self.hardware.ranks_per_node
+        abroad = (self.num_ranks - per_node) / (self.num_ranks - 1) if self.has_levels else 1.0
+        return self.card_bytes_per_s / per_node / abroad
 
 
 FLOPS_3090, FLOPS_2080 = 20e12, 9e12  # as the spec assumes
@@ -154,7 +168,7 @@ class Block:
             bytes_per_s=self.cluster.bytes_per_s,
             weight_bytes=ELEMENT_BYTES * weights,
             gradient_bytes=ELEMENT_BYTES * weights,
-            copy_bytes_per_s=self.cluster.bytes_per_s,
+            copy_bytes_per_s=self.cluster.copy_bytes_per_s,
             forward_gap_s=self.gap_s,
             backward_gap_s=BACKWARD * self.gap_s,
         )
@@ -208,6 +222,14 @@ def deepspeed(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planne
 
 
 def faster_moe(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
+    """Its released policy has one bandwidth for rows and replicas."""
+    prices = replace(block.prices, copy_bytes_per_s=block.prices.bytes_per_s)
+    plan = shadow_experts(block.owner, now_CE, prices=prices)
+    return block.priced(plan.target, now_CE, scheduled=False)
+
+
+def informed_faster_moe(block: Block, before_CE: np.ndarray, now_CE: np.ndarray) -> Planned:
+    """The same policy, if it knew what replicas take."""
     plan = shadow_experts(block.owner, now_CE, prices=block.prices)
     return block.priced(plan.target, now_CE, scheduled=False)
 

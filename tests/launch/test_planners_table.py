@@ -87,7 +87,7 @@ def test_the_table(
     given = ("--width", "64", "--degrees", "4", "--replicas", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 * (1 + 5 + 4) + 2 * 6 + 5
+    assert len(rows) == 1 + 1 + 2 * 4 + 2 * 2 * 4 + 2 * (1 + 5 + 4) + 2 * 6 + 5
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
@@ -112,6 +112,7 @@ def test_the_table(
     for name, own in (
         *((f"eplb, +{more}", "even") for more in (1, 2)),
         *((f"laer, {slots} slots", "even, own node") for slots in (3, 5)),
+        *((f"flexmoe, {slots} slots", "even, own node") for slots in (3, 5)),
         ("fssdp, t = 4, m = 1", "nearest"),
         ("fssdp, t = 4, m = 2", "nearest"),
         ("prophet, alpha = 1", "local else owner"),

@@ -20,7 +20,10 @@ from rival_planners import (
     Layout,
     PricedCluster,
     balanced_slots,
+    even_slots,
     evenly_on_node,
+    exchanged,
+    expanded,
     in_bins,
     in_one_shot,
     laid_out,
@@ -52,6 +55,40 @@ def test_eplb_by_hand() -> None:
     assert packed(np.array([30, 30, 30, 10, 10, 10]), 2).tolist() == [0, 1, 0, 1, 1, 0]
     slots_EC = balanced_slots(rows_E, 2, 3)
     assert slots_EC.tolist() == [[2, 1], [0, 1], [0, 1], [1, 0]]
+
+
+def test_smartmoe_by_hand() -> None:
+    """90 and 10 stay together with the least, as do 60 and 40; nothing moves where nothing is
+    gained."""
+    owner_E = np.array([0, 0, 1, 1])
+    assert exchanged(np.array([90, 60, 40, 10]), owner_E, 2).tolist() == [0, 1, 1, 0]
+    assert exchanged(np.array([90, 10, 60, 40]), owner_E, 2).tolist() == [0, 0, 1, 1]
+    for rows_CE in LOADS:
+        rows_E = rows_CE.sum(axis=0)
+        rank_E = exchanged(rows_E, OWNER_E, 8)
+        assert (np.bincount(rank_E, minlength=8) == 2).all()
+        after, before = (np.bincount(each_E, rows_E, 8).max() for each_E in (rank_E, OWNER_E))
+        assert after <= before
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_flexmoe_keeps_every_expert_and_is_no_slower(slots: int) -> None:
+    def seconds(sent_CC: np.ndarray) -> float:
+        return float(sent_CC.sum(axis=0).max())
+
+    first_EC = even_slots(16, slots, NODE_C)
+    assert (first_EC.sum(axis=0) == slots).all()
+    gains = []
+    for rows_CE in LOADS:
+        slots_EC = expanded(rows_CE, first_EC, NODE_C, seconds)
+        assert (slots_EC.sum(axis=0) == slots).all()
+        assert (slots_EC.sum(axis=1) >= 1).all() and (slots_EC >= 0).all()
+        before, after = (seconds(sent(rows_CE, each, NODE_C)) for each in (first_EC, slots_EC))
+        gains.append(before / after)
+    assert min(gains) >= 1
+    assert (max(gains) > 1.2) == (slots > 2)
+    with pytest.raises(ValueError, match="16 experts do not fit 8 ranks x 1 slots"):
+        even_slots(16, 1, NODE_C)
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5])

@@ -174,7 +174,7 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
     for name in names:
         if name not in (*ALL, own) and OWN not in name:
             raise ValueError(
-                f"--strategies has {name!r}, which is not priced; {nearest_and_all(name, ALL)}, or "
+                f"strategies have {name!r}, which is not priced; {nearest_and_all(name, ALL)}, or "
                 "a class of your own, as my_package.my_module:MyStrategy"
             )
     chosen = []
