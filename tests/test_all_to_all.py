@@ -21,15 +21,14 @@ from ds_moe_ext.core.all_to_all import (
     Channel,
     Hop,
     Itinerary,
-    Nodes,
     Planner,
-    Reach,
     Relay,
     by_leaders,
     by_places,
     direct,
 )
 from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.core.layout import Nodes, Reach
 from tests.ranks import pool_of
 
 SIZES = [(1, 4), (2, 2), (3, 4), (4, 2), (4, 1)]  # nodes, ranks of each

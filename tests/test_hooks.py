@@ -27,7 +27,8 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
-from ds_moe_ext.moe.hooks import Batch, Hook, Hooked, Hooks, Moe, read_hooks
+from ds_moe_ext.moe.hooked import read_hooks
+from ds_moe_ext.moe.hooks import Batch, Hook, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.planning.prices import RowBytes

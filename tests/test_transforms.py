@@ -24,7 +24,8 @@ from ds_moe_ext.moe.codecs import Codec, Int8
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
-from ds_moe_ext.moe.hooks import Hooked, read_hooks
+from ds_moe_ext.moe.hooked import read_hooks
+from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.moe.refusals import check_transforms
 from ds_moe_ext.moe.replica_memory import Codecs, replica_bytes

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -22,63 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.core.comm import AllToAll, all_to_all_rows
+from ds_moe_ext.core.layout import Nodes, Reach
 from ds_moe_ext.core.rows import on_device, ranges, starts_of
 
 # Planning, pure. A block is what one rank has for another; all of it is known to every rank.
-
-
-class Reach(Enum):
-    """Which ranks a group joins."""
-
-    ALL = "all"
-    WITHIN = "within"  # those of one node
-    BETWEEN = "between"  # those of equal place in their nodes, one from each
-
-
-@dataclass(frozen=True, eq=False)
-class Nodes:
-    """Where the ranks are. A rank's place is its number among those of its node.
-
-    Raises:
-        ValueError: the nodes have not equally many ranks.
-    """
-
-    node_P: np.ndarray  # node of each rank, int ``[P]``; any numbers, in any order
-
-    def __post_init__(self) -> None:
-        sizes = np.unique(self.node_P, return_counts=True)[1]
-        if np.ptp(sizes):
-            raise ValueError(
-                f"nodes of {sizes.tolist()} ranks; an all-to-all by way of the nodes needs "
-                "equally many in each; use the direct one"
-            )
-
-    @cached_property
-    def ranks_VG(self) -> np.ndarray:
-        """Ranks by node and place, int64 ``[V, G]``; nodes in the order of their first ranks."""
-        num_nodes = np.unique(self.node_P).size
-        ranks_VG = np.argsort(self.node_P, kind="stable").reshape(num_nodes, -1)
-        return ranks_VG[np.argsort(ranks_VG[:, 0])]
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether there is one node, or one rank in each: then no way leads by the nodes."""
-        return 1 in self.ranks_VG.shape
-
-    def groups(self, reach: Reach) -> list[list[int]]:
-        """The lists of ranks, ascending, that need a communicator each."""
-        lists = {
-            Reach.ALL: self.ranks_VG.reshape(1, -1),
-            Reach.WITHIN: self.ranks_VG,
-            Reach.BETWEEN: self.ranks_VG.T,
-        }[reach]
-        groups: list[list[int]] = np.sort(lists, axis=1).tolist()
-        return groups
-
-    def find(self, rank: int) -> tuple[int, int]:
-        """Row and place of a rank in ``ranks_VG``."""
-        row, place = np.argwhere(self.ranks_VG == rank)[0].tolist()
-        return row, place
 
 
 @dataclass(frozen=True, eq=False)

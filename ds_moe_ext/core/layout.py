@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch.distributed as dist
 
-from ds_moe_ext.core.all_to_all import Nodes, Reach
-from ds_moe_ext.core.comm import begin_watch, gather_objects, timeout_of, urgent
 from ds_moe_ext.schedule.task import INTER, INTRA, Stream
+
+if TYPE_CHECKING:  # what prices a grid needs none of torch, which takes long to load
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,60 @@ class Striping:
     recomputes: bool = False
 
 
+class Reach(Enum):
+    """Which ranks a group joins."""
+
+    ALL = "all"
+    WITHIN = "within"  # those of one node
+    BETWEEN = "between"  # those of equal place in their nodes, one from each
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """Where the ranks are. A rank's place is its number among those of its node.
+
+    Raises:
+        ValueError: the nodes have not equally many ranks.
+    """
+
+    node_P: np.ndarray  # node of each rank, int ``[P]``; any numbers, in any order
+
+    def __post_init__(self) -> None:
+        sizes = np.unique(self.node_P, return_counts=True)[1]
+        if np.ptp(sizes):
+            raise ValueError(
+                f"nodes of {sizes.tolist()} ranks; an all-to-all by way of the nodes needs "
+                "equally many in each; use the direct one"
+            )
+
+    @cached_property
+    def ranks_VG(self) -> np.ndarray:
+        """Ranks by node and place, int64 ``[V, G]``; nodes in the order of their first ranks."""
+        num_nodes = np.unique(self.node_P).size
+        ranks_VG = np.argsort(self.node_P, kind="stable").reshape(num_nodes, -1)
+        return ranks_VG[np.argsort(ranks_VG[:, 0])]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is one node, or one rank in each: then no way leads by the nodes."""
+        return 1 in self.ranks_VG.shape
+
+    def groups(self, reach: Reach) -> list[list[int]]:
+        """The lists of ranks, ascending, that need a communicator each."""
+        lists = {
+            Reach.ALL: self.ranks_VG.reshape(1, -1),
+            Reach.WITHIN: self.ranks_VG,
+            Reach.BETWEEN: self.ranks_VG.T,
+        }[reach]
+        groups: list[list[int]] = np.sort(lists, axis=1).tolist()
+        return groups
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Row and place of a rank in ``ranks_VG``."""
+        row, place = np.argwhere(self.ranks_VG == rank)[0].tolist()
+        return row, place
+
+
 # Which ranks form the expert-parallel grid, and a communicator for each of its axes and streams.
 
 
@@ -89,6 +145,8 @@ def world(
     Where there are several they meet at a store, or where a launcher's MASTER_ADDR and MASTER_PORT
     say. They wait for each other as long as the backend does, or until the timeout.
     """
+    import torch.distributed as dist
+
     if dist.is_initialized():
         yield
         return
@@ -188,6 +246,10 @@ class ParallelLayout:
             beside: the grids of all ranks, this one's among them, in the same order everywhere;
                 none where all ranks run the same layers.
         """
+        import torch.distributed as dist
+
+        from ds_moe_ext.core.comm import begin_watch, gather_objects
+
         begin_watch()
         if ranks_per_node is None:
             hosts = gather_objects(socket.gethostname(), None)
@@ -280,6 +342,8 @@ class ParallelLayout:
 
     def close(self) -> None:
         """Close the communicators, when no pass will run any more. Collective."""
+        import torch.distributed as dist
+
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -302,6 +366,10 @@ def group_among(
         backend: of the communicators; None takes that of the world.
         is_urgent: what travels is waited for by other work on the device, and goes before that.
     """
+    import torch.distributed as dist
+
+    from ds_moe_ext.core.comm import timeout_of, urgent
+
     rank, timeout = dist.get_rank(), timeout_of(None)
     groups = [
         (ranks, dist.new_group(ranks, timeout, backend, urgent() if is_urgent else None))

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.core.all_to_all import Channel, Nodes, Reach
+from ds_moe_ext.core.all_to_all import Channel
+from ds_moe_ext.core.layout import Nodes, Reach
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import block_index, on_device, starts_of, sums_of_groups
 from ds_moe_ext.schedule.task import ChunkRange, Cut

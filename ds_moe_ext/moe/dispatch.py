@@ -25,14 +25,13 @@ from ds_moe_ext.core.all_to_all import (
     Carrier,
     Channel,
     Planner,
-    Reach,
     Relays,
     RowTransfer,
     by_leaders,
     by_places,
 )
 from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
-from ds_moe_ext.core.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
+from ds_moe_ext.core.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout, Reach
 from ds_moe_ext.core.rows import on_device
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.route import LayerRoute

@@ -39,7 +39,8 @@ from ds_moe_ext.moe.dispatch import Combine, CombineOnce, Dispatch, OrderOnce, R
 from ds_moe_ext.moe.expert import Aside, Expert, ExpertFunction, Local, Present
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
-from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, row_bytes, watched
+from ds_moe_ext.moe.hooked import row_bytes, watched
+from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe
 from ds_moe_ext.moe.joined_passes import BatchSignature, HostLag, JoinedPasses
 from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, Windows, notify
 from ds_moe_ext.moe.order import Order, Padding, RankCoordinates, kind_of

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.core import kernels
-from ds_moe_ext.core.all_to_all import Carrier, Channel, Reach, RowTransfer
+from ds_moe_ext.core.all_to_all import Carrier, Channel, RowTransfer
+from ds_moe_ext.core.layout import Reach
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import (
     RowSplits,

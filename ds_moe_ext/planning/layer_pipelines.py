@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -208,6 +208,7 @@ class Meanwhile:
 NOTHING = Meanwhile()
 
 
+@lru_cache(maxsize=4096)  # layers are often alike
 def best_pair(
     pipeline: Pipeline, costs: LayerCosts, choices: Choices, meanwhile: Meanwhile = NOTHING
 ) -> Pair:

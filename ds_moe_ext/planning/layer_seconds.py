@@ -21,7 +21,6 @@ from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import HostSeconds
 from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes
 from ds_moe_ext.planning.strategy import CostGroup, Plan
-from ds_moe_ext.schedule.orders import ROUTE
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     COMBINE,
@@ -37,17 +36,14 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     START,
     ChunkRange,
-    Kind,
     Op,
     Schedule,
     Stream,
     Task,
-    Value,
 )
 
 ISSUING = Stream("issuing")
 ISSUE = Op("issue", ISSUING)
-ISSUED = Kind("issued", has_gradient=False)
 _OF_REPLICAS = (LAUNCH.name, JOIN.name, START.name)
 
 
@@ -89,29 +85,36 @@ NO_HOST = HostTimes(forward=MappingProxyType({}), backward=MappingProxyType({}))
 
 
 def with_host(schedule: Schedule, host: HostTimes) -> tuple[Schedule, Mapping[int, float]]:
-    """The same step with a task ISSUE before each that takes the host time, and seconds of these by
-    their ``id``. The host waits once in each layer's forward: for the counts of its rows, which
-    ORDER brings."""
+    """The same step with a task ISSUE before each that takes the host time, which waits for it, and
+    seconds of these by their ``id``. The host waits once in each layer's forward: for the counts of
+    its rows, which ORDER brings."""
     if host.is_nothing:
         return schedule, {}
     tasks: list[Task] = []
+    after: list[tuple[int, ...]] = []
     moved: list[int] = []  # where each task now stands
     seconds: dict[int, float] = {}
-    waits: tuple[Value, ...] = ()
-    for task in schedule.tasks:
+    waits: tuple[int, ...] = ()
+    for task, waited in zip(schedule.tasks, schedule.after):
         host_s = host.seconds(task)
-        reads = task.reads
+        own = tuple(moved[place] for place in waited)
         if host_s:
-            here = len(tasks)
-            done = Value(ISSUED, task.layer, ChunkRange(here, here + 1))
-            tasks.append(Task(ISSUE, task.layer, ChunkRange(0, 1), waits, (done,)))
-            seconds[id(tasks[here])], reads, waits = host_s, (*reads, done), ()
-        if task.op == ORDER and not task.adjoint_of:
-            waits = tuple(value for value in task.writes if value.kind == ROUTE)
+            issue = Task(ISSUE, task.layer, ChunkRange(0, 1), (), ())
+            seconds[id(issue)], own = host_s, (*own, len(tasks))
+            tasks.append(issue)
+            after.append(waits)
+            waits = ()
         moved.append(len(tasks))
-        adjoint_of = tuple(moved[place] for place in task.adjoint_of)
-        tasks.append(replace(task, reads=reads, adjoint_of=adjoint_of))
-    return replace(schedule, tasks=tuple(tasks)), seconds
+        if task.op == ORDER and not task.adjoint_of:
+            waits = (len(tasks),)
+        if task.adjoint_of:
+            there = tuple(moved[place] for place in task.adjoint_of)
+            task = Task(task.op, task.layer, task.chunk_range, task.reads, task.writes, there)  # noqa: PLW2901
+        tasks.append(task)
+        after.append(own)
+    by_host = replace(schedule, tasks=tuple(tasks))
+    vars(by_host)["after"] = tuple(after)  # known by now; no value says who waits for the host
+    return by_host, seconds
 
 
 _US = 1e-6

@@ -316,7 +316,8 @@ def price_passes(
     if not conditions.host.is_nothing:
         whole = _passed(*by_host, layers, job, conditions)
     number, later = conditions.micro_batches, whole
-    if number > 1:  # in which replicas are there, and no gradient travels before the last
+    moves = any(any(pieces) for each in layers for pieces in each.by_piece.values())
+    if number > 1 and moves:  # replicas are there, and no gradient travels before the last
         unmoved = [replace(each, by_piece={}) for each in layers]
         later = _passed(*by_host, unmoved, job, conditions)
     device_s, whole_s = device.timeline.makespan_s, whole.timeline.makespan_s

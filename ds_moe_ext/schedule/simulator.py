@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Schedule, Stream, Task
-
-ENDED_S = 1e-12  # of work left, which rounding may leave of a task that is done
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Schedule, Task
 
 Seconds = Callable[[int, Task], float]  # (rank, task) -> seconds, alone on its link
 Peers = Callable[[int, Task], Sequence[int]]  # ranks that must all reach the task
@@ -82,19 +81,28 @@ def simulate(
     ).run()
 
 
-class _UnderWay(NamedTuple):
-    """A task that has begun, on one rank."""
+@dataclass(slots=True, eq=False)
+class _Sharing:
+    """A task under way on one rank, which others may slow."""
 
     rank: int
     position: int
     link: str | None  # that it occupies
+    left_s: float  # of work, alone, at ``since_s``
+    since_s: float
+    slowed: float = 1.0  # times its seconds alone, from then on
+
+
+_UNDER_WAY, _ENDED = -1, -2  # in place of how many tasks one waits for
 
 
 class _Simulation:
-    """An event queue over (rank, position); time jumps from one finished task to the next.
+    """A heap of ends over (rank, position); time jumps from one to the next.
 
-    After an end only those ranks are looked at that it may let go on: its own, and those of which a
-    task was found to wait for it.
+    A task waits for what it reads and for the one before it in its stream, and is ready once all of
+    these have ended. Its end is known when it begins, unless it shares a link or is crowded: then
+    it is put off, or brought forward, whenever another task begins or ends beside it, and its older
+    ends in the heap no longer count.
     """
 
     def __init__(
@@ -109,116 +117,107 @@ class _Simulation:
     ) -> None:
         self._tasks, self._ranks = schedule.tasks, range(num_ranks)
         self._seconds_of, self._peers_of, self._link_of = seconds_of, peers_of, link_of
-        self._crowding_of = crowding_of
+        self._crowding_of, self._is_crowded = crowding_of, crowding_of is not not_crowded
         self._start = [[math.nan] * len(self._tasks) for _ in self._ranks]
         self._end = [[math.nan] * len(self._tasks) for _ in self._ranks]
-        streams = _streams(self._tasks)
-        # What each stream of each rank has left to start, the next one last.
-        self._queue = [[list(stream) for stream in streams.values()] for _ in self._ranks]
-        self._busy = [[False] * len(streams) for _ in self._ranks]
-        number = {stream: place for place, stream in enumerate(streams)}
-        self._stream_of = [number[task.stream] for task in self._tasks]
-        self._num_awaited = [[len(after) for after in schedule.after] for _ in self._ranks]
-        self._followers: list[list[int]] = [[] for _ in self._tasks]
-        for position, after in enumerate(schedule.after):
-            for awaited in after:
-                self._followers[awaited].append(position)
-        self._held_up: list[set[int]] = [set() for _ in self._ranks]  # ranks, by each
-        self._under_way: list[_UnderWay] = []
-        self._left: list[float] = []  # seconds of work left of each of them
+        self._streams = schedule.by_stream.values()
+        self._followers, num_awaited = schedule.once(_awaiting)
+        self._num_awaited = [list(num_awaited) for _ in self._ranks]
+        self._ends: list[tuple[float, int, int]] = []  # seconds, rank, position
+        # Of those that may slow each other, by link; where ranks are crowded, all under None.
+        self._beside: dict[str | None, dict[tuple[int, int], _Sharing]] = defaultdict(dict)
+        self._group_of: dict[tuple[int, int], str | None] = {}
         self._now = 0.0
 
     def run(self) -> Timeline:
-        ended = set(self._ranks)
-        while True:
-            self._start_what_can(ended)
-            if not self._left:
-                self._check_that_all_ran()
-                return Timeline(self._start, self._end)
-            ended = self._advance()
+        first = [position for position, number in enumerate(self._num_awaited[0]) if not number]
+        for rank in self._ranks:
+            for position in first:
+                self._start_with_peers(rank, position)
+        while self._ends:
+            end_s, rank, position = heappop(self._ends)
+            awaited = self._num_awaited[rank]
+            if awaited[position] != _UNDER_WAY or self._end[rank][position] != end_s:
+                continue
+            self._now, awaited[position] = end_s, _ENDED
+            if (rank, position) in self._group_of:
+                group = self._beside[self._group_of[rank, position]]
+                del group[rank, position]
+                self._put_off(group)
+            for follower in self._followers[position]:
+                awaited[follower] -= 1
+                if not awaited[follower]:
+                    self._start_with_peers(rank, follower)
+        self._check_that_all_ran()
+        return Timeline(self._start, self._end)
 
     def _check_that_all_ran(self) -> None:
         stuck = [
-            f"{self._tasks[stream[-1]]} of rank {rank}"
+            f"{self._tasks[left[0]]} of rank {rank}"
             for rank in self._ranks
-            for stream in self._queue[rank]
-            if stream
+            for stream in self._streams
+            if (left := [each for each in stream if self._num_awaited[rank][each] != _ENDED])
         ]
         if stuck:
             raise ValueError(
                 f"{', '.join(stuck)} would wait forever; give peers that all wait for each other"
             )
 
-    def _ready(self, rank: int, position: int) -> bool:
-        stream = self._stream_of[position]
-        queue = self._queue[rank][stream]
-        in_turn = bool(queue) and queue[-1] == position
-        return in_turn and not self._busy[rank][stream] and not self._num_awaited[rank][position]
-
-    def _start_what_can(self, ended: set[int]) -> None:
-        again = ended.union(*(self._held_up[rank] for rank in ended))
-        for rank in ended:
-            self._held_up[rank].clear()
-        for rank in sorted(again):
-            for stream in self._queue[rank]:
-                if stream and self._ready(rank, stream[-1]):
-                    self._start_with_peers(rank, stream[-1])
-
     def _start_with_peers(self, rank: int, position: int) -> None:
         peers = self._peers_of(rank, self._tasks[position])
         for peer in peers:
-            if not self._ready(peer, position):
-                self._held_up[peer].add(rank)
-                return
+            if self._num_awaited[peer][position]:
+                return  # the last peer to be ready starts all
         for peer in peers:
             self._begin(peer, position)
 
     def _begin(self, rank: int, position: int) -> None:
-        task, stream = self._tasks[position], self._stream_of[position]
-        self._queue[rank][stream].pop()
-        self._busy[rank][stream] = True
-        self._start[rank][position] = self._now
-        self._under_way.append(_UnderWay(rank, position, self._link_of(rank, task)))
-        self._left.append(self._seconds_of(rank, task))
+        task, now = self._tasks[position], self._now
+        self._num_awaited[rank][position] = _UNDER_WAY
+        self._start[rank][position] = now
+        link, seconds = self._link_of(rank, task), self._seconds_of(rank, task)
+        if link is None and not self._is_crowded:
+            self._end[rank][position] = end_s = now + seconds
+            heappush(self._ends, (end_s, rank, position))
+            return
+        key = None if self._is_crowded else link
+        self._group_of[rank, position] = key
+        self._beside[key][rank, position] = _Sharing(rank, position, link, seconds, now)
+        self._put_off(self._beside[key])
 
-    def _advance(self) -> set[int]:
-        """To the end of the next task; the ranks where one ends."""
-        slowed = self._slowed()
-        step = min(map(operator.mul, self._left, slowed))
-        self._now += step
-        left = [before - step / by for before, by in zip(self._left, slowed)]
-        ended = [each for each, after in zip(self._under_way, left) if after <= ENDED_S]
-        self._under_way = [each for each, after in zip(self._under_way, left) if after > ENDED_S]
-        self._left = [after for after in left if after > ENDED_S]
-        for rank, position, _ in ended:
-            self._end[rank][position] = self._now
-            self._busy[rank][self._stream_of[position]] = False
-            for follower in self._followers[position]:
-                self._num_awaited[rank][follower] -= 1
-        return {each.rank for each in ended}
+    def _put_off(self, group: Mapping[tuple[int, int], _Sharing]) -> None:
+        """The ends of tasks that may slow each other, after one of them has begun or ended."""
+        for each in group.values():
+            done_s = (self._now - each.since_s) / each.slowed
+            each.left_s, each.since_s = max(each.left_s - done_s, 0.0), self._now
+            each.slowed = self._slowed(each, group)
+            end_s = self._now + each.left_s * each.slowed
+            self._end[each.rank][each.position] = end_s
+            heappush(self._ends, (end_s, each.rank, each.position))
 
-    def _slowed(self) -> list[float]:
-        """Times the seconds alone of each task under way: it shares its link with all that are on
-        it, and its rank with all that are there."""
-        links = [each.link for each in self._under_way]
-        shared = [1.0 if link is None else float(links.count(link)) for link in links]
-        if self._crowding_of is not_crowded:
-            return shared
-        beside: dict[int, list[Task]] = defaultdict(list)
-        for rank, position, _ in self._under_way:
-            beside[rank].append(self._tasks[position])
-        return [
-            by * self._crowding_of(self._tasks[position], beside[rank])
-            for by, (rank, position, _) in zip(shared, self._under_way)
-        ]
+    def _slowed(self, each: _Sharing, group: Mapping[tuple[int, int], _Sharing]) -> float:
+        """Times the seconds alone of a task: it shares its link with all that are on it, and its
+        rank with all that are there."""
+        if not self._is_crowded:
+            return float(len(group))
+        beside = group.values()
+        shared = 1 if each.link is None else sum(other.link == each.link for other in beside)
+        of_rank = [self._tasks[other.position] for other in beside if other.rank == each.rank]
+        return shared * self._crowding_of(self._tasks[each.position], of_rank)
 
 
-def _streams(tasks: Sequence[Task]) -> dict[Stream, list[int]]:
-    """What each stream does, by position, the last one first."""
-    streams: dict[Stream, list[int]] = defaultdict(list)
-    for position in reversed(range(len(tasks))):
-        streams[tasks[position].stream].append(position)
-    return streams
+def _awaiting(schedule: Schedule) -> tuple[list[list[int]], list[int]]:
+    """Of each task, those that wait for it, and how many it waits for: all that write what it
+    reads, and the one before it in its stream."""
+    awaited = [set(after) for after in schedule.after]
+    for stream in schedule.by_stream.values():
+        for before, position in pairwise(stream):
+            awaited[position].add(before)
+    followers: list[list[int]] = [[] for _ in awaited]
+    for position, after in enumerate(awaited):
+        for before in after:
+            followers[before].append(position)
+    return followers, list(map(len, awaited))
 
 
 # Timelines as Chrome/Perfetto JSON: open the file at ui.perfetto.dev or chrome://tracing. Pure.

@@ -12,10 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ds_moe_ext.schedule.executor import Mark, ScheduleStreams
 from ds_moe_ext.schedule.task import ChunkRange, Op, Schedule, Stream, Task, Value
+
+if TYPE_CHECKING:
+    from ds_moe_ext.schedule.executor import Mark, ScheduleStreams
 
 Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
 Done = tuple[tuple[Any, ...], Saved]  # what a task writes, in order, and what its adjoint needs

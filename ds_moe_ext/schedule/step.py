@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from ds_moe_ext.schedule.orders import LayerTasks
@@ -70,7 +71,7 @@ def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule
             f"the layers of the step have the numbers {numbers}; give one layer at least, and each "
             "a number of its own"
         )
-    layers = [each._replace(backward=_with_primes(each.backward)) for each in layers]
+    layers = [each._replace(backward=each.backward.once(_with_primes)) for each in layers]
     step = _Step(layers, leads)
     step.run()
     tokens = () if leads else _tokens(layers[0].forward.inputs)
@@ -163,7 +164,8 @@ class _Step:
             adjoint_of = tuple(ran[position] for position in task.adjoint_of)
             needs = given if set(task.reads) <= set(program.inputs) else ()
             reads = tuple(dict.fromkeys((*task.reads, *needs)))
-            self._add(self._with_replicas(replace(task, adjoint_of=adjoint_of, reads=reads)))
+            run = Task(task.op, task.layer, task.chunk_range, reads, task.writes, adjoint_of)
+            self._add(self._with_replicas(run))
 
     def _with_replicas(self, task: Task) -> Task:
         """The task of a program, waiting for the replicas that it needs."""
@@ -174,7 +176,7 @@ class _Step:
             if task.layer not in self._recalled:
                 self._gather_again(GATHER, task.layer, task.reads)
             needs = (Value(AGAIN, task.layer),)
-        return replace(task, reads=(*task.reads, *needs))
+        return replace(task, reads=(*task.reads, *needs)) if needs else task
 
     def _add(self, task: Task) -> int:
         """Add a task, and behind it what it begins; the task's position."""
@@ -217,7 +219,14 @@ def _tokens(values: Iterable[Value]) -> tuple[Value, ...]:
 def _with_primes(backward: Schedule) -> Schedule:
     """Backward with values that are not forward's."""
     tasks = (
-        replace(task, reads=tuple(map(primed, task.reads)), writes=tuple(map(primed, task.writes)))
+        Task(
+            task.op,
+            task.layer,
+            task.chunk_range,
+            tuple(map(primed, task.reads)),
+            tuple(map(primed, task.writes)),
+            task.adjoint_of,
+        )
         for task in backward.tasks
     )
     inputs, outputs = (tuple(map(primed, ends)) for ends in (backward.inputs, backward.outputs))
@@ -226,7 +235,12 @@ def _with_primes(backward: Schedule) -> Schedule:
 
 def primed(value: Value) -> Value:
     """A value of backward: that of forward, with a prime."""
-    return value._replace(kind=replace(value.kind, name=f"{value.kind.name}'"))
+    return value._replace(kind=_prime(value.kind))
+
+
+@cache
+def _prime(kind: Kind) -> Kind:
+    return replace(kind, name=f"{kind.name}'")
 
 
 def _untokened(layers: Sequence[LayerTasks]) -> tuple[Value, ...]:

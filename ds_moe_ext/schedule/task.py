@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Made = TypeVar("Made")
 
@@ -180,13 +180,27 @@ class Value(NamedTuple):
         chunks = "" if self.chunk_range is None else f",{self.chunk_range}"
         return f"{self.kind.name}[{self.layer}{chunks}]"
 
-    def touches(self, other: Value) -> bool:
-        """Whether a writer of ``other`` writes (a part of) this value."""
-        if self.layer != other.layer or (self.kind is not other.kind and self.kind != other.kind):
-            return False
-        if self.chunk_range is None or other.chunk_range is None:
-            return self.chunk_range == other.chunk_range
-        return self.chunk_range.overlaps(other.chunk_range)
+
+class _ByKind(Generic[Made]):
+    """What belongs to values, such as the tasks that write them, to be found by a value."""
+
+    def __init__(self, pairs: Iterable[tuple[Value, Made]] = ()) -> None:
+        self._alike: dict[tuple[Kind, int], list[tuple[ChunkRange | None, Made]]]
+        self._alike = defaultdict(list)
+        for value, of_it in pairs:
+            self.add(value, of_it)
+
+    def add(self, value: Value, of_it: Made) -> None:
+        self._alike[value.kind, value.layer].append((value.chunk_range, of_it))
+
+    def touching(self, value: Value) -> list[tuple[ChunkRange | None, Made]]:
+        """Those of the values that (a part of) this value is (a part of), by their chunks."""
+        kind, layer, wanted = value
+        alike = self._alike.get((kind, layer), ())
+        if wanted is None:
+            return [each for each in alike if each[0] is None]
+        start, stop = wanted
+        return [each for each in alike if each[0] and start < each[0][1] and each[0][0] < stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +265,14 @@ class Schedule:
         Raises:
             ValueError: a task reads what nothing before it wrote in full.
         """
-        written: dict[tuple[Kind, int], list[tuple[Value, int]]] = defaultdict(list)
-        for value in self.inputs:
-            written[value.kind, value.layer].append((value, -1))
+        written = _ByKind((value, -1) for value in self.inputs)
         after = []
         for position, task in enumerate(self.tasks):
             # Data alone may leave it to ranks that do other tasks of the same step.
             waits = set(task.adjoint_of if self.is_round_trip else ())
             for value in task.reads:
-                alike = written[value.kind, value.layer]
-                writers = [(other, w) for other, w in alike if value.touches(other)]
-                if not _covers((other.chunk_range for other, _ in writers), value.chunk_range):
+                writers = written.touching(value)
+                if not _covers((chunk_range for chunk_range, _ in writers), value.chunk_range):
                     raise ValueError(
                         f"task {position}, {task}, reads {value} before it is written in full; "
                         "issue the tasks that write it first"
@@ -269,7 +280,7 @@ class Schedule:
                 waits.update(w for _, w in writers if w >= 0)
             after.append(tuple(sorted(waits)))
             for value in task.writes:
-                written[value.kind, value.layer].append((value, position))
+                written.add(value, position)
         return tuple(after)
 
     @cached_property
@@ -282,11 +293,9 @@ class Schedule:
     def sources(self) -> dict[Value, tuple[Value, ...]]:
         """For each value that a task reads or the schedule puts out: the written values that hold
         (parts of) it."""
-        written: dict[tuple[Kind, int], list[Value]] = defaultdict(list)
-        for value in self.written:
-            written[value.kind, value.layer].append(value)
+        written = _ByKind((value, value) for value in self.written)
         wanted = (*(value for task in self.tasks for value in task.reads), *self.outputs)
-        return {v: tuple(w for w in written[v.kind, v.layer] if v.touches(w)) for v in wanted}
+        return {value: tuple(w for _, w in written.touching(value)) for value in wanted}
 
     @cached_property
     def last_adjoint(self) -> dict[int, int]:
@@ -338,13 +347,13 @@ class Schedule:
     @cached_property
     def live(self) -> tuple[bool, ...]:
         """For each task, whether gradients of an output reach it, so that it has an adjoint."""
-        needed = [value for value in self.outputs if value.kind.has_gradient]
+        needed = _ByKind((value, None) for value in _graded(self.outputs))
         live = []
         for task in reversed(self.tasks):
-            wanted = any(n.touches(w) for w in task.writes if w.kind.has_gradient for n in needed)
+            wanted = any(map(needed.touching, _graded(task.writes)))
             live.append(wanted)
-            if wanted:
-                needed += [value for value in task.reads if value.kind.has_gradient]
+            for value in _graded(task.reads) if wanted else ():
+                needed.add(value, None)
         return tuple(reversed(live))
 
     def reversed(self) -> Schedule:
@@ -359,30 +368,32 @@ class Schedule:
             if self.live[last - i]
         )
         # A value that nobody read has no gradient; it counts as given, and is None.
-        read = [value for task in self.tasks for value in task.reads]
+        read = _ByKind((value, None) for task in self.tasks for value in task.reads)
         unread = (
             value
             for task in self.tasks
             for value in _graded(task.writes)
-            if not any(r.touches(value) for r in read)
+            if not read.touching(value)
         )
         given = dict.fromkeys((*_graded(self.outputs), *unread))
         return Schedule(tasks, tuple(given), _graded(self.inputs))
 
     def backward_cut_as(self, template: Schedule) -> Schedule:
         """The backward pass of this schedule, cut as ``template.reversed()`` is."""
-        tasks = []
-        for task in template.reversed().tasks:
+        tasks, back = [], template.reversed()
+        alike: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for position, task in enumerate(self.tasks):
+            alike[task.op.name, task.layer].append(position)
+        for task in back.tasks:
             ours = tuple(
                 position
-                for position, other in enumerate(self.tasks)
-                if (other.op, other.layer) == (task.op, task.layer)
-                and other.chunk_range.overlaps(task.chunk_range)
+                for position in alike[task.op.name, task.layer]
+                if self.tasks[position].op == task.op
+                and self.tasks[position].chunk_range.overlaps(task.chunk_range)
             )
             if not ours:
                 raise ValueError(f"the forward pass has no task for {task} to be the adjoint of")
             tasks.append(Task(task.op, task.layer, task.chunk_range, task.reads, task.writes, ours))
-        back = template.reversed()
         return Schedule(tuple(tasks), back.inputs, _graded(self.inputs))
 
 
@@ -394,9 +405,7 @@ def _covers(chunk_ranges: Iterable[ChunkRange | None], wanted: ChunkRange | None
     if wanted is None:
         return any(True for _ in chunk_ranges)
     reached = wanted.start
-    for chunk_range in sorted(
-        chunk_range for chunk_range in chunk_ranges if chunk_range is not None
-    ):
+    for chunk_range in sorted(filter(None, chunk_ranges)):
         if chunk_range.start <= reached:
             reached = max(reached, chunk_range.stop)
     return reached >= wanted.stop

@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_moe_ext.strict import at_least
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 PERIOD_S = 1.0
 """How often a process looks at its own waits."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_moe_ext.planning.strategy import Job, Keys, Plan, Strategy, register
-from ds_moe_ext.schedule.graphs import WARM_UPS
 from ds_moe_ext.schedule.task import INTER, Stream
 from ds_moe_ext.strict import all_at_least, one_of
 
@@ -77,6 +76,8 @@ class ExpertParallel(Strategy):
                 "experts are there, and one result comes back"
             )
         if self.cuda_graphs:
+            from ds_moe_ext.schedule.graphs import WARM_UPS  # with torch
+
             stated.append(
                 "CUDA graphs: on a GPU forward and backward of each MoE layer are recorded "
                 f"after {WARM_UPS} passes and replayed; each layer keeps the memory of one "

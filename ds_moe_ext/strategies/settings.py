@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_moe_ext.files.documents import file_of, names_of, read_document
-from ds_moe_ext.moe.gate import Gate, read_gate
-from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.planning.strategy import Choosing, Overlay, Strategy, class_at, registered
 from ds_moe_ext.schedule.watch import Patience
 from ds_moe_ext.strategies import auto, ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
@@ -31,6 +30,11 @@ from ds_moe_ext.strict import (
     read_record,
     shortened,
 )
+
+if TYPE_CHECKING:
+    from ds_moe_ext.moe.gate import Gate
+else:
+    Gate = Any  # torch is loaded where a block names a gate or hooks
 
 BLOCK = "ds_moe_ext"
 MOST_CHARACTERS = 1000  # of an error
@@ -221,9 +225,15 @@ def _read(document: Mapping[str, Any]) -> tuple[Settings, Strategy | None]:
                 remedy = f"it goes into the block {BLOCK}.{f' or {BLOCK}.'.join(owners)}"
             raise ValueError(f"{BLOCK} has no key {key!r}; {remedy}")
     block = block if block.get("enabled") is True else _without_code(block)
-    gate = None if block.get("gate") is None else read_gate(block["gate"], f"{BLOCK}.gate")
-    named = block.get("hooks")
-    hooks = NO_HOOKS if named is None else read_hooks(named, f"{BLOCK}.hooks")
+    gate, hooks = None, NO_HOOKS
+    if block.get("gate") is not None:
+        from ds_moe_ext.moe.gate import read_gate
+
+        gate = read_gate(block["gate"], f"{BLOCK}.gate")
+    if block.get("hooks") is not None:
+        from ds_moe_ext.moe.hooked import read_hooks
+
+        hooks = read_hooks(block["hooks"], f"{BLOCK}.hooks")
     plain = {k: v for k, v in block.items() if k in names and k not in ("gate", "hooks")}
     settings = dataclasses.replace(read_record(Settings, plain, BLOCK), gate=gate, hooks=hooks)
     blocks: dict[str, Strategy] = {

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.core.all_to_all import Itinerary, Nodes, Reach, by_leaders, by_places, direct
+from ds_moe_ext.core.all_to_all import Itinerary, by_leaders, by_places, direct
 from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.core.layout import Nodes, Reach
 from ds_moe_ext.planning.exchange_costs import (
     BY_COST,
     WAYS,

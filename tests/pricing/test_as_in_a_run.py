@@ -15,7 +15,7 @@ from ds_moe_ext.commands.price.market import Case
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.steps.costs import STEPS
-from ds_moe_ext.moe.hooks import read_hooks
+from ds_moe_ext.moe.hooked import read_hooks
 from ds_moe_ext.planning.model_shape import Training, of_config
 from ds_moe_ext.planning.strategy import CostGroup, Job, Plan
 from ds_moe_ext.strategies.fssdp import FullySharded

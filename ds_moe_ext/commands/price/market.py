@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, on_its_way
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.planning.candidates import (
     PRICED,
     Priced,
@@ -75,6 +75,10 @@ class Case:
         self._on_its_way(etp_size=1)  # so that hooks which do not fit are refused at once
 
     def _on_its_way(self, etp_size: int) -> OnItsWay | None:
+        if self.hooks == NO_HOOKS:
+            return None
+        from ds_moe_ext.moe.hooked import on_its_way  # with torch
+
         return on_its_way(self.hooks, self.shape, self.training.number_type, etp_size)
 
     @property

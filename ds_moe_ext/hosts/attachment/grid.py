@@ -16,7 +16,8 @@ from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.core.layout import Grid, Roles, divisors
 from ds_moe_ext.hosts.attachment.host_layer import Found
 from ds_moe_ext.hosts.attachment.startup_check import REMEDY, UNKNOWN, Cluster, ranks_on_this_node
-from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, on_its_way
+from ds_moe_ext.moe.hooked import on_its_way
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.planning.candidates import PRICED, Reached, Way, price_way
 from ds_moe_ext.planning.described_run import DescribedRun
 from ds_moe_ext.planning.load_files import read_loads

@@ -23,7 +23,7 @@ from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.hosts.steps.training_run import line_logger
 from ds_moe_ext.hosts.zebra.rehearsal import Dense, Experts, Scene, rehearse_dense, rehearse_experts
-from ds_moe_ext.moe.hooks import row_bytes
+from ds_moe_ext.moe.hooked import row_bytes
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
 from ds_moe_ext.planning.zebra_planner import (
