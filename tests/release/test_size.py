@@ -12,8 +12,8 @@ ARE_AT = {
     "launch: lines": 11_100,
     "launch: files": 38,
     "launch: benches": 16,
-    "launch/papers: lines": 3_890,
-    "launch/papers: files": 17,
+    "launch/papers: lines": 3_960,
+    "launch/papers: files": 18,
     "tests: lines": 66_270,
     "tests/test_house.py: lines": 200,
 }
