@@ -14,6 +14,7 @@ from ds_moe_ext.commands.compare import add_compare
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.loads_table import SIZES, add_loads
 from ds_moe_ext.commands.plan import add_plan
+from ds_moe_ext.commands.price import add_job
 from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
 from ds_moe_ext.commands.verify import add_verify
@@ -54,29 +55,9 @@ def add_price(commands: Any) -> None:
     )
     add = parser.add_argument
     add("job", type=Path, help="DeepSpeed's JSON, or a file of Megatron's flags")
-    add("--model", type=Path, help="a Hugging Face config.json, or a name of configs/models")
-    add(
-        "--hardware",
-        required=True,
-        nargs="+",
-        help="a file, or a name of configs/hardware, as dgx_h100; several are compared",
-    )
-    add("--nodes", type=int, nargs="+", help="nodes of each cluster (default: as in its file)")
-    add(
-        "--loads",
-        default="zipf:0.6",
-        help="a workload, a name of configs/loads or a file: see loads",
-    )
+    add_job(add)
     add("--strategies", default="all", help="names with commas between, or all; or module:Class")
     add("--grids", choices=("few", "all"), default="few", help="EP group sizes to try")
-    add("--length", type=int, help="tokens per sample")
-    add("--micro-batch", type=int, help="samples per rank and pass")
-    add("--micro-batches", type=int, help="passes per step")
-    add(
-        "--recomputes",
-        action=argparse.BooleanOptionalAction,
-        help="recompute activations in backward",
-    )
     add("--quick", action="store_true", help="skip other micro-batches and loads")
     add("--pays", action="store_true", help="also price other skews and token counts")
     add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")

@@ -11,16 +11,19 @@ Seconds may be any other unit of time, the same in a whole job. An EP rank is on
 
 from __future__ import annotations
 
+import argparse
 import json
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from ds_moe_ext.commands.price import add_job
 from ds_moe_ext.core.hardware import Hardware, Link, read_hardware
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import NearestReplica
@@ -33,6 +36,7 @@ from ds_moe_ext.planning.priced_plans import Routed, divide, in_whole_rows, sent
 from ds_moe_ext.planning.prices import AllReduce, LinearCost, RowPrices
 from ds_moe_ext.planning.prophet_planner import BlockPlan, place_experts, shadow_experts
 from ds_moe_ext.planning.zebra_costs import (
+    MOST_STRIPES,
     LayerTimes,
     MoeModel,
     RankClass,
@@ -52,6 +56,7 @@ from ds_moe_ext.planning.zebra_planner import (
 )
 from ds_moe_ext.strict import MOST, Bounds, nearest, one_of, read_record
 
+MIXED_CLUSTER = "mixed-cluster"  # which takes files and names, no job in JSON
 STANDARD_INPUT = "-"  # where a path is asked for
 
 MOST_ROWS = 2**32
@@ -59,7 +64,6 @@ MOST_PAIRS = 2**20  # of expert and rank; rows in parts times these fit into 64 
 MOST_COST = 1e18  # bytes, seconds, or either's rate: products of these stay finite
 MOST_LAYERS = 2**10
 MOST_SIZE = 2**24  # of a model, and of samples
-MOST_STRIPES = 2**9  # times layers: of one simulated step
 MOST_SHAPES = 2**8
 PARTS = 2**10  # of a row: loads that are no whole rows, as a mean of steps, are rounded to these
 WEIGHT_BYTES = 16.0  # half-precision weight and gradient, and the optimizer's three in fp32
@@ -82,16 +86,50 @@ Plan = Mapping[str, Any]
 
 def add_plan(commands: Any) -> None:
     """Add ``plan`` to the commands of a parser."""
-    parser = commands.add_parser("plan", help="plan a job, or many, given in JSON")
-    parser.add_argument("algorithm", metavar="ALGORITHM", help=", ".join(ALGORITHMS))
+    parser = commands.add_parser(
+        "plan", help="plan a job, or many, given in JSON; or a run on new and old GPUs"
+    )
+    parser.add_argument(
+        "algorithm", metavar="ALGORITHM", help=", ".join((*ALGORITHMS, MIXED_CLUSTER))
+    )
     parser.add_argument(
         "--in",
         dest="path",
-        required=True,
         metavar="FILE",
         help="a job or a list of jobs in JSON; - reads standard input",
     )
-    parser.set_defaults(run=lambda given: print_plan(given.algorithm, given.path))
+    mixed = parser.add_argument_group(MIXED_CLUSTER, "attention on new GPUs, experts on old ones")
+    add = mixed.add_argument
+    add("job", nargs="?", type=Path, help="DeepSpeed's JSON, or a file of Megatron's flags")
+    add_job(add, required=False)
+    add("--hosts", nargs="+", help="host names of each cluster, with commas between")
+    add("--out", type=Path, metavar="FILE", help="the job's JSON with its block, to write")
+    add("--hostfile", type=Path, metavar="FILE", help="a DeepSpeed hostfile, to write")
+    own = {action.dest: action.default for action in mixed._group_actions}
+    parser.set_defaults(run=lambda given: _plan(given, own))
+
+
+def _plan(given: argparse.Namespace, own: Mapping[str, Any]) -> int:
+    """Plan by a job in JSON, or a mixed cluster by files and names; ``own`` are arguments of the
+    latter."""
+    if given.algorithm == MIXED_CLUSTER:
+        from ds_moe_ext.commands.mixed_cluster import plan_mixed_cluster
+
+        if given.path is not None:
+            raise ValueError(
+                f"--in is {given.path!r}, but {MIXED_CLUSTER} takes files and names, as ds-moe-ext "
+                "price does; give --model and --hardware"
+            )
+        return plan_mixed_cluster(given)
+    for name, default in own.items():
+        if vars(given)[name] != default:
+            raise ValueError(
+                f"{name} is {str(vars(given)[name])!r}, which only {MIXED_CLUSTER} takes; give "
+                f"{given.algorithm} its job by --in"
+            )
+    if given.path is None:
+        raise ValueError(f"{given.algorithm} has no job; give its file by --in, or - there")
+    return print_plan(given.algorithm, given.path)
 
 
 def print_plan(algorithm: str, path: str) -> int:
@@ -111,7 +149,8 @@ def plan_text(name: str, text: bytes, source: str = "the input") -> str:
     """Plans in JSON of one job in JSON, or of a list of jobs; ``source`` says where from in
     errors."""
     if name not in ALGORITHMS:
-        raise ValueError(f"there is no algorithm {name!r}; {nearest(name, ALGORITHMS)}")
+        remedy = nearest(name, (*ALGORITHMS, MIXED_CLUSTER))
+        raise ValueError(f"there is no algorithm {name!r}; {remedy}")
     try:
         document = parsed(text, _no_constant)
     except ValueError as error:

@@ -32,6 +32,7 @@ from ds_moe_ext.schedule.stripes import (
 )
 from ds_moe_ext.schedule.task import GATHER, Op, Schedule, Task
 
+MOST_STRIPES = 2**9  # times layers: of one simulated step
 EXPERT_PRODUCTS = 3  # matrix products of an expert: Mixtral's
 
 

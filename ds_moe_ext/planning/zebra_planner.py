@@ -262,6 +262,20 @@ def moved_bounds(group: ZebraGroup, memory: Memory, num_stripes: int) -> MovedBo
     )
 
 
+def used_bytes(
+    group: ZebraGroup, memory: Memory, num_stripes: int, moved_L: Sequence[int]
+) -> tuple[float, float]:
+    """Bytes of an attention rank and of an expert rank, as ``moved_bounds`` counts them."""
+    moved, rows_bytes = sum(moved_L), num_stripes * memory.rows_bytes
+    held = group.num_layers * group.num_experts / group.expert_ranks - moved
+    gained = moved * group.expert_ranks / group.attention_ranks
+    gained_rows_bytes = rows_bytes * group.expert_ranks / group.num_experts
+    return (
+        memory.dense_bytes + gained * (memory.expert_bytes + gained_rows_bytes),
+        held * memory.expert_bytes + group.num_layers * rows_bytes,
+    )
+
+
 def _that_fit(free_bytes: int, taken_bytes: float, one_bytes: float) -> int:
     """Experts that fit beside what is taken."""
     return max(0, int((USABLE * free_bytes - taken_bytes) // one_bytes))
@@ -317,9 +331,15 @@ def choose_moved(
 
 
 def step_seconds(
-    group: ZebraGroup, times: LayerTimes, stripes: Stripes, moved_L: Sequence[int]
+    group: ZebraGroup,
+    times: LayerTimes,
+    stripes: Stripes,
+    moved_L: Sequence[int],
+    *,
+    overlaps: bool = True,
 ) -> float:
-    """A step by the simulator, which takes embeddings for a part of the head."""
+    """A step by the simulator, which takes embeddings for a part of the head. ``overlaps`` as of
+    ``price_step``."""
     attention, expert = group.attention_ranks, group.expert_ranks
     share = 1 / (1 + BACKWARD) / stripes.num_tokens  # of forward, and of one token
     arriving = attention / expert
@@ -346,7 +366,9 @@ def step_seconds(
         attention_ranks=attention, expert_ranks=expert, num_stripes=stripes.num_stripes
     )
     num_stripes = attention * stripes.num_stripes
-    return price_step(ranks, shape, num_samples=num_stripes, moved_L=moved_L).step_s
+    return price_step(
+        ranks, shape, num_samples=num_stripes, moved_L=moved_L, overlaps=overlaps
+    ).step_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 
 ``joined`` makes one cluster whose ranks are those of the first, then those of the next. All ranks
 meet in every exchange, so that a link, a memory and what all devices compute alike are those of the
-slowest. ``price_zebra`` gives one of two the attention and the other the experts, by the simulator
-of zebra's planner.
+slowest. ``price_zebra`` gives one of two the attention and the other the experts, in the groups and
+stripes that are fastest by the simulator of zebra's planner.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.planning.described_run import KEPT_DENSE, LOGIT_BYTES, RUNTIME, DescribedRun
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
-from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
-from ds_moe_ext.planning.zebra_planner import Memory, Stripes, WeightBytes, ZebraGroup, choose_moved
+from ds_moe_ext.planning.zebra_costs import MOST_STRIPES, LayerTimes, ZebraShape, card_of
+from ds_moe_ext.planning.zebra_planner import (
+    USABLE,
+    Memory,
+    Stripes,
+    WeightBytes,
+    ZebraGroup,
+    choose_moved,
+    moved_bounds,
+    step_seconds,
+    used_bytes,
+)
 from ds_moe_ext.schedule.stripes import default_stripes
 
 T = TypeVar("T")
@@ -83,14 +93,18 @@ def _least(values: Iterable[T | None], key: Callable[[T], float]) -> T | None:
     return min(found, key=key) if len(found) == len(known) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ZebraPrice:
     """What a step takes."""
 
     shape: ZebraShape  # of a group
     num_groups: int  # of them
+    attention: int  # which of the clusters has the attention ranks
     moved_L: tuple[int, ...]  # experts that each expert rank leaves to attention ranks
     step_s: float  # seconds
+    dist_s: float  # seconds by DistEP: the sides take turns, one stripe, no expert moved
+    attention_bytes: float  # memory of an attention rank
+    expert_bytes: float  # memory of an expert rank
 
 
 def price_zebra(
@@ -101,8 +115,12 @@ def price_zebra(
     *,
     passes: int,
     on_its_way: OnItsWay | None = None,
+    moves: bool = True,
 ) -> ZebraPrice:
-    """A step in groups as large as can be.
+    """The fastest step, of all ways to divide the ranks into groups and samples into stripes.
+
+    Groups of whole nodes come first: neighbouring ranks make a group, and a launcher gives those of
+    a node to neighbours. Others are tried where there are none.
 
     Args:
         clusters: two, as they are reckoned with.
@@ -111,6 +129,7 @@ def price_zebra(
         rows_LE: rows of a pass, of all ranks.
         passes: as of ``Reached``.
         on_its_way: what rows weigh as they travel; None: what they do in memory.
+        moves: experts may move to attention ranks (Asym-EA).
 
     Raises:
         ValueError: no groups fit the ranks, or the model does not fit into memory.
@@ -122,61 +141,126 @@ def price_zebra(
         return DescribedRun(hardware=hardware, shape=shape, training=own, grid=grid, passes=passes)
 
     fast, slow = sorted(clusters, key=lambda each: -run(each, 1).product.multiply_adds_per_s)
-    group, num_groups = _largest_group(fast.num_ranks, slow.num_ranks, shape, training)
-    new, old = run(fast, 1), run(slow, group.expert_ranks)  # with attention, and with experts
-    # Of a stripe: tokens of an attention rank, and rows that an expert rank computes in a layer.
-    samples = training.micro_batch * (group.attention_ranks + group.expert_ranks)
-    tokens = group.stripe_samples(samples) * training.length
-    rows = tokens * shape.top_k * (group.attention_ranks / group.expert_ranks)
-    rows_LN = rows_LE.reshape(len(rows_LE), group.expert_ranks, -1).sum(axis=2)
-    imbalance = float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
+    new = run(fast, 1)  # with attention
+    link = min(map(card_of, clusters), key=attrgetter("bytes_per_s"))
+    row_bytes = on_its_way.row.between if on_its_way else new.row_bytes
     rounds = FORWARD + new.backward_rounds
     dense_s = sum(new.window_s) / len(new.window_s) / training.tokens
-    choice = choose_moved(
-        ZebraGroup(
+
+    def price(attention: int, expert: int, num_groups: int, num_stripes: int) -> ZebraPrice:
+        old = run(slow, expert)  # with experts
+        samples = training.micro_batch * (attention + expert)
+        rows_LN = rows_LE.reshape(len(rows_LE), expert, -1).sum(axis=2)
+        imbalance = float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
+        # The busiest expert rank's card, over that of an attention rank where it is busier.
+        busiest = max(1.0, imbalance * min(1.0, attention / expert))
+        group = ZebraGroup(
             num_experts=shape.num_experts,
             num_layers=len(shape.moe_layers),
-            attention_ranks=group.attention_ranks,
-            expert_ranks=group.expert_ranks,
-        ),
-        LayerTimes(
-            attention_s=rounds * tokens * dense_s,
-            expert_s=imbalance * rows * _row_s(old),
-            expert_on_attention_s=imbalance * rows * _row_s(new),
-        ),
-        Stripes(
-            num_stripes=group.num_stripes,
-            num_tokens=tokens,
-            head_s=(FORWARD + BACKWARD) * tokens * new.head_s / training.tokens,
-            top_k=shape.top_k,
-            row_bytes=on_its_way.row.between if on_its_way else new.row_bytes,
-            link=card_of(joined(clusters)),
-        ),
-        _memory(new, old, num_groups, rows, tokens * group.num_stripes),
-    )
-    is_moved = choice.moved_L == choice.proposed_L
-    pass_s = choice.after_s if is_moved else choice.before_s
-    end_s = max(new.dense_end_s(0), old.expert_end_s)
-    step_s = training.micro_batches * pass_s + end_s
-    return ZebraPrice(group, num_groups, choice.moved_L, step_s)
+            attention_ranks=attention,
+            expert_ranks=expert,
+        )
+
+        def cut(num_stripes: int) -> tuple[LayerTimes, Stripes]:
+            """Of a stripe: tokens of an attention rank, rows that an expert rank computes."""
+            tokens = -(-samples // (attention * num_stripes)) * training.length
+            rows = imbalance * tokens * shape.top_k * (attention / expert)
+            return LayerTimes(
+                attention_s=rounds * tokens * dense_s,
+                expert_s=rows * _row_s(old),
+                expert_on_attention_s=rows * _row_s(new),
+            ), Stripes(
+                num_stripes=num_stripes,
+                num_tokens=tokens,
+                head_s=(FORWARD + BACKWARD) * tokens * new.head_s / training.tokens,
+                top_k=shape.top_k,
+                row_bytes=busiest * row_bytes,
+                link=link,
+            )
+
+        times, stripes = cut(num_stripes)
+        tokens = stripes.num_tokens
+        rows = tokens * shape.top_k * (attention / expert)
+        memory = _memory(new, old, num_groups, rows, tokens * num_stripes)
+        if memory.dense_bytes > USABLE * memory.attention_free_bytes:
+            raise ValueError(
+                f"the model does not fit: an attention rank wants {memory.dense_bytes:,.0f} bytes "
+                f"besides experts and has {USABLE * memory.attention_free_bytes:,.0f}; take more "
+                "ranks, fewer samples, or recompute activations"
+            )
+        homeless = moved_bounds(group, memory, num_stripes).least
+        if homeless and not moves:
+            raise ValueError(
+                f"the model does not fit: {expert} expert ranks lack memory for {homeless} of "
+                f"{group.num_layers * group.num_experts} experts beside the rows of a step, and "
+                "none may move; take more of these ranks, or fewer or shorter samples"
+            )
+        bounded = memory if moves else replace(memory, attention_free_bytes=0)
+        choice = choose_moved(group, times, stripes, bounded)
+        if sum(choice.moved_L) * expert == group.num_layers * group.num_experts:
+            raise ValueError(
+                f"{attention} attention ranks would compute all experts, since {expert} expert "
+                "ranks are much slower; train on the fast devices alone"
+            )
+        is_moved = choice.moved_L == choice.proposed_L
+        none_L = (0,) * group.num_layers
+        dist_s = step_seconds(group, *cut(1), none_L, overlaps=False)
+        end_s = max(new.dense_end_s(0), old.expert_end_s)
+        pass_s = choice.after_s if is_moved else choice.before_s
+        used = used_bytes(group, memory, num_stripes, choice.moved_L)
+        return ZebraPrice(
+            shape=ZebraShape(
+                attention_ranks=attention, expert_ranks=expert, num_stripes=num_stripes
+            ),
+            num_groups=num_groups,
+            attention=next(i for i, each in enumerate(clusters) if each is fast),
+            moved_L=choice.moved_L,
+            step_s=training.micro_batches * pass_s + end_s,
+            dist_s=training.micro_batches * dist_s + end_s,
+            attention_bytes=RUNTIME + used[0],
+            expert_bytes=RUNTIME + used[1],
+        )
+
+    found, refused = [], []
+    for attention, expert, num_groups in _groups(fast, slow, shape.num_experts):
+        for num_stripes in _stripes(attention, expert, training.micro_batch, new):
+            try:
+                found.append(price(attention, expert, num_groups, num_stripes))
+            except ValueError as error:
+                refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda each: each.step_s)
 
 
-def _largest_group(
-    attention_ranks: int, expert_ranks: int, shape: ModelShape, training: Training
-) -> tuple[ZebraShape, int]:
-    """Whose expert ranks hold equally many experts, and how many such there are."""
-    for num_groups in divisors(math.gcd(attention_ranks, expert_ranks)):
-        attention, expert = attention_ranks // num_groups, expert_ranks // num_groups
+def _groups(fast: Hardware, slow: Hardware, num_experts: int) -> list[tuple[int, int, int]]:
+    """Attention ranks, expert ranks and number of groups that use all ranks, and whose expert ranks
+    hold equally many experts; those of whole nodes, if there are any. The largest come first."""
+    found = []
+    for num_groups in divisors(math.gcd(fast.num_ranks, slow.num_ranks)):
+        attention, expert = fast.num_ranks // num_groups, slow.num_ranks // num_groups
         is_even = attention % expert == 0 or expert % attention == 0
-        if is_even and shape.num_experts % expert == 0:
-            samples = training.micro_batch * (attention + expert)
-            stripes = default_stripes(attention, expert, samples)
-            group = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=stripes)
-            return group, num_groups
-    raise ValueError(
-        f"{attention_ranks} attention ranks and {expert_ranks} expert ranks make no groups in "
-        f"which {shape.num_experts} experts divide; take other numbers of nodes"
-    )
+        if is_even and num_experts % expert == 0:
+            found.append((attention, expert, num_groups))
+    if not found:
+        raise ValueError(
+            f"{fast.num_ranks} attention ranks and {slow.num_ranks} expert ranks make no groups in "
+            f"which {num_experts} experts divide; take other numbers of nodes"
+        )
+    whole = [
+        (attention, expert, num_groups)
+        for attention, expert, num_groups in found
+        if attention % fast.ranks_per_node == 0 and expert % slow.ranks_per_node == 0
+    ]
+    return whole or found
+
+
+def _stripes(attention: int, expert: int, micro_batch: int, run: DescribedRun) -> list[int]:
+    """What a run takes by itself, and powers of two up to the samples of an attention rank."""
+    samples = micro_batch * (attention + expert)
+    most = min(samples // attention, MOST_STRIPES // len(run.shape.moe_layers))
+    powers = {2**power for power in range(1, max(most, 1).bit_length())}
+    return sorted({default_stripes(attention, expert, samples)} | powers)
 
 
 def _row_s(run: DescribedRun) -> float:

@@ -184,8 +184,9 @@ class Zebra(Strategy):
             return ()
         return (
             f"expert ranks have all experts, because {WHERE}.moved and {WHERE}.profile are "
-            "null (no Asym-EA); if attention ranks wait for experts, set moved, or set "
-            "profile to measure it (under DeepSpeed)",
+            "null (no Asym-EA); if attention ranks wait for experts, set moved, or under DeepSpeed "
+            'set profile to {"sequence_length": tokens of a sample}, which measures it at start; '
+            "ds-moe-ext plan mixed-cluster predicts both",
         )
 
     @property

@@ -22,6 +22,7 @@ from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_o
 from ds_moe_ext.commands.price.market import Case, Market, chosen_strategies, priced_market, ways_of
 from ds_moe_ext.commands.price.market_page import page_of
 from ds_moe_ext.commands.price.words import PARTS, block_words, grid_text, print_market, verdict
+from ds_moe_ext.core.hardware import Flops
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.files import documents
 from ds_moe_ext.planning.load_files import read_loads, write_loads
@@ -48,7 +49,7 @@ def files(tmp_path: Path) -> Path:
     device = replace(cluster(1e9).device, memory_bytes=16 * 2**30, memory_bytes_per_s=1e9)
     hardware = replace(cluster(), device=device)
     (tmp_path / "two.json").write_text(hardware.to_json())
-    fast = replace(hardware, device=replace(cluster(4e9).device, memory_bytes_per_s=1e9))
+    fast = replace(hardware, device=replace(device, name="of 4e+09", flops_per_s=Flops(bf16=8e9)))
     (tmp_path / "fast.json").write_text(fast.to_json())
     return tmp_path
 

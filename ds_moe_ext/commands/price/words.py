@@ -204,9 +204,10 @@ def zebra_words(market: Market) -> list[str]:
     gain = "" if base is None else f", {base.step_s / found.step_s:.2f} x"
     return [
         f"zebra, {counted(found.num_groups, 'group')} of {shape.attention_ranks} attention and "
-        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by its "
-        "own simulator: all-to-alls are balanced, the host takes no time; from each expert "
-        f"rank {_range_text(found.moved_L)} experts of a layer move to attention ranks"
+        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, in "
+        f"{shape.num_stripes} stripes by its own simulator, where the host takes no time; from "
+        f"each expert rank {_range_text(found.moved_L)} experts of a layer move to attention "
+        "ranks; ds-moe-ext plan mixed-cluster compares it and writes its JSON"
     ]
 
 

@@ -30,6 +30,7 @@ from ds_moe_ext.hosts.steps.expert_moves import ExpertMover
 from ds_moe_ext.hosts.steps.planning import Planning
 from ds_moe_ext.moe.joined_passes import HostLag
 from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.report.rank_figures import OwnSteps, Point, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
 from ds_moe_ext.report.recorder import Recorder, scalars_of, traced_tasks_of
@@ -111,6 +112,9 @@ class Run:
             tracer = Tracer(Path(trace.path), steps, layers, streams)
             weakref.finalize(lives_with, tracer.end)
         notify_all = partial(gather_objects, group=layout.everyone)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        # Whether each rank reports, which it may say otherwise than others, and its device.
+        enabled, devices = zip(*notify_all((report.enabled, name)))
         recorder = Recorder(
             strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
@@ -122,11 +126,8 @@ class Run:
                 OwnSteps(layout.rank),
                 layout.grid.along("ep"),
                 notify_all,
-                DeviceRecord(
-                    torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                    os.cpu_count() or 1,
-                ),
-                is_on=any(notify_all(report.enabled)),  # each rank may say otherwise
+                DeviceRecord(name, os.cpu_count() or 1),
+                is_on=any(enabled),
                 on_bad_scores=lambda bad: planning.log(
                     bad_scores_line(bad, [layer.name for layer in layers])
                 ),
@@ -154,6 +155,7 @@ class Run:
             expected_line(blueprint),
             way_line(blueprint.strategy, layout),
             settings.hooks.rule,
+            kinds_line(blueprint.strategy, devices),
         )
         for line in (*reported, *planning.notices, blueprint.why_grid, blueprint.made):
             planning.log(line)
@@ -277,6 +279,17 @@ def expected_line(blueprint: Blueprint) -> str:
     Pure."""
     expected = blueprint.strategy.expected
     return f"{_strategy(blueprint.settings)}: {expected}" if expected else ""
+
+
+def kinds_line(strategy: Strategy, devices: Sequence[str]) -> str:
+    """Where ranks have two kinds of device, but no roles: what says whether roles pay. Pure."""
+    kinds = sorted(set(devices))
+    if strategy.roles is not None or len(kinds) != 2:
+        return ""
+    return (
+        f"ranks have {kinds[0]} and {kinds[1]}: zebra, which divides them by role at start, may be "
+        "faster; ds-moe-ext plan mixed-cluster prices it and writes its JSON"
+    )
 
 
 def _reported(blueprint: Blueprint) -> str:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds-moe-ext plan mixed-cluster``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ds_moe_ext import cli
+from ds_moe_ext.core.hardware import Flops, Link, read_hardware
+from ds_moe_ext.core.layout import Roles
+from ds_moe_ext.hosts.steps.training_run import kinds_line
+from ds_moe_ext.planning.candidates import Reached
+from ds_moe_ext.planning.load_files import read_loads
+from ds_moe_ext.planning.model_shape import Training, of_config
+from ds_moe_ext.planning.zebra_price import ZebraPrice, price_zebra
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
+from ds_moe_ext.strategies.zebra import Zebra
+from tests.pricing.models import TINY, cluster
+
+MODEL = {**TINY, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
+LENGTH, MICRO_BATCH = 128, 4
+ASKED = f"--model model.json --length {LENGTH} --micro-batch {MICRO_BATCH} --loads balanced"
+BOTH = "--hardware old.json new.json"
+FLAGS = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --moe-ffn-hidden-size 128
+--num-attention-heads 2 --num-experts 4 --moe-router-topk 2 --swiglu --bf16 --vocab-size 100
+--seq-length 128 --micro-batch-size 4 --global-batch-size 64 --untie-embeddings-and-output-weights
+"""
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Runs the command where there are a model, four new ranks and four old ones."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, speed, per_node in (("new", 4e9, 1), ("old", 3e9, 1), ("pair", 3e9, 2)):
+        of = replace(
+            cluster(num_nodes=4 // per_node, ranks_per_node=per_node),
+            device=replace(
+                cluster().device,
+                name=f"{name} GPU",
+                memory_bytes=2**33,
+                memory_bytes_per_s=1e9,
+                flops_per_s=Flops(bf16=speed),
+            ),
+            inter=Link(bytes_per_s=1e9),
+        )
+        Path(f"{name}.json").write_text(of.to_json())
+    Path("model.json").write_text(json.dumps(MODEL))
+    Path("three.json").write_text(json.dumps({**MODEL, "num_local_experts": 3}))
+    Path("one.json").write_text(
+        json.dumps({**MODEL, "num_local_experts": 1, "num_experts_per_tok": 1})
+    )
+    Path("two.json").write_text(json.dumps({**MODEL, "num_local_experts": 2}))
+    Path("flags.sh").write_text(FLAGS)
+    before = {
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        BLOCK: {"enabled": True, "strategy": "fssdp", "expert_parallel_size": 4, "debug": True},
+    }
+    Path("job.json").write_text(json.dumps(before))
+
+    def run(arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "plan", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return Done(int(str(ended.value)), printed.out, printed.err)
+
+    return run
+
+
+def priced(*, moves: bool = True) -> ZebraPrice:
+    """By the price itself, from the same files."""
+    clusters = [Reached().of(read_hardware(name)) for name in ("old.json", "new.json")]
+    training = Training(num_ranks=8, length=LENGTH, micro_batch=MICRO_BATCH)
+    sizes = {"ranks": 8, "experts": 4, "layers": 2, "tokens": training.tokens, "top_k": 2}
+    rows = read_loads("balanced", **sizes, steps=4).rows_ILCE[-1].sum(axis=1)
+    shape = of_config(MODEL, "model")
+    return price_zebra(clusters, shape, training, rows, passes=Reached().passes, moves=moves)
+
+
+def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
+    """The block is what the settings take, with the roles that were printed, and prices are
+    ``price_zebra``'s."""
+    written = "--hosts old1,old2,old3,old4 new1,new2,new3,new4 --out out/ds.json --hostfile hosts"
+    done = plan(f"mixed-cluster job.json {ASKED} {BOTH} {written}")
+    assert done.code == 0, done.err
+    found, text = priced(), done.out
+    shape = found.shape
+    size = shape.expert_ranks
+    assert found.attention == 1 and size == shape.attention_ranks == 4 // found.num_groups
+    assert re.match(r"use zebra: [\d.]+ times as fast|zebra does not pay: EP on ", text)
+    cells = (re.split(" *│ *", line) for line in text.splitlines())
+    table = {row[1]: row[2:] for row in cells if len(row) > 4}
+    assert table["zebra"][0] == f"{1e3 * found.step_s:,.1f}"
+    assert table["DistEP, the same roles in turns"][0] == f"{1e3 * found.dist_s:,.1f}"
+    assert any(name.startswith("EP on all 8 GPUs, ") for name in table)
+    assert any(name.startswith("EP on 4 new GPU alone, ") for name in table)
+    assert f"M : N = {size} : {size}: attention on new GPU, experts on old GPU" in text
+    assert f"moved = {list(found.moved_L)}\n" in text
+    document = json.loads(Path("out/ds.json").read_text())
+    assert document["optimizer"] == {"type": "Adam"} and document[BLOCK]["debug"] is True
+    assert "expert_parallel_size" not in document[BLOCK]
+    assert f"{json.dumps({BLOCK: document[BLOCK]})}\n" in text
+    _, strategy = read_settings(document)
+    assert isinstance(strategy, Zebra)
+    strategy = strategy.settled(list, document["train_micro_batch_size_per_gpu"])
+    assert strategy.roles == Roles.first(size, size)
+    assert strategy.num_micro_batches == shape.num_stripes
+    assert strategy.profile is not None and strategy.profile.sequence_length == LENGTH
+    in_groups = [range(first, first + size) for first in range(1, 5, size)]
+    hosts = [f"{name}{n} slots=1" for own in in_groups for name in ("new", "old") for n in own]
+    assert Path("hosts").read_text().splitlines() == hosts
+
+
+def test_megatron_s_flags(plan: Callable[..., Done]) -> None:
+    """Stripes are micro-batches there, and experts stay."""
+    done = plan(f"mixed-cluster flags.sh --loads balanced {BOTH} --out block.json")
+    assert done.code == 0, done.err
+    document = json.loads(Path("block.json").read_text())
+    assert set(document) == {BLOCK}
+    zebra = document[BLOCK]["zebra"]
+    assert set(zebra) == {"attention_size", "expert_size", "num_micro_batches"}
+    read_settings(document)
+    found = re.search(r"flags: --micro-batch-size (\d+) --global-batch-size (\d+)", done.out)
+    assert found is not None
+    stripe, batch = map(int, found.groups())
+    # Eight ranks with 4 samples a pass, and two passes of them.
+    assert batch == 64 and 2 * 4 * stripe * zebra["num_micro_batches"] == batch
+    assert "moved = [0, 0]; not under Megatron" in done.out
+
+
+def test_groups_and_hosts(plan: Callable[..., Done]) -> None:
+    """Two experts make two groups: hosts of each follow each other; but not where groups divide
+    nodes."""
+    asked = ASKED.replace("model.json", "two.json")
+    done = plan(f"mixed-cluster {asked} {BOTH} --hosts a,b,c,d e,f,g,h --hostfile hosts")
+    assert done.code == 0, done.err
+    found = re.search(r"(\d) groups, M : N = (\d) : (\d)", done.out)
+    assert found is not None
+    num_groups, attention, expert = map(int, found.groups())
+    assert num_groups > 1 and attention == expert == 4 // num_groups
+    names = "".join(line.split()[0] for line in Path("hosts").read_text().splitlines())
+    assert names == {2: "efabghcd", 4: "eafbgchd"}[num_groups]
+    one = asked.replace("two.json", "one.json")
+    nodes = "--hardware pair.json new.json --hosts a,b e,f,g,h"
+    done = plan(f"mixed-cluster {one} {nodes}")
+    assert done.code == 0, done.err
+    assert "EP on all 8 GPUs: not priced: nodes of 2 and 1 ranks" in done.out
+    assert "ranks: 0 on e GPU 0; 1 on a GPU 0; 2 on f GPU 0; 3 on a GPU 1; 4 on g" in done.out
+    assert "no hostfile has this order" in done.out
+    done = plan(f"mixed-cluster {one} {nodes} --hostfile hosts")
+    assert done.code == 2 and "--hostfile is 'hosts', but groups divide the GPUs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (f"{ASKED} --hardware new.json", "--hardware has devices new GPU; give two files"),
+        (f"{ASKED} --hardware new.json new.json", "devices new GPU, new GPU; give two"),
+        (f"--loads balanced {BOTH}", "--model is missing; name a config.json"),
+        (f"{ASKED} {BOTH} --hosts a,b c,d", "--hosts is 'a,b c,d', but the clusters have 4 and 4"),
+        (f"{ASKED} {BOTH} --hosts a,b,c,d a,e,f,g", "name each node once"),
+        (f"{ASKED} {BOTH} --in job.json", "--in is 'job.json', but mixed-cluster takes files"),
+    ],
+)
+def test_what_is_wrong(arguments: str, expected: str, plan: Callable[..., Done]) -> None:
+    done = plan(f"mixed-cluster {arguments}")
+    assert done.code == 2 and expected in done.err and done.out == ""
+
+
+def test_what_cannot_be(plan: Callable[..., Done]) -> None:
+    """It still says what plain expert parallelism takes, and writes nothing."""
+    done = plan(f"mixed-cluster {ASKED.replace('model.json', 'three.json')} {BOTH} --nodes 3 4")
+    assert done.code == 1
+    assert "4 attention ranks and 3 expert ranks make no groups in which 3 experts" in done.out
+    stage_3 = json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    Path("job.json").write_text(stage_3)
+    done = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out not.json")
+    assert done.code == 1
+    assert done.out.startswith("zebra is not possible: roles exclude ZeRO 3; use stage 0, 1 or 2")
+    assert "EP on 4 new GPU alone" in done.out and not Path("not.json").exists()
+
+
+def test_other_algorithms_take_a_job(plan: Callable[..., Done]) -> None:
+    done = plan("prophet --model model.json")
+    assert done.code == 2 and "model is 'model.json', which only mixed-cluster takes" in done.err
+    done = plan("prophet")
+    assert done.code == 2 and "prophet has no job; give its file by --in" in done.err
+
+
+def test_a_run_names_the_command() -> None:
+    """Where its ranks have two kinds of device, and no roles."""
+
+    def line(block: dict[str, Any], devices: list[str]) -> str:
+        strategy = read_settings({BLOCK: {"enabled": True, **block}})[1]
+        assert strategy is not None
+        return kinds_line(strategy, devices)
+
+    auto = {"strategy": "auto"}
+    assert "have A100 and T4" in (said := line(auto, ["T4", "A100", "T4"]))
+    assert "ds-moe-ext plan mixed-cluster" in said
+    roles = {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 2}}
+    assert line(auto, ["T4", "T4"]) == line(roles, ["T4", "A100", "T4"]) == ""
