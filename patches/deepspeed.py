@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.deepspeed import (
     checkpoint,
     engine,
@@ -18,7 +19,6 @@ from ds_moe_ext.hosts.deepspeed import (
     startup,
     zero_3,
 )
-from ds_moe_ext.hosts.deepspeed.rank_groups import during
 from ds_moe_ext.hosts.steps.training_run import run_of
 from ds_moe_ext.patches.patch import Patch, apply_all, by
 from ds_moe_ext.schedule.watch import WATCH

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,8 @@ def _initialize_model_parallel(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     from ds_moe_ext.hosts.megatron import roles
 
-    return roles.with_sizes(parted, original)(*args, **kwargs)
+    assert asked is not None
+    return roles.with_sizes(parted, asked.strategy, original)(*args, **kwargs)
 
 
 def _initialize_aside(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,11 +78,12 @@ def _initialize_aside(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _distributed_data_parallel(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    parted = active_settings.worlds()
-    if parted is not None and not parted.is_attention:
+    asked = active_settings.chosen()
+    if asked is not None and asked.worlds is not None:
         from ds_moe_ext.hosts.megatron import roles
 
-        roles.keep_experts(_arguments(original, self, *args, **kwargs)["module"])
+        model = _arguments(original, self, *args, **kwargs)["module"]
+        roles.keep_own(model, asked.worlds, asked.strategy)
     original(self, *args, **kwargs)
 
 
@@ -110,6 +111,8 @@ def _load(
     from ds_moe_ext.hosts.megatron import checkpoint, checkpoint_sums
 
     checkpoint_sums.check(checkpoint_dir)
+    if active_settings.worlds() is not None:  # a role asks for its own part of a layer's experts
+        kwargs["validate_access_integrity"] = False
     state = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     checkpoint.compare_routing(checkpoint_sums.routing_of(checkpoint_dir), checkpoint_dir)
     return state
@@ -219,8 +222,8 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
     if asked is None:
         _stand_aside()
         return
-    if asked.strategy.roles is not None:
-        asked = replace(asked, worlds=active_settings.part(asked.strategy.roles, asked.agree))
+    if asked.strategy.has_roles:
+        asked = active_settings.with_roles(asked)
     active_settings.set_chosen(asked)
 
 

@@ -27,6 +27,7 @@ from ds_moe_ext.schedule.stripes import (
     OFFLOADED_JOIN,
     SHARED,
     SIDES,
+    halves,
     one_at_a_time,
     part_of,
     picked,
@@ -395,6 +396,23 @@ def test_each_task_has_one_adjoint(step: Schedule) -> None:
             later = f"{'h' if layer + 1 == last else 'a'}'{layer + 1}{micro_batch}"
             branches = {name(step.tasks[w]) for w in step.after[position]}
             assert branches == {later, f"d'{layer}{micro_batch}", f"a{layer}{micro_batch}"}
+
+
+@at_any_size
+@given(steps())
+def test_halves_are_the_whole(step: Schedule) -> None:
+    """Of each side, in its order; backward is given what forward wrote and it reads."""
+    for own in (part_of(step, side) for side in SIDES):
+        first, later = halves(own)
+        tasks = [t for t in own.tasks if not t.adjoint_of], [t for t in own.tasks if t.adjoint_of]
+        assert (names(first.tasks), names(later.tasks)) == tuple(map(names, tasks))
+        assert len(first.after) == len(first.tasks) and len(later.after) == len(later.tasks)
+        for half, whole in zip(later.tasks, tasks[1]):
+            of, before = half.adjoint_of, whole.adjoint_of
+            assert names([first.tasks[w] for w in of]) == names([own.tasks[w] for w in before])
+        written = {value for task in first.tasks for value in task.writes}
+        assert written & set(later.inputs) <= set(first.outputs)
+        assert set(own.outputs) <= {*first.outputs, *later.outputs}
 
 
 @at_any_size

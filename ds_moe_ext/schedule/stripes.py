@@ -171,6 +171,28 @@ def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
     )
 
 
+def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """Forward now and backward later, as a pipeline stage needs them; what the second reads of the
+    first comes out of that, and is given to it.
+
+    Args:
+        schedule: with forward and backward, as of ``part_of``.
+    """
+    forward = [i for i, task in enumerate(schedule.tasks) if not task.adjoint_of]
+    first, place = picked(schedule, forward), {position: i for i, position in enumerate(forward)}
+    tasks = tuple(
+        replace(task, adjoint_of=tuple(place[w] for w in task.adjoint_of))
+        for task in schedule.tasks
+        if task.adjoint_of
+    )
+    written = {value for task in tasks for value in task.writes}
+    read = dict.fromkeys(value for task in tasks for value in task.reads if value not in written)
+    also = (value for value in read if value in first.sources or value in first.written)
+    outputs = tuple(dict.fromkeys((*first.outputs, *also)))
+    later = tuple(value for value in schedule.outputs if value in written)
+    return replace(first, outputs=outputs), Schedule(tasks, tuple(read), later)
+
+
 class _Step:
     """The tasks of a step, as they are issued."""
 

@@ -196,7 +196,6 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
                 vp_stage=stage,
             )
         )
-    draw(chunks, run.swiglu, run.num_experts)
     is_half = config.bf16 or config.fp16
     if is_half:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -208,7 +207,9 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
         "bucket_size": run.bucket_size,
     }
     wanted = DistributedDataParallelConfig(**{**reduction, **dict(run.ddp)})
-    return [
+    wrapped = [
         DistributedDataParallel(config, wanted, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    draw(wrapped, run.swiglu, run.num_experts)  # by now each rank knows which experts it has
+    return wrapped

@@ -60,7 +60,14 @@ def pieces(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> 
         for path, module in chunk.named_modules():
             for own, parameter in module.named_parameters(recurse=False):
                 name = _counted(chunk, f"{path}.{own}")
-                yield from _pieces(name, parameter, is_gated, num_experts)
+                yield from _pieces(name, parameter, is_gated, _numbers(chunk, path))
+
+
+def _numbers(chunk: nn.Module, path: str) -> list[int]:
+    """Of this rank's experts, where a module is among those of a layer."""
+    layer, is_expert, _ = f"{path}.".partition(".experts.")
+    owner: Any = chunk.get_submodule(layer) if is_expert else None
+    return list(owner.local_expert_indices) if is_expert else []
 
 
 def _counted(chunk: nn.Module, path: str) -> str:
@@ -73,7 +80,7 @@ def _counted(chunk: nn.Module, path: str) -> str:
     return f"{found[1]}{layers[int(found[2])].layer_number - 1}{found[3]}"
 
 
-def _pieces(name: str, parameter: Any, is_gated: bool, num_experts: int | None) -> Iterator[Piece]:
+def _pieces(name: str, parameter: Any, is_gated: bool, numbers: list[int]) -> Iterator[Piece]:
     from megatron.core import parallel_state
 
     is_expert = ".experts." in name
@@ -90,28 +97,26 @@ def _pieces(name: str, parameter: Any, is_gated: bool, num_experts: int | None) 
     if not is_expert:
         yield Piece(name, parameter, None, tuple(parameter.shape), *split)
         return
-    assert num_experts is not None
-    count = num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first = count * parallel_state.get_expert_model_parallel_rank()
     if found := TE_GROUPED.fullmatch(name):
         name = f"{found[1]}local_experts.{found[3]}.{found[2]}"
     if found := SEQUENTIAL.fullmatch(name):
-        name = f"{found[1]}{first + int(found[2])}{found[3]}"
+        name = f"{found[1]}{numbers[int(found[2])]}{found[3]}"
         yield Piece(name, parameter, None, tuple(parameter.shape), *split)
         return
-    yield from _grouped(name, parameter, count, first, split)
+    yield from _grouped(name, parameter, numbers, split)
 
 
 def _grouped(
-    name: str, parameter: Any, count: int, first: int, split: tuple[Any, ...]
+    name: str, parameter: Any, numbers: list[int], split: tuple[Any, ...]
 ) -> Iterator[Piece]:
     """The experts of one parameter of legacy GroupedMLP, whose weights lie [in, out]."""
     rows, columns = parameter.shape
+    count = len(numbers)
     is_first = name.endswith("weight1")
     shape = (rows, columns // count) if is_first else (rows // count, columns)
-    for number in range(count):
+    for slot, number in enumerate(numbers):
         whole = (1 if is_first else 0, *split[1:])
-        yield Piece(f"{name}.{first + number}", parameter, number, shape, *whole)
+        yield Piece(f"{name}.{number}", parameter, slot, shape, *whole)
 
 
 def draw(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> None:

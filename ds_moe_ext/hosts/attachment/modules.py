@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,3 +193,19 @@ def warn_of_unknown(unknown: Sequence[str]) -> None:
             f"ds_moe_ext.register_experts, or exclude them with {BLOCK}.moe_layer_pattern",
             stacklevel=2,
         )
+
+
+@contextmanager
+def during(owner: Any, **others: Any) -> Iterator[None]:
+    """A block in which attributes of an object are these; methods that its class has come back."""
+    before = {name: getattr(owner, name) for name in others if name in vars(owner)}
+    for name, value in others.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in others:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

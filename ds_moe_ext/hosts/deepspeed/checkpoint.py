@@ -42,7 +42,7 @@ from ds_moe_ext.files import whole_files
 from ds_moe_ext.files.unpickle import TABLE, damaged
 from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.host_layer import Hosted, Slot
-from ds_moe_ext.hosts.attachment.modules import plain, without
+from ds_moe_ext.hosts.attachment.modules import during, plain, without
 from ds_moe_ext.hosts.deepspeed import checkpoint_contents, dcp_folder, parameter_groups, zero_3
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import Asked, Loaded, agreed
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
@@ -54,7 +54,7 @@ from ds_moe_ext.hosts.deepspeed.parameter_groups import (
     base_optimizer,
     has_dense_weights,
 )
-from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, during, num_stages, own_groups
+from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, num_stages, own_groups
 from ds_moe_ext.hosts.steps.expert_moves import Expert
 from ds_moe_ext.hosts.steps.training_run import Run, run_of
 from ds_moe_ext.moe.sharding import whole_weights

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import max_in_place, sum_in_place
 from ds_moe_ext.core.layout import Grid, ParallelLayout
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer
-from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel, during
+from ds_moe_ext.hosts.deepspeed.rank_groups import TensorParallel
 from ds_moe_ext.hosts.steps.host import Schedules
 from ds_moe_ext.hosts.steps.optimizers import Reduced, check_slice
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record

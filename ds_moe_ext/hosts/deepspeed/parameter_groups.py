@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import gather_objects
 from ds_moe_ext.core.layout import GRID
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.deepspeed import zero_3
 from ds_moe_ext.hosts.deepspeed.gradients import EngineRecord, record_of
-from ds_moe_ext.hosts.deepspeed.rank_groups import during
 from ds_moe_ext.hosts.steps.expert_moves import Group, Scalar, Shard, States
 from ds_moe_ext.hosts.steps.training_run import Run, run_of
 from ds_moe_ext.schedule.task import INTER

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of DeepSpeed's objects that are others while something runs."""
+"""Which ranks share what under DeepSpeed: process groups of weights, stages and roles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,25 +29,9 @@ from torch import Tensor, nn
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import Roles, group_among
 from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.strategies.settings import BLOCK
-
-
-@contextmanager
-def during(owner: Any, **others: Any) -> Iterator[None]:
-    """A block in which attributes of an object are these; methods that its class has come back."""
-    before = {name: getattr(owner, name) for name in others if name in vars(owner)}
-    for name, value in others.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in others:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
-
 
 # Ranks that do not all have the same dense weights: which of them share what.
 

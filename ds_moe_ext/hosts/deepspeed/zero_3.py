@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.hosts.attachment.block_hooks import block_of, launches
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, RoutedOf
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, parameters_of
-from ds_moe_ext.hosts.deepspeed.rank_groups import during
 from ds_moe_ext.hosts.steps.expert_moves import Shard as StateShard
 from ds_moe_ext.hosts.steps.training_run import Run
 from ds_moe_ext.moe.sharding import Shard

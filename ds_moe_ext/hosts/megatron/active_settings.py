@@ -20,7 +20,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -37,6 +37,7 @@ from ds_moe_ext.hosts.attachment.notices import refuse
 from ds_moe_ext.hosts.attachment.startup_check import Description, Start, is_first
 from ds_moe_ext.hosts.megatron import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS, refuse_with_roles
+from ds_moe_ext.hosts.steps.host import device_names
 from ds_moe_ext.hosts.zebra.profile import refuse_early
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings, misspelt, read_file, read_settings
@@ -115,6 +116,8 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     refuse(SETTINGS, settings)
     if strategy.has_roles:
         refuse_early(settings, strategy)
+        if getattr(strategy, "attention_device", None) is None:
+            assert strategy.roles is not None, "which says what it lacks"
         refuse_with_roles(settings, strategy)
     return Chosen(settings, strategy, startup_check.settings_of(settings, document[BLOCK]))
 
@@ -260,10 +263,7 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
             "torchrun --nproc_per_node, or choose other sizes"
         )
     if not was_made:
-        has_cuda = torch.cuda.is_available()
-        if has_cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if has_cuda else "gloo")
+        _make_world()
     agree()
     whole: dist.ProcessGroup = c10d._get_default_group()
     reported = {name: os.environ.get(name) for name in _REPORTED}
@@ -278,6 +278,27 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
         backend = dist.get_backend(whole)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_mates)
     return worlds
+
+
+def _make_world() -> None:
+    """That of all ranks, as the launcher says."""
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if has_cuda else "gloo")
+
+
+def with_roles(asked: Chosen) -> Chosen:
+    """The same, with roles by the names of devices where those are asked for, and its ranks parted.
+    Collective, over all of them. Raises ValueError where they are not whole ZP groups."""
+    if getattr(asked.strategy, "attention_device", None) is not None:
+        if not dist.is_initialized():
+            _make_world()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        settled = asked.strategy.settled(lambda: device_names(device), None)
+        asked = replace(asked, strategy=settled)
+    assert asked.strategy.roles is not None, "else nobody asks"
+    return replace(asked, worlds=part(asked.strategy.roles, asked.agree))
 
 
 def _check_torch() -> None:

@@ -96,7 +96,7 @@ def constructed(layer: Any, collection: Any) -> None:
     refuse_flags(asked.settings, asked.strategy, layer.config)
     if parted is not None:
         refuse(WITH_ROLES, layer.config)
-        if parted.is_attention:
+        if parted.is_attention and not offloads(asked.strategy):
             leave_experts(layer)
     # Elsewhere Megatron is right, and its optimizer's states stay in the form of a run without us.
     if parted or place_in(collection, "expt_tp").size != place_in(collection, "tp").size:
@@ -104,6 +104,11 @@ def constructed(layer: Any, collection: Any) -> None:
             parameter.allreduce = False
     _MADE_READY.add(layer)
     _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)
+
+
+def offloads(strategy: Strategy) -> bool:
+    """Whether attention ranks keep experts (Asym-EA)."""
+    return any(getattr(strategy, "moved", None) or ())
 
 
 def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:

@@ -15,12 +15,12 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from ds_moe_ext.hosts.attachment.host_layer import (
     stated,
     weights_of,
 )
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
 from ds_moe_ext.moe.expert import on_shard
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
@@ -111,6 +112,7 @@ def _found(
             hosted = HostedExperts(layer.experts, form, shard, routed, choices)
             layer.experts.__class__ = hosted_class(cls)
             layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
+        hosted.numbers = held.tolist()
         layer.experts.hosted = hosted
         return Adopted(hosted, {p: (p,) for slot in hosted.slots() for p in slot.parameters}, ())
 
@@ -140,7 +142,11 @@ class Form:
 
     def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
         """Take these slots in place of the present ones."""
-        assert not slots, "attention ranks have no experts under Megatron"
+        assert not slots, "a rank without experts has no module for them"
+
+    def key(self, key: str, slot: int) -> str:
+        """Of a state that is the first slot's, that of another one."""
+        raise AssertionError("a rank without experts has no state of them")
 
     @contextmanager
     def extended(
@@ -148,7 +154,7 @@ class Form:
     ) -> Iterator[None]:
         """Inside the block the module has more slots behind its own, with these weights, which are
         no parameters of it."""
-        assert not more, "attention ranks have no experts under Megatron"
+        assert not more, "a rank without experts has no module for them"
         yield
 
 
@@ -166,6 +172,9 @@ class Sequential(Form):
         del held[:]
         held.extend(slot.module for slot in slots if slot.module is not None)
         experts.num_local_experts = len(slots)
+
+    def key(self, key: str, slot: int) -> str:
+        return key.replace("local_experts.0.", f"local_experts.{slot}.", 1)
 
     @contextmanager
     def extended(
@@ -245,7 +254,12 @@ class Grouped(Form):
                 delattr(linear, f"{key}{slot}")
             for slot, held in enumerate(slots):
                 linear.register_parameter(f"{key}{slot}", held.parameters[number])
+            linear.num_gemms = len(slots)
         experts.num_local_experts = len(slots)
+
+    def key(self, key: str, slot: int) -> str:
+        number = slot or ("" if key.endswith("_extra_state") else 0)
+        return f"{key.removesuffix('0')}{number}"
 
     @contextmanager
     def extended(
@@ -394,6 +408,7 @@ class MegatronExperts:
         # parameters are read by their names.
         self.ready: Callable[[], None] = lambda: None
         self.named: Callable[[], None] = lambda: None
+        self.numbers: list[int] = []  # of this rank's experts, at first
         self.passes = Passes(Schedules())
 
     @property
@@ -410,10 +425,57 @@ class MegatronExperts:
         """Take these slots in place of the present ones."""
         self.form.hold(self.experts, slots, self.weight_names)
 
+    def saved(self, stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What Megatron's own ``sharded_state_dict`` says of them. It numbers experts as if ranks
+        had equally many: where they have not, it is asked for one after another."""
+        experts, num_experts = self.experts, self.experts.config.num_moe_experts
+        num_own, ep_group = len(self.numbers), getattr(experts, "ep_group", None)
+        first = 0 if ep_group is None else ep_group.rank() * num_own
+        is_even = ep_group is None or ep_group.size() * num_own == num_experts
+        if is_even and self.numbers == list(range(first, first + num_own)):
+            return stock()
+        slots, state = self.slots(), dict[str, Any]()
+        try:
+            for number, (slot, expert) in enumerate(zip(slots, self.numbers, strict=True)):
+                self.hold([slot])
+                with _numbered(experts, _OneExpert(expert, num_experts)):
+                    state |= {self.form.key(key, number): part for key, part in stock().items()}
+        finally:
+            self.hold(slots)
+        return state
+
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on."""
         self.ready()
         return weights_of(self.slots())
+
+
+class _OneExpert(NamedTuple):
+    """In the place of a group of EP ranks that have an expert each."""
+
+    number: int  # of the expert
+    num_experts: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.num_experts
+
+
+@contextmanager
+def _numbered(experts: Any, group: _OneExpert) -> Iterator[None]:
+    """Experts are numbered by this group, inside the block."""
+    collections = {
+        id(owner): owner
+        for module in experts.modules()
+        if (owner := vars(module).get("_pg_collection")) is not None
+    }
+    with ExitStack() as stack:
+        stack.enter_context(during(experts, ep_group=group))
+        for owner in collections.values():
+            stack.enter_context(during(owner, ep=group))
+        yield
 
 
 class HostedExperts(MegatronExperts):
@@ -448,7 +510,8 @@ class Runs:
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, for experts that are where it put them."""
         self.hosted.named()
-        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+        stock = super().sharded_state_dict  # type: ignore[misc]
+        return self.hosted.saved(partial(stock, *args, **kwargs))
 
 
 class RunsGuests(Runs):
@@ -668,7 +731,12 @@ class Elsewhere(nn.Module):
         return {}
 
 
-def leave_experts(layer: Any) -> None:
-    """Drop the experts of a layer that has just been built."""
-    layer.experts = Elsewhere(layer.experts)
-    layer.local_expert_indices = []
+def leave_experts(layer: Any, kept: Sequence[int] = ()) -> None:
+    """Drop experts of a layer that has been built, but as many as ``kept``, their numbers."""
+    if kept:
+        form, names = form_of("a layer", layer.experts), weight_names(layer.config)
+        form.hold(layer.experts, form.slots(layer.experts, names)[: len(kept)], names)
+    else:
+        layer.experts = Elsewhere(layer.experts)
+    layer.local_expert_indices = list(kept)
+    layer.num_local_experts = len(kept)

@@ -379,8 +379,11 @@ class Block(NamedTuple):
 
 
 def _other_group(block: Block) -> object:
-    size, roles = block.settings.expert_parallel_size, block.strategy.roles
-    return size if roles is not None and size not in (None, roles.size) else None
+    size = block.settings.expert_parallel_size
+    if size is None or getattr(block.strategy, "attention_device", None) is not None:
+        return size
+    roles = block.strategy.roles
+    return size if roles is not None and size != roles.size else None
 
 
 def _ranks_of_an_ep_rank(block: Block) -> object:

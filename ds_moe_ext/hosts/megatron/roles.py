@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import rerun_state_machine
+from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -33,9 +34,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
-from ds_moe_ext.core.layout import Grid, group_among
+from ds_moe_ext.core.layout import Grid, divisors, group_among
 from ds_moe_ext.hosts.attachment import startup_check
 from ds_moe_ext.hosts.attachment.host_layer import Found
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.attachment.notices import refuse
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import start_of
@@ -46,13 +48,16 @@ from ds_moe_ext.hosts.megatron.engine import (
     MegatronHost,
     Reported,
     check_wrapped,
+    offloads,
     watch_steps,
 )
+from ds_moe_ext.hosts.megatron.layers import leave_experts
 from ds_moe_ext.hosts.megatron.refusals import STEPPING, refuse_arguments
-from ds_moe_ext.hosts.steps.host import Built, ModelGrids, run_on
+from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run, Tracer
 from ds_moe_ext.hosts.zebra.stripe_model import (
+    Ahead,
     BothSides,
     Pausing,
     Stack,
@@ -62,7 +67,7 @@ from ds_moe_ext.hosts.zebra.stripe_model import (
     stack_of,
 )
 from ds_moe_ext.hosts.zebra.stripe_pass import Here, Stripe, StripePass
-from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.planning.strategy import CostGroup, Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 
@@ -91,14 +96,21 @@ class RolesHost(MegatronHost):
     """A model of Megatron's whose ranks have two roles. Arguments as of ``start``."""
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, worlds: Worlds) -> None:
-        super().__init__(chunks, optimizer, Grids(Grid(worlds.size, worlds.roles.size), (), 0))
+        super().__init__(chunks, optimizer, _grids(worlds))
         self.micro_batch = None  # Megatron's is not cut into stripes, which are its micro-batches
         self._worlds, self._here = worlds, Here()
-        self._control = group_among(self._own_grids.own.along("ep"), backend="gloo")
+        stages = self._own_grids.beside or (self._own_grids.own,)
+        groups = [ranks for stage in stages for ranks in stage.along("ep")]
+        self._control = group_among(groups, backend="gloo")
+        parts = [stage.ranks.flatten().tolist() for stage in stages]
+        self._beside = group_among(parts, backend="gloo")  # the ranks with the same layers
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """All has been refused by the arguments."""
-        return settings, strategy
+        own = self._own_grids
+        layers = sum(isinstance(module, MoELayer) for module in self.model.modules())
+        strategy = of_its_stage(strategy, layers)
+        return of_stage(settings, own.stage) if own.beside else settings, strategy
 
     def sharing(self, layer: Any) -> dist.ProcessGroup:
         """Those of a ZP group."""
@@ -109,7 +121,8 @@ class RolesHost(MegatronHost):
         return [reported[ep_rank] for ep_rank in self._worlds.roles.expert_ep_ranks]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> ModelGrids:
-        return ModelGrids(self._own_grids.own, (), startup_check.layers_of(found))
+        own = self._own_grids
+        return ModelGrids(own.own, own.beside, startup_check.layers_of(found))
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         blueprint, _ = super().prepare(blueprint)
@@ -124,7 +137,8 @@ class RolesHost(MegatronHost):
             cut_at(block, self._here)
         stack = stack_of(blueprint, layers, self.device, self._here)
         stripes, debug = strategy.striping.num_stripes, blueprint.settings.debug
-        steps = StripedSteps(chunk, stack, self._control, stripes, debug)
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        steps = StripedSteps(chunk, stack, self._control, stages, stripes, debug)
         setattr(chunk, RECORD, _ModelRecord(steps=steps))
         self._everyone = group_among([list(range(worlds.size))], backend="gloo")
         _join_norm(self.carrier, worlds, self._everyone)
@@ -141,12 +155,29 @@ class RolesHost(MegatronHost):
         side = dist.get_rank(self._control)
         run.recorder.beside = BothSides(self._control, side, self._worlds.roles)
         # Steps are taken in the world of a role.
-        gather, tracer = partial(gather_objects, group=self._everyone), run.recorder.tracer
+        gather, tracer = partial(gather_objects, group=self._beside), run.recorder.tracer
         assert run.recorder.ranks is not None
         run.recorder.ranks.gather = gather
         run.recorder.ranks.is_on = any(gather(run.recorder.ranks.is_on))
         if isinstance(tracer, Tracer):
             tracer.meet_by(gather)
+
+
+def _grids(worlds: Worlds) -> Grids:
+    """The ZP groups of each pipeline stage, a grid. Collective, in the world of all."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = gather_objects(stage, None)
+    ranks = [[r for r, own in enumerate(stages) if own == n] for n in range(max(stages) + 1)]
+    size = worlds.roles.size
+    if any(len(set(stages[i : i + size])) > 1 for i in range(0, worlds.size, size)):
+        raise ValueError(
+            "the ranks of a ZP group are in several pipeline stages; leave "
+            "--use-tp-pp-dp-mapping out"
+        )
+    if len(ranks) == 1:
+        return Grids(Grid(worlds.size, worlds.roles.size), (), 0)
+    made = tuple(Grid(len(own), worlds.roles.size, members=tuple(own)) for own in ranks)
+    return Grids(made[stage], made, stage)
 
 
 # A step of zebra parallelism in the place of Megatron's forward-backward schedule. The host's
@@ -163,6 +194,9 @@ class _Ran(NamedTuple):
     kept: list[Any]
 
 
+_STOCK_FORWARD_STEP = schedules.forward_step
+
+
 def _hand_over(parameter: Tensor, grad: Tensor) -> None:
     torch.autograd.backward(parameter, grad)
 
@@ -174,7 +208,10 @@ class StripedSteps:
     chunk: Any  # the model in its DDP
     stack: Stack  # its layers
     control: dist.ProcessGroup  # the ranks of the ZP group, over gloo
-    num_stripes: int | None  # micro-batches that are under way at once; None: all of a step
+    stages: dist.ProcessGroup  # the ranks of the pipeline that this one is in
+    # micro-batches that run as stripes of one pass; None: all of a step, or on a stage of a
+    # pipeline the fewest that overlap
+    num_stripes: int | None
     checks: bool  # compare what all ranks issued, after every pass
 
     def __call__(
@@ -186,56 +223,26 @@ class StripedSteps:
         **given: Any,
     ) -> list[Any]:
         num = self._agreed(num_microbatches, forward_only)
-        config, ddp_config, stack = self.chunk.config, self.chunk.ddp_config, self.stack
-        add_grad = None if forward_only else _hand_over
-
-        def forward(number: int) -> _Ran:
-            batches, kept = given["data_iterator"], list[Any]()
-            output, _ = schedules.forward_step(
-                given["forward_step_func"],
-                batches[0] if isinstance(batches, list) else batches,
-                self.chunk,
-                num,
-                None,
-                kept,
-                config,
-                1,
-                collect_non_loss_data,
-                is_first_microbatch=schedules.check_first_val_step(
-                    given.get("first_val_step"), forward_only, number == 0
-                ),
-                current_microbatch=number,
-            )
-            if not forward_only and config.grad_scale_func is not None:
-                output = config.grad_scale_func(output)
-            return _Ran(output, kept)
-
-        kept: list[Any] = []
+        config, ddp_config = self.chunk.config, self.chunk.ddp_config
         if not forward_only:
             self._scaled.begin()
         # DDP reduces no gradient meanwhile: a weight may get several in a pass.
         unsynced = self.chunk.no_sync() if ddp_config.overlap_grad_reduce else nullcontext()
+        passes = _Passes(self, num, forward_only, collect_non_loss_data, given)
         with _timed(config), unsynced:
-            for first in range(0, num, self.num_stripes or num):
-                numbers = range(num)[first : first + (self.num_stripes or num)]
-                stripes = [
-                    Stripe(
-                        [StripePass(partial(forward, i), add_grad, stack.threads, stack.here)],
-                        [1.0],
-                    )
-                    for i in (numbers if stack.is_attention else ())
-                ]
-                control = self.control if self.checks else None
-                counts = self.chunk.training
-                stack.run(len(numbers), stripes, add_grad, counts=counts, control=control)
-                kept += (each for stripe in stripes for each in stripe.stripe_passes[0].output.kept)
+            if self.stages.size() > 1:
+                passes.pipelined()
+            else:
+                passes.all_at_once()
+        kept = passes.kept
         if not forward_only:
             self._scaled.end()
             if ddp_config.overlap_grad_reduce:
                 self.chunk.start_grad_sync()
             if config.finalize_model_grads_func is not None:
                 config.finalize_model_grads_func([self.chunk], None)
-        return [] if collect_non_loss_data and not stack.is_attention else self._reported(kept)
+        is_silent = collect_non_loss_data and not self.stack.is_attention
+        return [] if is_silent else self._reported(kept)
 
     @cached_property
     def _scaled(self) -> _ScaledOnce:
@@ -269,6 +276,164 @@ class StripedSteps:
         means = [_mean(column, self.stack.device) for column in zip(*leaves)]
         found: list[Any] = tree_unflatten(means, shapes[0])
         return found
+
+
+class _Unit(NamedTuple):
+    """Micro-batches that pass a stage of a pipeline together."""
+
+    inputs: list[Tensor]  # of each, leaves; none on the first stage, and on expert ranks
+    ahead: Ahead
+
+
+class _Passes:
+    """The passes of a step through the model of one rank, or its stage. Arguments as of
+    ``StripedSteps``."""
+
+    def __init__(
+        self,
+        steps: StripedSteps,
+        num: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+        given: dict[str, Any],
+    ) -> None:
+        self.kept: list[Any] = []  # what Megatron's schedule returns
+        self._steps, self._num, self._forward_only = steps, num, forward_only
+        self._collects, self._given = collect_non_loss_data, given
+        self._add_grad = None if forward_only else _hand_over
+        self._counts = steps.chunk.training
+        batches = given["data_iterator"]
+        self._batches = batches[0] if isinstance(batches, list) else batches
+        self._units: deque[_Unit] = deque()  # whose backward is to come
+
+    def all_at_once(self) -> None:
+        """Forward and backward of so many micro-batches as run at once, then of the next."""
+        steps, size = self._steps, self._steps.num_stripes or self._num
+        control = steps.control if steps.checks else None
+        for first in range(0, self._num, size):
+            numbers = range(self._num)[first : first + size]
+            stripes = [self._stripe(i) for i in (numbers if steps.stack.is_attention else ())]
+            steps.stack.run(
+                len(numbers), stripes, self._add_grad, counts=self._counts, control=control
+            )
+            self._keep(stripes)
+
+    def pipelined(self) -> None:
+        """One stage of a pipeline around ZP groups, in Megatron's order (1F1B): attention ranks by
+        its own schedule, of units of several micro-batches, and expert ranks beside them."""
+        stages, size = self._steps.stages, self._unit_size
+        num_units = self._num // size
+        if not self._steps.stack.is_attention:
+            num_ahead = min(stages.size() - stages.rank() - 1, num_units)
+            for unit in range(num_units):
+                self._forward(size, [])
+                if unit >= num_ahead and not self._forward_only:
+                    self._backward()
+            while self._units:
+                self._backward()
+            return
+        config = self._steps.chunk.config
+        given = self._given | {"micro_batch_size": self._given["micro_batch_size"] * size}
+        none = dict.fromkeys(("no_sync_func", "grad_sync_func", "finalize_model_grads_func"))
+        with (
+            during(config, **none),
+            during(schedules, forward_step=self._forward_step, backward_step=self._backward_step),
+        ):
+            schedules.forward_backward_pipelining_without_interleaving(
+                num_microbatches=num_units,
+                forward_only=self._forward_only,
+                collect_non_loss_data=self._collects,
+                **given,
+            )
+
+    @property
+    def _unit_size(self) -> int:
+        """Units are alike, so that what stages send each other is."""
+        wanted = self._steps.num_stripes or 2
+        return next((d for d in divisors(self._num) if d >= wanted), self._num)
+
+    def _forward_step(
+        self, _: Any, batches: Any, model: Any, num_units: int, given: Any, *rest: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        """In the place of Megatron's, of a unit: its outputs along the dim of samples."""
+        size, unit = self._unit_size, named["current_microbatch"]
+        (whole,) = given if isinstance(given, list) else [given]
+        inputs = (
+            []
+            if whole is None
+            else [x.requires_grad_(not self._forward_only) for x in whole.detach().chunk(size, 1)]
+        )
+        numbers = range(unit * size, (unit + 1) * size)
+        stripes = [
+            self._stripe(number, inputs[n] if inputs else None) for n, number in enumerate(numbers)
+        ]
+        self._forward(size, stripes, inputs)
+        self._keep(stripes)
+        outputs = [stripe.stripe_passes[0].output.loss.detach() for stripe in stripes]
+        is_last = self._steps.stages.rank() == self._steps.stages.size() - 1
+        output = torch.zeros(1) if is_last else torch.cat(outputs, 1)
+        return [output] if isinstance(given, list) else output, 0
+
+    def _backward_step(self, given: Any, output: Any, grads: Any, *rest: Any) -> Any:
+        """In the place of Megatron's: the gradients of a unit's inputs."""
+        (grad,) = grads if isinstance(grads, list) else [grads]
+        unit = self._units[0]
+        if grad is not None:
+            stripes = unit.ahead.stripes
+            for stripe, seed in zip(stripes, grad.chunk(len(stripes), 1)):
+                stripe.seeds = [seed]
+        self._backward()
+        passes = [stripe.stripe_passes[0] for stripe in unit.ahead.stripes]
+        found = [
+            torch.zeros_like(x) if (own := stripe_pass.grad_of(x)) is None else own
+            for stripe_pass, x in zip(passes, unit.inputs)
+        ]
+        whole = torch.cat(found, 1) if found else None
+        return [whole] if isinstance(given, list) else whole
+
+    def _forward(self, size: int, stripes: Sequence[Stripe], inputs: Sequence[Tensor] = ()) -> None:
+        stack = self._steps.stack
+        if self._add_grad is None:
+            stack.run(size, stripes, None, counts=self._counts)
+        else:
+            ahead = stack.ahead(size, stripes, self._add_grad, counts=self._counts)
+            self._units.append(_Unit(list(inputs), ahead))
+
+    def _backward(self) -> None:
+        self._steps.stack.back(self._units.popleft().ahead)
+
+    def _keep(self, stripes: Sequence[Stripe]) -> None:
+        self.kept += (each for stripe in stripes for each in stripe.stripe_passes[0].output.kept)
+
+    def _stripe(self, number: int, x: Tensor | None = None) -> Stripe:
+        """A micro-batch, by its number in the step; ``x`` comes from the stage before."""
+        stack = self._steps.stack
+        call = partial(self._ran, number, x)
+        return Stripe([StripePass(call, self._add_grad, stack.threads, stack.here)], [1.0])
+
+    def _ran(self, number: int, x: Tensor | None) -> _Ran:
+        config, stages, given = self._steps.chunk.config, self._steps.stages, self._given
+        is_last = stages.rank() == stages.size() - 1
+        kept = list[Any]()
+        output, _ = _STOCK_FORWARD_STEP(
+            given["forward_step_func"],
+            self._batches,
+            self._steps.chunk,
+            self._num,
+            x,
+            kept,
+            config,
+            1,
+            self._collects,
+            is_first_microbatch=schedules.check_first_val_step(
+                given.get("first_val_step"), self._forward_only, number == 0
+            ),
+            current_microbatch=number,
+            is_last_stage=is_last,
+        )
+        if is_last and not self._forward_only and config.grad_scale_func is not None:
+            output = config.grad_scale_func(output)
+        return _Ran(output, kept)
 
 
 def _mean(column: Sequence[Any], device: torch.device) -> Any:
@@ -345,7 +510,7 @@ def steps_of(model: Any) -> StripedSteps | None:
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
     "context_parallel_size": "--context-parallel-size",
     "expert_model_parallel_size": "--expert-model-parallel-size",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
@@ -354,10 +519,12 @@ SIZES = {
 """Of Megatron's groups, and their flags."""
 
 
-def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., Any]:
+def with_sizes(
+    worlds: Worlds, strategy: Strategy, initialize: Callable[..., Any]
+) -> Callable[..., Any]:
     """``initialize_model_parallel`` as it is to be called on this rank: attention ranks are
     replicas of each other, the expert ranks of a ZP group share its experts, as expert parallel
-    ranks do."""
+    ranks do; and so do its attention ranks where they have some."""
 
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(initialize).bind(*args, **kwargs)
@@ -368,16 +535,60 @@ def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., 
                     f"{bound.arguments[name]}; attention ranks are data parallel only, and the "
                     "strategy's keys set which ranks have which experts: leave it out"
                 )
+        num_stages = bound.arguments.get("pipeline_model_parallel_size") or 1
+        num_groups = worlds.size // worlds.roles.size
+        if num_groups % num_stages:
+            raise ValueError(
+                f"Megatron was given --pipeline-model-parallel-size {num_stages}, but there are "
+                f"{num_groups} ZP groups of {worlds.roles}, and each is in one stage; launch "
+                f"{worlds.roles.size * num_stages} ranks or a multiple of that, or choose a divisor"
+            )
         if not worlds.is_attention:
             bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_ep_ranks)
+        elif offloads(strategy):
+            bound.arguments["expert_model_parallel_size"] = len(worlds.roles.attention_ep_ranks)
         return initialize(*bound.args, **bound.kwargs)
 
     return initialize_model_parallel
 
 
-def keep_experts(model: nn.Module) -> None:
-    """Drop all of a model that is about to be wrapped, but the experts."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+def keep_own(model: nn.Module, worlds: Worlds, strategy: Strategy) -> None:
+    """Drop all of a model that is about to be wrapped, but what the rank's role has. Collective,
+    over the ranks of a pipeline."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoELayer)]
+    num_experts = [layer.config.num_moe_experts for layer in layers]
+    alone = [CostGroup(layers=(layer,)) for layer in range(len(layers))]
+    strategy = of_its_stage(strategy, len(layers))
+    owners = strategy.first_owners(num_experts, alone, worlds.roles.size)
+    for layer, owner in zip(layers, owners):
+        own = owner.experts_of(worlds.rank % worlds.roles.size).tolist()
+        if own != list(layer.local_expert_indices):
+            leave_experts(layer, own)
+    if not worlds.is_attention:
+        _keep_experts(model, layers)
+
+
+def of_its_stage(strategy: Strategy, num_layers: int) -> Strategy:
+    """With the numbers of this pipeline stage's MoE layers, of which there are ``num_layers``.
+    Collective, over the ranks of a pipeline. Raises ValueError where they are not those of the
+    model."""
+    if not offloads(strategy):
+        return strategy
+    keys: Any = strategy
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    counts = gather_objects(num_layers, stages)
+    if len(keys.moved) != sum(counts):
+        raise ValueError(
+            f"{BLOCK}.zebra.moved has {len(keys.moved)} numbers, but there are {sum(counts)} MoE "
+            "layers; give one a layer"
+        )
+    first = sum(counts[: stages.rank()])
+    own: Strategy = replace(keys, moved=keys.moved[first : first + num_layers])
+    return own
+
+
+def _keep_experts(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Drop all of a model but the experts."""
     kept = [p for layer in layers for p in layer.get_submodule("experts").parameters()]
     if not kept:
         raise ValueError(
@@ -471,16 +682,19 @@ class _Absent:
 
 def _of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
     """Let a role's optimizer, a chain of Megatron's, save and load as one of all weights would."""
-    own, absent = optimizer.chained_optimizers[-1], _Absent(optimizer.config)
-    mine = 0 if worlds.is_attention else 1  # Megatron chains dense weights before experts
-    both = ChainedOptimizer([own, absent] if mine == 0 else [absent, own])
+    chain, absent = optimizer.chained_optimizers, _Absent(optimizer.config)
+    own = [each for each in chain if not each.is_stub_optimizer] or chain[-1:]
+    if len(own) == 1:  # Megatron chains dense weights before experts
+        own = [*own, absent] if worlds.is_attention else [absent, *own]
+    both = ChainedOptimizer(own)
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[int, Any]:
         state: dict[int, Any] = both.sharded_state_dict(*args, **kwargs)
-        _, plain = extract_matching_values(state[mine], _is_sharded)
-        gathered = gather_objects((mine, plain) if worlds.is_first else None, control)
-        theirs = dict(each for each in gathered if each is not None)
-        return {mine: state[mine], 1 - mine: theirs[1 - mine]}
+        mine = {n: state[n] for n, each in enumerate(own) if each is not absent}
+        plain = {n: extract_matching_values(part, _is_sharded)[1] for n, part in mine.items()}
+        gathered = gather_objects(plain if worlds.is_first else {}, control)
+        theirs = {n: part for each in gathered for n, part in each.items()}
+        return theirs | mine
 
     optimizer.sharded_state_dict = sharded_state_dict
     optimizer.load_state_dict = both.load_state_dict
@@ -508,7 +722,7 @@ def save_together(
         raise ValueError(
             f"{BLOCK}.strategy gives ranks roles, which save together: leave --async-save out"
         )
-    keys = {value.key for value in nested_values(state) if _is_sharded(value)}
+    keys = {v.key for v in nested_values(state) if _is_sharded(v) and ".experts." not in v.key}
     gathered = gather_objects(keys if worlds.is_attention else set(), worlds.whole)
     if not worlds.is_attention:
         theirs: set[str] = set().union(*gathered)

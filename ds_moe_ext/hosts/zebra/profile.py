@@ -346,45 +346,12 @@ def _choice_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
 # Keys that need what is not known where roles are given as a flag is read.
 
 
-def _is_set(key: str, value: Callable[[Zebra], object], reason: str, remedy: str) -> Refusal:
-    def asked(strategy: Zebra) -> str:
-        return f"{WHERE}.{key} is {value(strategy)!r}" if value(strategy) else ""
-
-    return Refusal(f"{WHERE}.{key}", asked, reason, remedy)
-
-
-def _sizes(strategy: Zebra) -> str:
-    sizes = strategy.attention_size, strategy.expert_size
-    if None not in sizes:
-        return ""
-    return f"{WHERE}.attention_size is {sizes[0]} and expert_size {sizes[1]}"
-
-
 EARLY = (
-    _is_set(
-        "attention_device",
-        lambda strategy: strategy.attention_device,
-        "roles are set before devices are known",
-        "set it to null, and give attention_size, expert_size and, where attention ranks are not "
-        "the first, attention_ep_ranks",
-    ),
     Refusal(
-        f"{WHERE} without attention_size or expert_size",
-        _sizes,
-        "roles are set when the flag is read",
-        "set both",
-    ),
-    _is_set(
-        "moved",
-        lambda strategy: strategy.moved,
-        "attention ranks have no experts here",
-        "leave it out",
-    ),
-    _is_set(
-        "profile",
-        lambda strategy: strategy.profile,
-        "it is measured under DeepSpeed only",
-        "leave it out",
+        f"{WHERE}.profile",
+        lambda strategy: f"{WHERE}.profile is {strategy.profile!r}" if strategy.profile else "",
+        "owners are set before there is a model to measure",
+        "leave it out, and set moved as a run under DeepSpeed or ds-moe-ext plan chooses it",
     ),
 )
 

@@ -102,7 +102,7 @@ class StripeHead(Uncut):
         return (tuple(stripe.seeds),), ()
 
     def backward(
-        self, chunk_range: ChunkRange, saved: Saved, seeds: Sequence[float]
+        self, chunk_range: ChunkRange, saved: Saved, seeds: Sequence[float | Tensor]
     ) -> tuple[Any, ...]:
         return None, self.stripes[chunk_range.start].turn_around(self.num_layers - 1, seeds)
 

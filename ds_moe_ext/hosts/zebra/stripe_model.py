@@ -10,9 +10,10 @@ backward has been done when it returns, and what autograd brings later only scal
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import ScheduleStreams, streams_for
 from ds_moe_ext.schedule.orders import WEIGHTS
 from ds_moe_ext.schedule.program import Pass, in_backward
-from ds_moe_ext.schedule.stages import Binding, LayerStages, Stage
+from ds_moe_ext.schedule.stages import Binding, LayerStages, Saved, Stage
+from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.task import Op, Schedule, Stream, Value
 
 
@@ -294,15 +296,34 @@ class _Numbers(NamedTuple):
     revised: frozenset[int]
 
 
+class Half(Enum):
+    """What of a step is done."""
+
+    BOTH = "forward and backward"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
 @lru_cache(maxsize=64)
 def _schedule_of(
-    num_layers: int, num_stripes: int, numbers: _Numbers, side: Stream, *, is_graded: bool
+    num_layers: int, num_stripes: int, numbers: _Numbers, side: Stream, half: Half
 ) -> Schedule:
-    """The part of one side; without its backward where there is none."""
+    """The part of one side."""
     own = tasks.part_of(tasks.striped_step(num_layers, num_stripes, **numbers._asdict()), side)
-    if is_graded:
+    if half is Half.BOTH:
         return own
-    return tasks.picked(own, [i for i, task in enumerate(own.tasks) if not task.adjoint_of])
+    first, later = tasks.halves(own)
+    return first if half is Half.FORWARD else later
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A step whose backward is still to come."""
+
+    stripes: Sequence[Stripe]  # of this rank; none on an expert rank
+    later: Binding  # its backward
+    written: Mapping[Value, Any]  # by forward
+    saved: list[Saved]  # by its tasks
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -349,30 +370,75 @@ class Stack:
             counts: the rows count for the report.
             control: over which ranks compare what they have issued; None: they do not.
         """
-        side = tasks.ATTENTION_SIDE if self.is_attention else tasks.EXPERT_SIDE
-        is_graded = add_grad is not None
-        schedule = _schedule_of(
-            len(self.layers), num_stripes, self._numbers(), side, is_graded=is_graded
+        half = Half.FORWARD if add_grad is None else Half.BOTH
+        schedule = _schedule_of(len(self.layers), num_stripes, self._numbers(), self._side, half)
+        layers_stages = self._layers_stages(stripes, add_grad, counts=counts)
+        self._begin(schedule, layers_stages, stripes, is_graded=add_grad is not None)
+        if control is not None:
+            check_orders(schedule, control)
+        return schedule
+
+    def ahead(
+        self, num_stripes: int, stripes: Sequence[Stripe], add_grad: AddGrad, *, counts: bool
+    ) -> Ahead:
+        """Forward of a step whose backward comes later, as in a stage of a pipeline. Collective
+        over the ZP group. Arguments as of ``run``."""
+        first, later = (
+            _schedule_of(len(self.layers), num_stripes, self._numbers(), self._side, half)
+            for half in (Half.FORWARD, Half.BACKWARD)
         )
-        layers_stages = [
-            self._layer_stages(layer, stripes, add_grad, counts=counts) for layer in self.layers
-        ]
-        head = {tasks.HEAD: StripeHead(len(layers_stages), stripes)}
-        layers_stages.append(LayerStages(head, layers_stages[-1].observers, "the end"))
+        layers_stages = self._layers_stages(stripes, add_grad, counts=counts)
+        written, saved = self._begin(first, layers_stages, stripes, is_graded=True)
+        binding = Binding.of(later, lambda task: layers_stages[task.layer], adjoint_of=first)
+        return Ahead(stripes, binding, dict(zip(first.outputs, written)), saved)
+
+    def back(self, ahead: Ahead) -> None:
+        """Backward of a step, from the gradients that its stripes have by now for seeds. Collective
+        over the ZP group."""
+        seeds = {n: tuple(stripe.seeds) for n, stripe in enumerate(ahead.stripes)}
+        given = (
+            seeds.get(value.chunk_range.start)
+            if value.kind == LOSS and value.chunk_range is not None
+            else ahead.written.get(value)
+            for value in ahead.later.schedule.inputs
+        )
+        with torch.no_grad():
+            Pass(ahead.later, self.streams, saved=ahead.saved)(given)
+
+    @property
+    def _side(self) -> Stream:
+        return tasks.ATTENTION_SIDE if self.is_attention else tasks.EXPERT_SIDE
+
+    def _begin(
+        self,
+        schedule: Schedule,
+        layers_stages: Sequence[LayerStages],
+        stripes: Sequence[Stripe],
+        *,
+        is_graded: bool,
+    ) -> tuple[tuple[Any, ...], list[Saved]]:
+        """Run a schedule that begins with forward: what it wrote, and what its tasks saved."""
         try:
             given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
             binding = Binding.of(schedule, lambda task: layers_stages[task.layer])
             one_pass = Pass(binding, self.streams, keeps=is_graded)
             # Ranks of both roles draw one number of theirs.
             with RandomNumbers().own(), torch.no_grad():
-                one_pass(given)
+                return one_pass(given), one_pass.saved
         finally:
             for stripe in stripes:
                 for stripe_pass in stripe.stripe_passes:
                     stripe_pass.abandon()
-        if control is not None:
-            check_orders(schedule, control)
-        return schedule
+
+    def _layers_stages(
+        self, stripes: Sequence[Stripe], add_grad: AddGrad | None, *, counts: bool
+    ) -> list[LayerStages]:
+        """Who does the tasks of each layer, and of the end."""
+        layers_stages = [
+            self._layer_stages(layer, stripes, add_grad, counts=counts) for layer in self.layers
+        ]
+        head = {tasks.HEAD: StripeHead(len(layers_stages), stripes)}
+        return [*layers_stages, LayerStages(head, layers_stages[-1].observers, "the end")]
 
     def _numbers(self) -> _Numbers:
         plans, ep_ranks = (

@@ -149,13 +149,14 @@ class StripePass:
         question: Question = turn_around.question
         return question
 
-    def turn_around(self, seed: float) -> Tensor:
+    def turn_around(self, seed: float | Tensor) -> Tensor:
         """Backward from the loss, whose gradient is ``seed``, to the outputs of the last layer's
         experts; their gradient, ``[N, D]`` in send order."""
         loss, self._loss = self._loss, None
         assert loss is not None
         with self._here.backward_of(self):
-            root = (get_gradient_edge(loss), torch.full_like(loss, seed))
+            grad = seed if isinstance(seed, Tensor) else torch.full_like(loss, seed)
+            root = (get_gradient_edge(loss), grad)
             grad_ND = self._between(len(self._blocks), [root])
         assert grad_ND is not None
         return grad_ND
@@ -172,6 +173,10 @@ class StripePass:
             self._grads.pop(id(block.answer.returned_ND), None)  # has travelled already
             self._blocks[layer] = _Block(0)
             return self._between(layer, entered)
+
+    def grad_of(self, given: Tensor) -> Tensor | None:
+        """Behind backward, the gradient of a leaf that the model was given; None if it has none."""
+        return self._grads.pop(id(given), None)
 
     def abandon(self) -> None:
         """End it wherever it is."""
@@ -316,7 +321,8 @@ class Stripe:
     """The pieces that run by turns, and travel together."""
 
     stripe_passes: Sequence[StripePass]  # one a piece
-    seeds: Sequence[float]  # gradient of the loss of each
+    # gradient of the loss of each; where the loss is an output of a pipeline stage, a tensor
+    seeds: Sequence[float | Tensor]
     _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
     _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
 
@@ -345,7 +351,7 @@ class Stripe:
                     f"of all {layer}{IN_ORDER}"
                 )
 
-    def turn_around(self, layer: int, seeds: Sequence[float]) -> Tensor:
+    def turn_around(self, layer: int, seeds: Sequence[float | Tensor]) -> Tensor:
         """Backward from the losses to what the last layer's experts returned."""
         pairs = zip(self.stripe_passes, seeds)
         return self._joined(layer, [stripe_pass.turn_around(seed) for stripe_pass, seed in pairs])
