@@ -134,7 +134,13 @@ SECTIONS = (
     ),
     Section(
         "Under Megatron-core, where ranks have roles (`zebra`)",
-        (*EARLY, *megatron.BLOCKS, *megatron.WITH_ROLES, *megatron.ARGUMENTS),
+        (
+            *EARLY,
+            *megatron.BLOCKS,
+            *megatron.DIVIDED,
+            *megatron.WITH_ROLES,
+            *megatron.ARGUMENTS,
+        ),
     ),
     Section("In plain PyTorch", plain.REFUSALS),
     Section("Optimizers", optimizers.OPTIMIZERS),

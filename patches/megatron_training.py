@@ -46,6 +46,29 @@ def _add_megatron_arguments(original: Any, parser: Any) -> Any:
     return add_flag(original(parser))
 
 
+def _validate_args(original: Any, args: Any, *given: Any, **named: Any) -> Any:
+    from ds_moe_ext.hosts.megatron import active_settings
+
+    parted = active_settings.worlds()
+    if parted is not None:
+        from ds_moe_ext.hosts.attachment.notices import refuse
+        from ds_moe_ext.hosts.megatron.refusals import DIVIDED, Divided
+        from ds_moe_ext.hosts.megatron.roles import OF_EXPERT_RANKS
+
+        refuse(DIVIDED, Divided(parted.roles, vars(args)))
+        if not parted.is_attention:
+            vars(args).update(OF_EXPERT_RANKS, **UNDIVIDED)
+    return original(args, *given, **named)
+
+
+UNDIVIDED: dict[str, Any] = {
+    "tp_comm_overlap": False,
+    "distribute_saved_activations": False,
+    "cp_comm_type": ["p2p"],
+}
+"""Arguments that are refused without tensor and context parallelism, or some ways of it."""
+
+
 PATCHES = (
     Patch(
         "flag",
@@ -53,6 +76,14 @@ PATCHES = (
         ">=0.12",  # what the flag asks for is checked against the version when it is given
         "pretrain_gpt.py and its like know --ds-moe-ext-config",
         by(_add_megatron_arguments),
+    ),
+    Patch(
+        "expert-arguments",
+        "megatron.training.arguments:validate_args",
+        ">=0.12",
+        "where ranks have roles, those of experts count samples without tensor and context "
+        "parallelism, which attention ranks alone have",
+        by(_validate_args),
     ),
 )
 

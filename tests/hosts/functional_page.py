@@ -114,7 +114,7 @@ def _refused(case: Case) -> str:
 
 def _described(toy: Toy) -> str:
     run, flags = toy.run, dict(toy.run.config)
-    sizes = {"TP": run.tp, "PP": run.pp, "VPP": run.vpp or 1, "CP": toy.cp, "EP": run.ep}
+    sizes = {"TP": run.tp, "PP": run.pp, "VPP": run.vpp or 1, "CP": run.cp, "EP": run.ep}
     said = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     said += [f"ETP {run.etp}"] if run.etp != run.tp else []
     said += [str(flags["moe_token_dispatcher_type"]), run.experts, f"top-{run.topk}"]

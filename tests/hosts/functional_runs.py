@@ -148,7 +148,7 @@ def as_asked(toy: Toy) -> Iterator[None]:
             named.append((transformer, "TransformerConfig", latent))
         for owner, name, put in named:
             stack.enter_context(mock.patch.object(owner, name, put, create=True))
-        if toy.cp > 1:
+        if toy.run.cp > 1:
             stack.enter_context(in_parts(TEDotProductAttention if toy.by_engine else None))
         yield
 

@@ -80,7 +80,6 @@ class Toy:
 
     run: MegatronRun
     world_size: int
-    cp: int
     by_engine: bool  # by Transformer Engine's layers
     model: tuple[tuple[str, Any], ...]  # arguments of GPTModel
 
@@ -115,7 +114,6 @@ def reduced(case: Case) -> Reduced:
     is_hybrid = "mamba_num_heads" in given
     num_layers = 4 if pp > 1 else 3 if is_hybrid or "moe_layer_freq" in given else 2
     config = dict(_config(given, num_layers))
-    config.update({"context_parallel_size": cp} if cp > 1 else {})
     names = {"position_embedding_type": str, "rotary_percent": float}
     model = {name: kind(given[name]) for name, kind in names.items() if name in given}
     if is_hybrid:  # its model in megatron-core 0.16.1 predicts one token
@@ -126,7 +124,7 @@ def reduced(case: Case) -> Reduced:
     is_distributed = bool(given.get("use_distributed_optimizer"))
     is_later = bool(given.get("delay_wgrad_compute"))
     run = MegatronRun(
-        **{"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp},
+        **{"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp},
         num_layers=num_layers,
         num_experts=min(NUM_EXPERTS, int(given["num_experts"])),
         topk=min(4, int(given["moe_router_topk"])),
@@ -144,7 +142,7 @@ def reduced(case: Case) -> Reduced:
     )
     by_engine = given.get("transformer_impl") != "local"
     size = max(2, tp * pp * cp, etp * ep * pp)
-    toy = Toy(run, size, cp, by_engine, tuple(model.items()))
+    toy = Toy(run, size, by_engine, tuple(model.items()))
     muon = ["Muon: Adam in its place"] if given.get("optimizer") == "muon" else []
     return Reduced(toy, tuple([*without, *sorted(_dropped(given)), *muon]))
 

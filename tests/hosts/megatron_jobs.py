@@ -105,6 +105,7 @@ def megatron(run: MegatronRun, settings: dict[str, Any] | None = None) -> Iterat
             tensor_model_parallel_size=run.tp,
             pipeline_model_parallel_size=run.pp,
             virtual_pipeline_model_parallel_size=run.vpp,
+            context_parallel_size=run.cp,
             expert_model_parallel_size=run.ep,
             expert_tensor_parallel_size=run.etp,
             create_gloo_process_groups=False,  # they are gloo's already

@@ -26,6 +26,7 @@ class MegatronRun:
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     vpp: int | None = None
     ep: int = 1
     etp: int | None = None
@@ -84,6 +85,7 @@ def transformer_config(run: MegatronRun) -> Any:
         "tensor_model_parallel_size": run.tp,
         "pipeline_model_parallel_size": run.pp,
         "virtual_pipeline_model_parallel_size": run.vpp,
+        "context_parallel_size": run.cp,
         "expert_model_parallel_size": run.ep,
         "expert_tensor_parallel_size": run.tp if run.etp is None else run.etp,
         "sequence_parallel": run.tp > 1,

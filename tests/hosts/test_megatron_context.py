@@ -29,21 +29,21 @@ RUN = MegatronRun(
     num_microbatches=2,
     steps=2,
     clip=0.1,
-    config=(("context_parallel_size", 2),),
+    cp=2,
 )
-PER_TOKEN = replace(RUN, config=(*RUN.config, ("calculate_per_token_loss", True)))
+PER_TOKEN = replace(RUN, config=(("calculate_per_token_loss", True),))
 
 
 @contextmanager
 def in_parts(attention: Any = None) -> Iterator[None]:
-    """Two ranks share samples; each has batches of its own in their place. ``attention`` is the
-    class that attends: Megatron's local one if None."""
+    """Context parallel ranks, two, share samples; each has batches of its own in their place.
+    ``attention`` is the class that attends: Megatron's local one if None."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     attention = attention or DotProductAttention
-    initialize, attend = parallel_state.initialize_model_parallel, attention.__init__
+    attend = attention.__init__
     whole = {"with_context_parallel": True}
     rank = partial(parallel_state.get_data_parallel_rank, **whole)
     size = partial(parallel_state.get_data_parallel_world_size, **whole)
@@ -68,12 +68,8 @@ def in_parts(attention: Any = None) -> Iterator[None]:
         """Samples are twice as long as what a rank has of them."""
         return shapes(seq_length=2 * seq_length, **named)
 
-    def sized(*given: Any, **named: Any) -> None:
-        initialize(*given, **{**named, "context_parallel_size": 2})
-
     with ExitStack() as stack:
         for holder, name, put in (
-            (parallel_state, "initialize_model_parallel", sized),
             (schedules, "get_tensor_shapes", of_whole),
             (attention, "__init__", without),
             (Training, "_batches", own),

@@ -91,8 +91,8 @@ def train(world_size: int, *arguments: str, config: Path | None, iterations: int
 
 
 @cache
-def stock(world_size: int) -> list[float]:
-    losses = train(world_size, config=None, iterations=ITERATIONS)
+def stock(world_size: int, *flags: str) -> list[float]:
+    losses = train(world_size, *flags, config=None, iterations=ITERATIONS)
     assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0]
     return losses
@@ -120,8 +120,14 @@ def test_every_strategy_follows_stock_megatron(strategy: str, world_size: int) -
     check_close(train(world_size, config=config, iterations=ITERATIONS), stock(world_size))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_zebra_follows_its_attention_ranks_alone(world_size: int, tmp_path: Path) -> None:
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+WHOLE = ("--expert-tensor-parallel-size", "1")
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [(2, ()), (4, ()), (4, (*TENSOR, *WHOLE))])
+def test_zebra_follows_its_attention_ranks_alone(
+    world_size: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
     """Half of the ranks have attention, half experts, which draw them as expert parallel ranks do;
     both roles log."""
     size, unsplit = world_size // 2, ("--expert-model-parallel-size", "1")
@@ -129,12 +135,12 @@ def test_zebra_follows_its_attention_ranks_alone(world_size: int, tmp_path: Path
     zebra = {"attention_size": size, "expert_size": size}
     block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
     config.write_text(json.dumps({"ds_moe_ext": block}))
-    printed = start(world_size, *unsplit, config=config, iterations=ITERATIONS)
+    printed = start(world_size, *unsplit, *flags, config=config, iterations=ITERATIONS)
     reported = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
     assert len(reported) == 2 * ITERATIONS
     reported.sort(key=lambda line: int(line[0]))
     for of_a_role in (reported[::2], reported[1::2]):
-        check_close([float(loss) for _, loss in of_a_role], stock(size))
+        check_close([float(loss) for _, loss in of_a_role], stock(size, *flags))
 
 
 def test_without_the_flag_a_run_is_as_without_the_package() -> None:

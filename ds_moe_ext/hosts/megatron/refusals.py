@@ -8,10 +8,11 @@ of Megatron's config, or a function of the config; versions without the field ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.planning.exchange_costs import Way as Exchange
@@ -325,6 +326,28 @@ _SEVERAL = "several micro-batches run at once"
 
 WITH_ROLES = _refusals(
     (
+        "--tensor-model-parallel-size above 1 without --sequence-parallel",
+        lambda config: (
+            config.tensor_model_parallel_size > 1
+            and not config.sequence_parallel
+            and config.tensor_model_parallel_size
+        ),
+        "Megatron trains MoE layers under tensor parallelism only with it",
+        "give --sequence-parallel",
+    ),
+    (
+        "--hybrid-context-parallel",
+        "hybrid_context_parallel",
+        "its schedule gives each micro-batch a context parallel size of its own",
+        "use --context-parallel-size alone",
+    ),
+    (
+        "--te-rng-tracker with --sequence-parallel",
+        _all_of("use_te_rng_tracker", "sequence_parallel"),
+        f"it has one state of random numbers, but {_SEVERAL}",
+        _OUT,
+    ),
+    (
         "--recompute-granularity",
         "recompute_granularity",
         "Megatron's activation checkpoints cannot be split at experts",
@@ -369,6 +392,45 @@ WITH_ROLES = _refusals(
     ),
 )
 """Of a ``TransformerConfig``."""
+
+
+class Divided(NamedTuple):
+    """How a sample is divided among attention ranks."""
+
+    roles: Roles  # of a ZP group
+    sizes: Mapping[str, Any]  # that Megatron was given, by its names; None or none is its default
+
+    @property
+    def tp(self) -> int:
+        return self.sizes.get("tensor_model_parallel_size") or 1
+
+
+def _beyond_group(asked: Divided) -> str:
+    cp, size = asked.sizes.get("context_parallel_size") or 1, len(asked.roles.attention_ep_ranks)
+    return f"{asked.tp} x {cp}, of {size} attention ranks" if size % (asked.tp * cp) else ""
+
+
+def _split_experts(asked: Divided) -> object:
+    size = asked.sizes.get("expert_tensor_parallel_size") or asked.tp
+    return size if size > 1 else None
+
+
+DIVIDED = _refusals(
+    (
+        "--tensor-model-parallel-size times --context-parallel-size that does not divide "
+        "zebra.attention_size",
+        _beyond_group,
+        "the ranks that have parts of a sample are of one ZP group",
+        "choose other sizes, or another attention_size",
+    ),
+    (
+        "--expert-tensor-parallel-size above 1, which is by default --tensor-model-parallel-size",
+        _split_experts,
+        "an expert rank has whole experts",
+        "give --expert-tensor-parallel-size 1",
+    ),
+)
+"""Of what ``Divided`` says."""
 
 
 class Block(NamedTuple):

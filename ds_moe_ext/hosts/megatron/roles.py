@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ from ds_moe_ext.hosts.megatron.engine import (
     watch_steps,
 )
 from ds_moe_ext.hosts.megatron.layers import leave_experts
-from ds_moe_ext.hosts.megatron.refusals import STEPPING, refuse_arguments
+from ds_moe_ext.hosts.megatron.refusals import DIVIDED, STEPPING, Divided, refuse_arguments
 from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run, Tracer
@@ -66,7 +67,7 @@ from ds_moe_ext.hosts.zebra.stripe_model import (
     keep_parameters,
     stack_of,
 )
-from ds_moe_ext.hosts.zebra.stripe_pass import Here, Stripe, StripePass
+from ds_moe_ext.hosts.zebra.stripe_pass import Here, RandomNumbers, Stripe, StripePass
 from ds_moe_ext.planning.strategy import CostGroup, Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
@@ -246,11 +247,12 @@ class StripedSteps:
 
     @cached_property
     def _scaled(self) -> _ScaledOnce:
-        """An expert rank divides by the number of its role's ranks, and has the sum of what all
-        attention ranks of the group found; wanted is the mean over attention ranks."""
-        roles = self.stack.roles
-        share = len(roles.expert_ep_ranks) / len(roles.attention_ep_ranks)
-        return _ScaledOnce(self.chunk, 1.0 if self.stack.is_attention else share)
+        """A rank divides by the data and context parallel ranks of its role, and an expert rank has
+        the sum of what all attention ranks of the group found; wanted is the mean over data and
+        context parallel attention ranks, and the sum over tensor parallel ones. Collective."""
+        size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        sizes = gather_objects(size, self.control)
+        return _ScaledOnce(self.chunk, size / sizes[self.stack.roles.attention_ep_ranks[0]])
 
     def _agreed(self, num_microbatches: int, forward_only: bool) -> int:
         """The number of micro-batches of an attention rank. Collective."""
@@ -407,9 +409,10 @@ class _Passes:
 
     def _stripe(self, number: int, x: Tensor | None = None) -> Stripe:
         """A micro-batch, by its number in the step; ``x`` comes from the stage before."""
-        stack = self._steps.stack
-        call = partial(self._ran, number, x)
-        return Stripe([StripePass(call, self._add_grad, stack.threads, stack.here)], [1.0])
+        stack, call = self._steps.stack, partial(self._ran, number, x)
+        numbers = _TrackedNumbers() if self._steps.chunk.config.sequence_parallel else None
+        one = StripePass(call, self._add_grad, stack.threads, stack.here, numbers)
+        return Stripe([one], [1.0])
 
     def _ran(self, number: int, x: Tensor | None) -> _Ran:
         config, stages, given = self._steps.chunk.config, self._steps.stages, self._given
@@ -423,7 +426,7 @@ class _Passes:
             x,
             kept,
             config,
-            1,
+            parallel_state.get_context_parallel_world_size(),
             self._collects,
             is_first_microbatch=schedules.check_first_val_step(
                 given.get("first_val_step"), self._forward_only, number == 0
@@ -444,6 +447,34 @@ def _mean(column: Sequence[Any], device: torch.device) -> Any:
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         return type(first)(sum(column) / len(column))
     return first
+
+
+class _TrackedNumbers(RandomNumbers):
+    """Of a micro-batch under sequence parallelism: with it Megatron forks its tracker of random
+    numbers around all layers, and a micro-batch pauses in between. Each has a tracker state of its
+    own, seeded by what it draws and its tensor parallel rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracked: dict[str, Any] = {}
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        tracker: Any = get_cuda_rng_tracker()
+        with super().own():
+            kept = dict(vars(tracker))
+            if self._tracked:
+                vars(tracker).update(self._tracked)
+            else:
+                tracker.set_states(tracker.get_states())  # a copy
+                seed = int(torch.randint(2**62, ()))
+                with tracker.fork():
+                    torch.cuda.manual_seed(seed + parallel_state.get_tensor_model_parallel_rank())
+            try:
+                yield
+            finally:
+                self._tracked = dict(vars(tracker))
+                vars(tracker).update(kept)
 
 
 @contextmanager
@@ -509,22 +540,28 @@ def steps_of(model: Any) -> StripedSteps | None:
 # The model and the sizes of a role.
 
 SIZES = {
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "context_parallel_size": "--context-parallel-size",
     "expert_model_parallel_size": "--expert-model-parallel-size",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
     "num_distributed_optimizer_instances": "--num-distributed-optimizer-instances",
 }
-"""Of Megatron's groups, and their flags."""
+"""Of Megatron's groups, and their flags: those that must be 1."""
+
+OF_EXPERT_RANKS = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "hierarchical_context_parallel_sizes": None,
+    "expert_tensor_parallel_size": 1,
+}
+"""Sizes that attention ranks take as given; Megatron's groups and arguments have these names."""
 
 
 def with_sizes(
     worlds: Worlds, strategy: Strategy, initialize: Callable[..., Any]
 ) -> Callable[..., Any]:
     """``initialize_model_parallel`` as it is to be called on this rank: attention ranks are
-    replicas of each other, the expert ranks of a ZP group share its experts, as expert parallel
-    ranks do; and so do its attention ranks where they have some."""
+    tensor, context and data parallel, the expert ranks of a ZP group share its experts, as expert
+    parallel ranks do; and so do its attention ranks where they have some. Raises ValueError where
+    the sizes do not suit roles."""
 
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(initialize).bind(*args, **kwargs)
@@ -532,8 +569,9 @@ def with_sizes(
             if bound.arguments.get(name) not in (None, 1):
                 raise ValueError(
                     f"{BLOCK}.strategy gives ranks roles, but Megatron was given {flag} "
-                    f"{bound.arguments[name]}; attention ranks are data parallel only, and the "
-                    "strategy's keys set which ranks have which experts: leave it out"
+                    f"{bound.arguments[name]}; attention ranks are tensor, context and data "
+                    "parallel only, and the strategy's keys set which ranks have which experts: "
+                    "leave it out"
                 )
         num_stages = bound.arguments.get("pipeline_model_parallel_size") or 1
         num_groups = worlds.size // worlds.roles.size
@@ -543,7 +581,10 @@ def with_sizes(
                 f"{num_groups} ZP groups of {worlds.roles}, and each is in one stage; launch "
                 f"{worlds.roles.size * num_stages} ranks or a multiple of that, or choose a divisor"
             )
+        refuse(DIVIDED, Divided(worlds.roles, bound.arguments))
         if not worlds.is_attention:
+            taken = inspect.signature(initialize).parameters
+            bound.arguments |= {n: size for n, size in OF_EXPERT_RANKS.items() if n in taken}
             bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_ep_ranks)
         elif offloads(strategy):
             bound.arguments["expert_model_parallel_size"] = len(worlds.roles.attention_ep_ranks)

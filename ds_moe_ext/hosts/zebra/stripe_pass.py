@@ -117,6 +117,7 @@ class StripePass:
         add_grad: takes gradients of parameters; None where backward does not come.
         threads: for its coroutine.
         here: where the model finds the stripe pass.
+        random: what it draws; None for what torch's own generators give it.
     """
 
     def __init__(
@@ -125,10 +126,11 @@ class StripePass:
         add_grad: AddGrad | None,
         threads: ThreadPoolExecutor,
         here: Here,
+        random: RandomNumbers | None = None,
     ) -> None:
         self._call, self._add_grad, self._here = call, add_grad, here
         self._coroutine = Coroutine(self._body, threads)
-        self._random = RandomNumbers()
+        self._random = random or RandomNumbers()
         self._ask: Ask | None = None
         self._blocks: list[_Block] = []
         self._firsts: list[int] = []  # of the parts between blocks
