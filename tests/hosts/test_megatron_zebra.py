@@ -323,6 +323,22 @@ def test_attention_ranks_with_parts_of_a_sample(expert: int, run: MegatronRun) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("num_groups", "run", "moved"),
+    [
+        (1, TP, [1, 2]),
+        (1, replace(CP, optimizer="distributed"), [1, 0]),
+        (2, replace(TP, pp=2, num_layers=4, num_microbatches=4), None),
+        (2, replace(TP, pp=2, num_layers=4, num_microbatches=4), [1, 0, 2, 1]),
+    ],
+)
+def test_parts_of_a_sample_with_moved_experts_and_stages(
+    num_groups: int, run: MegatronRun, moved: list[int] | None
+) -> None:
+    assert_as_stock(2, 2, run, num_groups=num_groups, moved=moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("attention", "run"),
     [(2, TP), (2, replace(TP, optimizer="distributed")), (4, TP), (4, replace(TP, cp=2))],
 )
