@@ -140,6 +140,14 @@ def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
     return counted
 
 
+def _checkpoint(original: Any, function: Any, distribute: Any, *args: Any) -> Any:
+    if active_settings.worlds() is None:
+        return original(function, distribute, *args)
+    from ds_moe_ext.hosts.megatron import roles
+
+    return roles.checkpoint(function, distribute, *args)
+
+
 PATCHES = tuple(
     Patch(id, f"megatron.core.{target}", VERSIONS, reason, by(ours))
     for id, target, reason, ours in (
@@ -184,6 +192,12 @@ PATCHES = tuple(
             "pipeline_parallel.schedules:get_forward_backward_func",
             "the last pass of a step is known: gradients of copies wait for it",
             _get_forward_backward_func,
+        ),
+        (
+            "recompute",
+            "tensor_parallel.random:checkpoint",
+            "where ranks have roles, a stripe pauses within a checkpoint",
+            _checkpoint,
         ),
     )
 )

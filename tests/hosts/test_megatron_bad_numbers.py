@@ -171,7 +171,6 @@ KINDS = [
     for dtype in ("float32", "bfloat16", "float16")
     for optimizer in ("ddp", "distributed")
     for what in ("logits", "loss")
-    if (name, dtype) != ("zebra", "float16")  # refused: ranks of its roles have scales of their own
 ]
 QUICK = (
     ("fssdp", "float16", "distributed", "logits"),
@@ -226,8 +225,9 @@ def check_as_stock(name: str, run: MegatronRun, what: str, ranks: int, num_stock
         assert (first and first[:2]) == (None if is_skipped else (BAD_STEP + 1, 0))
 
 
-def skipped(rank: int, world_size: int, run: MegatronRun) -> list[tuple[bool, float | None]]:
-    """Of each step, in the third of which the first dense gradient overflows on this role alone."""
+def skipped(rank: int, world_size: int, run: MegatronRun) -> list[tuple[bool, float | None, float]]:
+    """Of each step, in the third of which the first gradient of one role overflows: whether it is
+    taken, the norm, and the scale of losses then."""
     with megatron(run, block("zebra")):
         training = Training(run)
         found = []
@@ -239,16 +239,24 @@ def skipped(rank: int, world_size: int, run: MegatronRun) -> list[tuple[bool, fl
                 vars(first)["main_grad"].fill_(torch.inf)
             is_taken, norm, _ = training.optimizer.step()
             assert time.monotonic() - begun_s < SOON_S
-            found.append((is_taken, norm))
+            found.append((is_taken, norm, float(training.optimizer.get_loss_scale())))
         return found
 
 
-def test_roles_skip_a_step_together() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stepping", "last_scale"),
+    [("bfloat16", (("loss_scale", 8.0),), 8.0), ("float16", SCALED, 2.0**6)],
+)
+def test_roles_skip_a_step_together(
+    dtype: str, stepping: tuple[tuple[str, Any], ...], last_scale: float
+) -> None:
     """Before, the one that did not skip waited for the other's norm for ever."""
-    run = replace(RUN, ep=1, dtype="bfloat16", stepping=(("loss_scale", 8.0),))
+    run = replace(RUN, ep=1, dtype=dtype, stepping=stepping)
     first, second = pool_of(2).run(skipped, run)
     assert first == second
-    assert [is_taken for is_taken, _ in first] == [step != BAD_STEP for step in range(NUM_STEPS)]
+    taken = [is_taken for is_taken, *_ in first]
+    assert taken == [step != BAD_STEP for step in range(NUM_STEPS)]
+    assert first[-1][-1] == last_scale
 
 
 # Megatron's own checks.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.hosts.megatron.active_settings import part
+from tests.hosts import megatron_jobs
 from tests.hosts.megatron_jobs import Trained, Training, _forward, megatron, merged, train
 from tests.hosts.megatron_skewed import train_skewed
 from tests.hosts.megatron_toy import VOCABULARY, MegatronRun
@@ -384,6 +386,219 @@ def test_several_groups_are_data_parallel() -> None:
         torch.testing.assert_close(rank.norms, expected[0].norms, rtol=1e-12, atol=0)
 
 
+PER_TOKEN = replace(RUN, config=(("calculate_per_token_loss", True),))
+
+
+@pytest.mark.parametrize(
+    ("attention", "expert", "run"),
+    [(2, 1, PER_TOKEN), slow(1, 2, PER_TOKEN), slow(2, 2, replace(PER_TOKEN, num_microbatches=3))],
+)
+def test_losses_of_tokens(attention: int, expert: int, run: MegatronRun) -> None:
+    """--calculate-per-token-loss: micro-batches have unequal numbers of tokens that count."""
+    assert_as_stock(attention, expert, run)
+
+
+# Megatron-LM's loop.
+
+
+class SignalHandler:
+    """As Megatron-LM's, by which the ranks of its world learn of a signal to one of them."""
+
+    has_one = False
+
+    def signals_received(self) -> list[bool]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.has_one)
+        return gathered
+
+
+def ending(rank: int, world_size: int) -> tuple[list[tuple[bool, bool]], bytes]:
+    """Of each step, whether the loop ends for a signal, and for the time: an expert rank has the
+    signal in the second step, and an attention rank the hour in the third. Also the script's
+    arguments, as a checkpoint has them."""
+    handler, given = SignalHandler(), SimpleNamespace(exit_duration_in_mins=60)
+    script = SimpleNamespace(_GLOBAL_ARGS=given, _GLOBAL_SIGNAL_HANDLER=handler)
+    loaded = mock.patch.dict(sys.modules, {"megatron.training.global_vars": script})
+    found = []
+    with loaded, megatron(RUN, block(2, 1)):
+        training = Training(RUN)
+        for step in range(3):
+            training.compute(step)
+            training.update()
+            handler.has_one = (rank, step) == (2, 1)
+            minutes = 60.5 if (rank, step) == (0, 2) else 59.5
+            ends = any(handler.signals_received())
+            found.append((ends, minutes > given.exit_duration_in_mins))
+    return found, pickle.dumps(given.exit_duration_in_mins)
+
+
+def test_both_roles_end_together() -> None:
+    for found, pickled in pool_of(3).run(ending):
+        assert found == [(False, False), (True, False), (False, True)]
+        assert pickle.loads(pickled) == 60.0
+
+
+# float16.
+
+HALF = replace(
+    RUN,
+    dtype="float16",
+    stepping=(("initial_loss_scale", 2.0**20), ("hysteresis", 1), ("loss_scale_window", 3)),
+)
+SAVED_STEP, NUM_STEPS = 4, 8
+
+
+class Scaled(NamedTuple):
+    """A step."""
+
+    is_taken: bool
+    loss: float
+    norm: float  # 0 where it was skipped
+    scale: float  # of the loss in the next one
+
+
+def scaled(
+    rank: int,
+    world_size: int,
+    run: MegatronRun,
+    settings: dict[str, Any] | None,
+    *,
+    folder: str | None = None,
+    first: int = 0,
+) -> list[Scaled]:
+    """Steps from the first one, which is behind a checkpoint unless it is 0; a folder gets one."""
+    found = []
+    with megatron(run, settings):
+        training = Training(run)
+        if folder and first:
+            load(training, folder, FULLY)
+        for step in range(first, NUM_STEPS):
+            loss = training.compute(step)
+            is_taken, norm, _ = training.optimizer.step()
+            scale = float(training.optimizer.get_loss_scale())
+            found.append(Scaled(is_taken, loss, float(norm or 0), scale))
+            if folder and step + 1 == SAVED_STEP:
+                save(training, folder, FULLY)
+                dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["ddp", slow("distributed")])
+def test_float16_scales_losses_of_both_roles_alike(optimizer: Any, tmp_path: Path) -> None:
+    """The first step overflows and is skipped; when the scale has grown again, others are."""
+    run = replace(HALF, optimizer=optimizer)
+    folder = str(tmp_path)
+    ours = pool_of(3).run(scaled, run, block(2, 1), folder=folder)
+    (stock_steps, _) = pool_of(2).run(scaled, run, None)
+    for found in ours:
+        for step, expected in zip(found, stock_steps, strict=True):
+            assert step == pytest.approx(expected, rel=2e-3)
+    taken = [step.is_taken for step in stock_steps]
+    assert not taken[0] and set(taken[:SAVED_STEP]) == set(taken[SAVED_STEP:]) == {True, False}
+    resumed = pool_of(3).run(scaled, run, block(2, 1), folder=folder, first=SAVED_STEP)
+    assert resumed == [found[SAVED_STEP:] for found in ours]
+
+
+# Activation recomputation.
+
+
+LAYERS = {"moe_layer_freq": 2}  # the second of three is dense
+
+
+def recomputing(granularity: str | None = None, **fields: Any) -> MegatronRun:
+    fields = {f"recompute_{name}": value for name, value in fields.items()}
+    config = {**LAYERS, "recompute_granularity": granularity, **fields}
+    return replace(RUN, num_layers=3, config=tuple(config.items()))
+
+
+UNIFORM = recomputing("full", method="uniform", num_layers=1)
+BY_TWO = replace(recomputing("full", method="uniform", num_layers=2), num_layers=4)
+BLOCK = recomputing("full", method="block", num_layers=2)
+MODULES = recomputing("selective", modules=("core_attn", "mlp", "moe"))
+
+
+def with_dropout(run: MegatronRun) -> MegatronRun:
+    more = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    return replace(run, config=(*run.config, *more.items()))
+
+
+@pytest.mark.parametrize("run", [BLOCK, slow(UNIFORM), slow(BY_TWO), slow(MODULES)])
+def test_recomputed_activations(run: MegatronRun) -> None:
+    assert_as_stock(2, 1, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [UNIFORM, MODULES])
+def test_recomputed_activations_draw_the_same_random_numbers(run: MegatronRun) -> None:
+    found = pool_of(3).run(train, with_dropout(run), block(2, 1))
+    expected = pool_of(3).run(train, with_dropout(recomputing()), block(2, 1))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.losses, other.losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(one.norms, other.norms, rtol=1e-12, atol=0)
+
+
+def kept(rank: int, world_size: int, run: MegatronRun) -> tuple[int, int]:
+    """Bytes that autograd keeps of the model in a step of this rank, and how often its first
+    attention runs."""
+    sizes, calls = [], []
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    forward = megatron_jobs._forward
+
+    def watched(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return forward(*args)
+
+    with megatron(run, block(1, 1)):
+        training = Training(run)
+        attention = training.chunks[0].module.decoder.layers[0].self_attention
+        attention.register_forward_pre_hook(lambda *args: calls.append(args))
+        with mock.patch.object(megatron_jobs, "_forward", watched):
+            training.compute(0)
+    return sum(sizes), len(calls)
+
+
+def test_recomputed_activations_are_freed() -> None:
+    """Those of blocks are not kept, and each block runs a second time."""
+    (all_bytes, calls), _ = pool_of(2).run(kept, recomputing())
+    (fewer_bytes, twice), _ = pool_of(2).run(kept, UNIFORM)
+    assert fewer_bytes < all_bytes / 5
+    assert (calls, twice) == (2, 4)
+
+
+def counted(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None
+) -> tuple[list[float], list[Tensor]]:
+    """Losses of two steps, and what routers know then: their biases, and losses to be shown."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    with megatron(run, settings):
+        training, losses = Training(run), []
+        for step in range(2):
+            losses.append(training.compute(step))
+            training.update()
+        shown = [each["values"].clone() for each in get_moe_layer_wise_logging_tracker().values()]
+        named = training.chunks[0].named_buffers()
+        return losses, [*shown, *(tensor for name, tensor in named if ".router." in name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    ],
+)
+def test_routers_count_recomputed_tokens_once(config: dict[str, Any]) -> None:
+    run = replace(UNIFORM, config=(*UNIFORM.config, *config.items()))
+    found = pool_of(3).run(counted, run, block(2, 1))[0]
+    torch.testing.assert_close(found, pool_of(2).run(counted, run, None)[0], rtol=1e-9, atol=0)
+
+
 # Checkpoints.
 
 
@@ -509,8 +724,17 @@ def built(rank: int, world_size: int, run: MegatronRun) -> str:
         (replace(RUN, ep=2), "--expert-model-parallel-size 2; attention ranks are tensor, context"),
         (replace(RUN, tp=2, cp=2, etp=1), r"\(2 x 2, of 2 attention ranks\): .*; choose other"),
         (replace(RUN, etp=2), r"\(2\): .*; give --expert-tensor-parallel-size 1"),
-        (replace(RUN, recompute="full"), "--recompute-granularity \\(full\\): .*leave it out"),
         (replace(TP, config=(("sequence_parallel", False),)), r"\(2\): .*; give --sequence-par"),
+        (
+            replace(
+                RUN,
+                config=(
+                    ("recompute_granularity", "selective"),
+                    ("recompute_modules", ["layernorm"]),
+                ),
+            ),
+            "--recompute-modules layernorm or mla_up_proj .*use --recompute-granularity full",
+        ),
     ],
 )
 def test_refused_by_the_flag(run: MegatronRun, reported: str) -> None:
@@ -526,7 +750,7 @@ def test_a_file_a_rank_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        ({"exit_duration_in_mins": 60}, "--exit-duration-in-mins .*; use --exit-interval"),
+        ({"log_straggler": True}, "--log-straggler: its clock .*; leave it out"),
         ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"save": "here", "async_save": True}, "--async-save: .* leave it out"),
     ],

@@ -56,9 +56,11 @@ def graphed(config: Any) -> list[str]:
     return [str(getattr(scope, "name", scope)) for scope in scopes]
 
 
-def _recomputes_activations(config: Any) -> object:
+def _recomputed(config: Any, *modules: str) -> list[str]:
+    """Those of these modules that are recomputed by themselves."""
     is_selective = getattr(config, "recompute_granularity", None) == "selective"
-    return is_selective and "moe_act" in (getattr(config, "recompute_modules", None) or ())
+    chosen = (getattr(config, "recompute_modules", None) or ()) if is_selective else ()
+    return [module for module in modules if module in chosen]
 
 
 def _offloaded(config: Any) -> object:
@@ -172,7 +174,7 @@ REFUSALS = (
             "--moe-router-padding-for-quantization",
             _any_of("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
         ),
-        ("--recompute-modules moe_act", _recomputes_activations),
+        ("--recompute-modules moe_act", lambda config: bool(_recomputed(config, "moe_act"))),
         ("--offload-modules expert_fc1 or moe_act", _offloaded),
         ("--activation-func-fp8-input-store", "activation_func_fp8_input_store"),
         (
@@ -348,22 +350,22 @@ WITH_ROLES = _refusals(
         _OUT,
     ),
     (
-        "--recompute-granularity",
-        "recompute_granularity",
-        "Megatron's activation checkpoints cannot be split at experts",
-        "leave it out; the number of stripes limits the micro-batches that run at once",
+        "--recompute-modules layernorm or mla_up_proj",
+        lambda config: _recomputed(config, "layernorm", "mla_up_proj"),
+        "Megatron frees their outputs until one backward comes by, but a layer's comes in parts",
+        "use --recompute-granularity full, or modules core_attn, mlp, moe or shared_experts",
+    ),
+    (
+        "--distribute-saved-activations",
+        "distribute_saved_activations",
+        "a checkpoint that is run in parts keeps its input as it is",
+        _OUT,
     ),
     (
         "--moe-shared-expert-overlap",
         "moe_shared_expert_overlap",
         f"it keeps its state in the layer, but {_SEVERAL}",
-        _OUT,
-    ),
-    (
-        "--calculate-per-token-loss",
-        "calculate_per_token_loss",
-        "expert ranks do not count tokens",
-        _OUT,
+        "leave it out: other micro-batches hide the all-to-all already",
     ),
     (
         "--mtp-num-layers",
@@ -374,14 +376,9 @@ WITH_ROLES = _refusals(
     (
         "gradient accumulation fusion",
         "gradient_accumulation_fusion",
-        "gradients are sent when the backward of a stage ends",
+        "its kernel adds to a sum while backward runs, which runs twice through what follows "
+        "experts",
         "use --no-gradient-accumulation-fusion",
-    ),
-    (
-        "--fp16",
-        "fp16",
-        "each role would skip steps by its own scale",
-        "use --bf16",
     ),
     ("--cuda-graph-impl", graphed, f"a graph's buffers hold one micro-batch, but {_SEVERAL}", _OUT),
     (
@@ -484,17 +481,13 @@ def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
     refuse(BLOCKS, Block(settings, strategy), context=context)
 
 
-_ALONE = "each role would decide alone when to stop, and the other would hang"
-
 ARGUMENTS = _refusals(
-    ("--exit-signal-handler", "exit_signal_handler", _ALONE, _OUT),
     (
-        "--exit-duration-in-mins",
-        "exit_duration_in_mins",
-        _ALONE,
-        "use --exit-interval or --train-iters",
+        "--log-straggler",
+        "log_straggler",
+        f"its clock starts once before it stops, but {_SEVERAL}",
+        _OUT,
     ),
-    ("--log-straggler", "log_straggler", f"it times one micro-batch, but {_SEVERAL}", _OUT),
     (
         "--save without --ckpt-format torch_dist",
         lambda given: (
@@ -504,14 +497,24 @@ ARGUMENTS = _refusals(
         "per-rank files cannot describe that each role has a part of the model",
         "use --ckpt-format torch_dist",
     ),
-    ("--async-save", _all_of("save", "async_save"), "the two roles save together", _OUT),
+    (
+        "--async-save",
+        _all_of("save", "async_save"),
+        "Megatron ends it by collectives of one role, but both write it",
+        _OUT,
+    ),
 )
 """Of the arguments of Megatron-LM's scripts."""
 
 
 def refuse_arguments() -> None:
     """Raises ValueError where a script of Megatron-LM runs, with arguments that roles refuse."""
-    script = sys.modules.get("megatron.training.global_vars")
-    parsed = getattr(script, "_GLOBAL_ARGS", None)
+    (parsed,) = script_variables("_GLOBAL_ARGS")
     if parsed is not None:
         refuse(ARGUMENTS, parsed)
+
+
+def script_variables(*names: str) -> list[Any]:
+    """Of a script of Megatron-LM, each None where there is none, or it has not been set."""
+    script = sys.modules.get("megatron.training.global_vars")
+    return [getattr(script, name, None) for name in names]

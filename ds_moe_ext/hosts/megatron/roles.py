@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,11 +29,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint as checkpoint_by_torch
 
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import Grid, divisors, group_among
@@ -53,7 +55,13 @@ from ds_moe_ext.hosts.megatron.engine import (
     watch_steps,
 )
 from ds_moe_ext.hosts.megatron.layers import leave_experts
-from ds_moe_ext.hosts.megatron.refusals import DIVIDED, STEPPING, Divided, refuse_arguments
+from ds_moe_ext.hosts.megatron.refusals import (
+    DIVIDED,
+    STEPPING,
+    Divided,
+    refuse_arguments,
+    script_variables,
+)
 from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Record, Run, Tracer
@@ -67,8 +75,9 @@ from ds_moe_ext.hosts.zebra.stripe_model import (
     keep_parameters,
     stack_of,
 )
-from ds_moe_ext.hosts.zebra.stripe_pass import Here, RandomNumbers, Stripe, StripePass
+from ds_moe_ext.hosts.zebra.stripe_pass import Here, Stripe, StripePass, swapped
 from ds_moe_ext.planning.strategy import CostGroup, Strategy
+from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 
@@ -99,7 +108,7 @@ class RolesHost(MegatronHost):
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, worlds: Worlds) -> None:
         super().__init__(chunks, optimizer, _grids(worlds))
         self.micro_batch = None  # Megatron's is not cut into stripes, which are its micro-batches
-        self._worlds, self._here = worlds, Here()
+        self._worlds, self._here = worlds, Here(get_cuda_rng_tracker())
         stages = self._own_grids.beside or (self._own_grids.own,)
         groups = [ranks for stage in stages for ranks in stage.along("ep")]
         self._control = group_among(groups, backend="gloo")
@@ -136,6 +145,9 @@ class RolesHost(MegatronHost):
         blocks = blocks_of(self.model, layers)
         for block in blocks if worlds.is_attention else ():
             cut_at(block, self._here)
+        config: Any = chunk.config
+        if worlds.is_attention and config.recompute_granularity is not None:
+            self._recompute_by_block(config)
         stack = stack_of(blueprint, layers, self.device, self._here)
         stripes, debug = strategy.striping.num_stripes, blueprint.settings.debug
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -144,7 +156,19 @@ class RolesHost(MegatronHost):
         self._everyone = group_among([list(range(worlds.size))], backend="gloo")
         _join_norm(self.carrier, worlds, self._everyone)
         _join_reruns(self._everyone)
+        _join_exits(self._everyone)
         _of_both(self.carrier, chunk, worlds, self._everyone)
+
+    def _recompute_by_block(self, config: Any) -> None:
+        if config.recompute_method == "uniform" and config.recompute_num_layers != 1:
+            start_of(OPTIMIZER).settled.append(
+                f"--recompute-num-layers {config.recompute_num_layers} counts as 1: backward goes "
+                "through one layer of all micro-batches, then through the layer before"
+            )
+            config.recompute_num_layers = 1
+        for layer in self.model.modules():
+            if isinstance(layer, MoELayer):
+                _count_once(layer.router, self._here)
 
     def dense_gradients(
         self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
@@ -193,6 +217,7 @@ class _Ran(NamedTuple):
 
     loss: Tensor
     kept: list[Any]
+    num_tokens: Tensor  # that its loss is a sum of, 0-dim, where that is asked for
 
 
 _STOCK_FORWARD_STEP = schedules.forward_step
@@ -241,7 +266,9 @@ class StripedSteps:
             if ddp_config.overlap_grad_reduce:
                 self.chunk.start_grad_sync()
             if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func([self.chunk], None)
+                by_token = config.calculate_per_token_loss
+                counted = self._counted(passes.num_tokens) if by_token else None
+                config.finalize_model_grads_func([self.chunk], counted)
         is_silent = collect_non_loss_data and not self.stack.is_attention
         return [] if is_silent else self._reported(kept)
 
@@ -249,10 +276,25 @@ class StripedSteps:
     def _scaled(self) -> _ScaledOnce:
         """A rank divides by the data and context parallel ranks of its role, and an expert rank has
         the sum of what all attention ranks of the group found; wanted is the mean over data and
-        context parallel attention ranks, and the sum over tensor parallel ones. Collective."""
+        context parallel attention ranks, and the sum over tensor parallel ones. Of losses that are
+        sums over tokens nobody divides, and wanted is the sum. Collective."""
         size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         sizes = gather_objects(size, self.control)
-        return _ScaledOnce(self.chunk, size / sizes[self.stack.roles.attention_ep_ranks[0]])
+        by_token = self.chunk.config.calculate_per_token_loss
+        share = 1.0 if by_token else size / sizes[self.stack.roles.attention_ep_ranks[0]]
+        return _ScaledOnce(self.chunk, share)
+
+    def _counted(self, num_tokens: Tensor) -> Tensor:
+        """What this rank adds to its role's sum of tokens, by which Megatron divides gradients: the
+        first expert rank of a ZP group those of its attention ranks, the others nothing. Tensor
+        parallel ranks count the same tokens. Collective."""
+        own = int(num_tokens), parallel_state.get_tensor_model_parallel_world_size()
+        gathered, roles = gather_objects(own, self.control), self.stack.roles
+        if self.stack.is_attention:
+            return num_tokens
+        counts, (tp, *_) = zip(*(gathered[ep_rank] for ep_rank in roles.attention_ep_ranks))
+        is_first = self.control.rank() == roles.expert_ep_ranks[0]
+        return num_tokens.fill_(sum(counts) // tp if is_first else 0)
 
     def _agreed(self, num_microbatches: int, forward_only: bool) -> int:
         """The number of micro-batches of an attention rank. Collective."""
@@ -300,6 +342,7 @@ class _Passes:
         given: dict[str, Any],
     ) -> None:
         self.kept: list[Any] = []  # what Megatron's schedule returns
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=steps.stack.device)
         self._steps, self._num, self._forward_only = steps, num, forward_only
         self._collects, self._given = collect_non_loss_data, given
         self._add_grad = None if forward_only else _hand_over
@@ -405,20 +448,20 @@ class _Passes:
         self._steps.stack.back(self._units.popleft().ahead)
 
     def _keep(self, stripes: Sequence[Stripe]) -> None:
-        self.kept += (each for stripe in stripes for each in stripe.stripe_passes[0].output.kept)
+        for ran in (stripe.stripe_passes[0].output for stripe in stripes):
+            self.kept += ran.kept
+            self.num_tokens += ran.num_tokens
 
     def _stripe(self, number: int, x: Tensor | None = None) -> Stripe:
         """A micro-batch, by its number in the step; ``x`` comes from the stage before."""
         stack, call = self._steps.stack, partial(self._ran, number, x)
-        numbers = _TrackedNumbers() if self._steps.chunk.config.sequence_parallel else None
-        one = StripePass(call, self._add_grad, stack.threads, stack.here, numbers)
-        return Stripe([one], [1.0])
+        return Stripe([StripePass(call, self._add_grad, stack.threads, stack.here)], [1.0])
 
     def _ran(self, number: int, x: Tensor | None) -> _Ran:
         config, stages, given = self._steps.chunk.config, self._steps.stages, self._given
         is_last = stages.rank() == stages.size() - 1
         kept = list[Any]()
-        output, _ = _STOCK_FORWARD_STEP(
+        output, num_tokens = _STOCK_FORWARD_STEP(
             given["forward_step_func"],
             self._batches,
             self._steps.chunk,
@@ -436,7 +479,7 @@ class _Passes:
         )
         if is_last and not self._forward_only and config.grad_scale_func is not None:
             output = config.grad_scale_func(output)
-        return _Ran(output, kept)
+        return _Ran(output, kept, num_tokens)
 
 
 def _mean(column: Sequence[Any], device: torch.device) -> Any:
@@ -447,34 +490,6 @@ def _mean(column: Sequence[Any], device: torch.device) -> Any:
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         return type(first)(sum(column) / len(column))
     return first
-
-
-class _TrackedNumbers(RandomNumbers):
-    """Of a micro-batch under sequence parallelism: with it Megatron forks its tracker of random
-    numbers around all layers, and a micro-batch pauses in between. Each has a tracker state of its
-    own, seeded by what it draws and its tensor parallel rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tracked: dict[str, Any] = {}
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        tracker: Any = get_cuda_rng_tracker()
-        with super().own():
-            kept = dict(vars(tracker))
-            if self._tracked:
-                vars(tracker).update(self._tracked)
-            else:
-                tracker.set_states(tracker.get_states())  # a copy
-                seed = int(torch.randint(2**62, ()))
-                with tracker.fork():
-                    torch.cuda.manual_seed(seed + parallel_state.get_tensor_model_parallel_rank())
-            try:
-                yield
-            finally:
-                self._tracked = dict(vars(tracker))
-                vars(tracker).update(kept)
 
 
 @contextmanager
@@ -660,9 +675,11 @@ def _only_experts(model: nn.Module, incompatible: Any) -> None:
 
 def _join_norm(optimizer: Any, worlds: Worlds, control: dist.ProcessGroup) -> None:
     """Let both roles know one norm of gradients, by which Megatron clips and which it shows, and
-    skip a step together. Of its own role an optimizer knows both already, the same on all of its
-    ranks."""
+    skip a step together, behind which both scale losses alike. Of its own role an optimizer knows
+    all this already, the same on all of its ranks."""
     stock_norm, stock_prepare = optimizer.get_grad_norm, optimizer.prepare_grads
+    scalers = [getattr(own, "grad_scaler", None) for own in optimizer.chained_optimizers]
+    updates = [scaler.update for scaler in scalers if scaler is not None]
 
     @wraps(stock_norm)
     def get_grad_norm() -> float:
@@ -673,11 +690,21 @@ def _join_norm(optimizer: Any, worlds: Worlds, control: dist.ProcessGroup) -> No
     @wraps(stock_prepare)
     def prepare_grads() -> bool:
         """A role that alone skipped a step would leave the other to wait for its norm."""
-        return bool(max_in_place(torch.tensor(int(stock_prepare())), control))
+        is_skipped = bool(max_in_place(torch.tensor(int(stock_prepare())), control))
+        for update in updates:
+            update(is_skipped)
+        return is_skipped
 
     optimizer.get_grad_norm = get_grad_norm
-    if optimizer.config.loss_scale:  # else nothing is looked for
+    if optimizer.config.fp16 or optimizer.config.loss_scale:  # else nothing is looked for
         optimizer.prepare_grads = prepare_grads
+        for scaler in scalers:
+            if scaler is not None:
+                scaler.update = _later
+
+
+def _later(found_inf: bool) -> None:
+    """In the place of a scaler's update: whether a step is skipped is not known yet."""
 
 
 def _join_reruns(control: dist.ProcessGroup) -> None:
@@ -694,6 +721,84 @@ def _join_reruns(control: dist.ProcessGroup) -> None:
         return tuple(map(bool, found.tolist())) if isinstance(asked, list) else bool(found)
 
     machine._reduce_any = reduce_any
+
+
+class _Minutes(float):
+    """``--exit-duration-in-mins``, which Megatron-LM's loop compares the time with, on all ranks
+    together: it has passed where it has on any of either role."""
+
+    control: dist.ProcessGroup
+
+    def __lt__(self, passed: float) -> bool:
+        return bool(max_in_place(torch.tensor(int(passed > float(self))), self.control))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)  # a checkpoint has the script's arguments
+
+
+def _join_exits(control: dist.ProcessGroup) -> None:
+    """Where Megatron-LM's loop ends for a signal, or for the time, both roles end together."""
+    handler, given = script_variables("_GLOBAL_SIGNAL_HANDLER", "_GLOBAL_ARGS")
+    if handler is not None:
+        stock = handler.signals_received
+        handler.signals_received = lambda: [
+            bool(max_in_place(torch.tensor(int(any(stock()))), control))
+        ]
+    if getattr(given, "exit_duration_in_mins", None):
+        given.exit_duration_in_mins = _Minutes(given.exit_duration_in_mins)
+        given.exit_duration_in_mins.control = control
+
+
+# Activation recomputation. Megatron's checkpoints are reentrant: forward runs without a graph, and
+# backward of a checkpoint is whole. Stripes pause within one and go back in parts, so that on
+# attention ranks those of torch that are not reentrant take their place.
+
+
+def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+    """Called as ``tensor_parallel.checkpoint`` is. What is computed again draws the same random
+    numbers, of Megatron's named generators too."""
+    tracker = get_cuda_rng_tracker()
+    known = {**vars(tracker), "states_": tracker.get_states()}
+
+    def computed(*args: Any) -> Any:
+        if not in_backward():
+            return function(*args)
+        with swapped(tracker, {**known, "states_": dict(known["states_"])}):
+            return function(*args)
+
+    return checkpoint_by_torch(computed, *args, use_reentrant=False)
+
+
+def _count_once(router: Any, here: Here) -> None:
+    """Let a router that routes again in backward know what it knew in forward, and add nothing to
+    its counts and to the losses that are shown."""
+    known: weakref.WeakKeyDictionary[StripePass, list[Tensor]] = weakref.WeakKeyDictionary()
+    stock = router.forward
+
+    @wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stripe_pass, buffers = here.stripe_pass, list(router.buffers())
+        if stripe_pass is None:
+            return stock(*args, **kwargs)
+        now, number = [buffer.clone() for buffer in buffers], router.layer_number
+        if not in_backward():
+            known[stripe_pass] = now
+            return stock(*args, **kwargs)
+        _copy(known[stripe_pass], buffers)
+        router.layer_number = None  # Megatron shows no losses of such a layer
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            router.layer_number = number
+            _copy(now, buffers)
+
+    router.forward = forward
+
+
+@torch.no_grad()
+def _copy(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values):
+        buffer.copy_(value)
 
 
 # One checkpoint of both roles, as stock Megatron would write it of attention ranks alone. Its

@@ -76,9 +76,14 @@ class _OfThread(threading.local):
 
 class Here:
     """The stripe pass whose model runs: forward in the thread that asks, or backward in any, for
-    autograd has threads of its own."""
+    autograd has threads of its own.
 
-    def __init__(self) -> None:
+    Args:
+        tracker: of generators that the host knows by name, as Megatron's; None where it has none.
+    """
+
+    def __init__(self, tracker: Any = None) -> None:
+        self.tracker = tracker
         self._of_thread = _OfThread()
         self._in_backward: StripePass | None = None
 
@@ -117,7 +122,6 @@ class StripePass:
         add_grad: takes gradients of parameters; None where backward does not come.
         threads: for its coroutine.
         here: where the model finds the stripe pass.
-        random: what it draws; None for what torch's own generators give it.
     """
 
     def __init__(
@@ -126,11 +130,10 @@ class StripePass:
         add_grad: AddGrad | None,
         threads: ThreadPoolExecutor,
         here: Here,
-        random: RandomNumbers | None = None,
     ) -> None:
         self._call, self._add_grad, self._here = call, add_grad, here
         self._coroutine = Coroutine(self._body, threads)
-        self._random = random or RandomNumbers()
+        self._random = RandomNumbers(here.tracker)
         self._ask: Ask | None = None
         self._blocks: list[_Block] = []
         self._firsts: list[int] = []  # of the parts between blocks
@@ -502,24 +505,61 @@ class RandomNumbers:
     """Of a coroutine's own: it draws as if it never paused, whoever draws in between.
 
     Activation checkpointing relies on that: what it computes again it computes in one go.
+
+    Args:
+        tracker: as of ``Here``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: Any = None) -> None:
         self._state: RandomState | None = None
+        self._tracker = tracker
+        self._tracked: dict[str, Any] = {}  # what the tracker knows, in this coroutine
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """They are torch's inside the block, and are kept for the next one."""
         with self._begun() if self._state is None else self._state.again():
-            yield
+            with swapped(self._tracker, self._tracked):
+                yield
             self._state = RandomState.now()
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
         seed = int(torch.randint(2**62, ()))
+        if self._tracker is not None:
+            self._tracked = {**vars(self._tracker), "states_": _reseeded(self._tracker, seed)}
         with torch.random.fork_rng(_devices()):
             torch.manual_seed(seed)
             yield
+
+
+@contextmanager
+def swapped(tracker: Any, own: dict[str, Any]) -> Iterator[None]:
+    """A tracker of generators knows this inside the block, and what it knows in the end is kept
+    there; nothing happens without one."""
+    if tracker is None:
+        yield
+        return
+    others = dict(vars(tracker))
+    vars(tracker).update(own)
+    try:
+        yield
+    finally:
+        own.update(vars(tracker))
+        vars(tracker).update(others)
+
+
+def _reseeded(tracker: Any, seed: int) -> dict[str, Any]:
+    """States of a tracker's generators for a coroutine, by name: seeds that differ, by name and by
+    rank, differ as before. Those for CUDA graphs, which are no tensors, stay."""
+    states: dict[str, Any] = tracker.get_states()
+    generator = torch.Generator("cuda" if _devices() else "cpu")
+    for name, state in states.items():
+        if isinstance(state, Tensor):
+            generator.set_state(state)
+            generator.manual_seed(generator.initial_seed() ^ seed)
+            states[name] = generator.get_state()
+    return states
 
 
 def _devices() -> list[int]:
