@@ -149,15 +149,16 @@ def _schedules(settings: Settings, strategy: Strategy) -> str:
     return next((f"{settings.placing}.{key} is {getattr(strategy, key)}" for key in asked), "")
 
 
-def _of_hosts_layer(*rows: tuple[str, str | Callable[[Any], object]]) -> tuple[Refusal, ...]:
-    """Flags of what only Megatron's own layer does."""
-    reason = "only Megatron's own layer supports it, and ours runs here"
-    remedy = "leave it out, or let Megatron run the layer: strategy ep, fssdp or prophet"
+def _alike(
+    reason: str, *rows: tuple[str, str | Callable[[Any], object]], remedy: str = _OUT
+) -> tuple[Refusal, ...]:
+    """Flags that are refused for one reason."""
     return _refusals(*((*row, reason, remedy) for row in rows))
 
 
 REFUSALS = (
-    *_of_hosts_layer(
+    *_alike(
+        "only Megatron's own layer supports it, and ours runs here",
         ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
         ("--delay-wgrad-compute", "delay_wgrad_compute"),
         (
@@ -324,68 +325,41 @@ SETTINGS = (
 
 # Where ranks have roles.
 
-_SEVERAL = "several micro-batches run at once"
 
-WITH_ROLES = _refusals(
-    (
-        "--tensor-model-parallel-size above 1 without --sequence-parallel",
-        lambda config: (
-            config.tensor_model_parallel_size > 1
-            and not config.sequence_parallel
-            and config.tensor_model_parallel_size
+_ONE = "it keeps the state of one micro-batch, but several run at once"
+
+WITH_ROLES = (
+    *_alike(
+        _ONE,
+        ("--moe-shared-expert-overlap", "moe_shared_expert_overlap"),
+        ("--cuda-graph-impl", graphed),
+        (
+            "--cpu-offloading",
+            _any_of("cpu_offloading", "fine_grained_activation_offloading"),
         ),
-        "Megatron trains MoE layers under tensor parallelism only with it",
-        "give --sequence-parallel",
+        (
+            "--te-rng-tracker with --sequence-parallel",
+            _all_of("use_te_rng_tracker", "sequence_parallel"),
+        ),
+        ("--hybrid-context-parallel", "hybrid_context_parallel"),
     ),
-    (
-        "--hybrid-context-parallel",
-        "hybrid_context_parallel",
-        "its schedule gives each micro-batch a context parallel size of its own",
-        "use --context-parallel-size alone",
+    *_alike(
+        "it counts on one backward pass through a layer, which comes in parts here",
+        ("gradient accumulation fusion", "gradient_accumulation_fusion"),
+        (
+            "--recompute-modules layernorm or mla_up_proj",
+            lambda config: _recomputed(config, "layernorm", "mla_up_proj"),
+        ),
+        ("--distribute-saved-activations", "distribute_saved_activations"),
+        remedy="leave it out; against fusion give --no-gradient-accumulation-fusion",
     ),
-    (
-        "--te-rng-tracker with --sequence-parallel",
-        _all_of("use_te_rng_tracker", "sequence_parallel"),
-        f"it has one state of random numbers, but {_SEVERAL}",
-        _OUT,
-    ),
-    (
-        "--recompute-modules layernorm or mla_up_proj",
-        lambda config: _recomputed(config, "layernorm", "mla_up_proj"),
-        "Megatron frees their outputs until one backward comes by, but a layer's comes in parts",
-        "use --recompute-granularity full, or modules core_attn, mlp, moe or shared_experts",
-    ),
-    (
-        "--distribute-saved-activations",
-        "distribute_saved_activations",
-        "a checkpoint that is run in parts keeps its input as it is",
-        _OUT,
-    ),
-    (
-        "--moe-shared-expert-overlap",
-        "moe_shared_expert_overlap",
-        f"it keeps its state in the layer, but {_SEVERAL}",
-        "leave it out: other micro-batches hide the all-to-all already",
-    ),
-    (
-        "--mtp-num-layers",
-        "mtp_num_layers",
-        "multi-token prediction layers run outside of the model's blocks",
-        _OUT,
-    ),
-    (
-        "gradient accumulation fusion",
-        "gradient_accumulation_fusion",
-        "its kernel adds to a sum while backward runs, which runs twice through what follows "
-        "experts",
-        "use --no-gradient-accumulation-fusion",
-    ),
-    ("--cuda-graph-impl", graphed, f"a graph's buffers hold one micro-batch, but {_SEVERAL}", _OUT),
-    (
-        "--cpu-offloading",
-        _any_of("cpu_offloading", "fine_grained_activation_offloading"),
-        f"it expects activations of one micro-batch, but {_SEVERAL}",
-        _OUT,
+    *_refusals(
+        (
+            "--mtp-num-layers",
+            "mtp_num_layers",
+            "multi-token prediction layers run outside of the model's blocks",
+            _OUT,
+        ),
     ),
 )
 """Of a ``TransformerConfig``."""
@@ -450,27 +424,17 @@ def _ranks_of_an_ep_rank(block: Block) -> object:
     return size if size not in (None, 1) else None
 
 
-def _unlike_roles(key: str, value: Callable[[Block], object], reason: str) -> Refusal:
+def _unlike_roles(key: str, value: Callable[[Block], object]) -> Refusal:
     def asked(block: Block) -> str:
         return f"{BLOCK}.{key} is {value(block)!r}" if value(block) else ""
 
-    return Refusal(f"{BLOCK}.{key}", asked, reason, _OUT)
+    return Refusal(f"{BLOCK}.{key}", asked, "zebra's sizes say which ranks have what", _OUT)
 
 
 BLOCKS = (
-    _unlike_roles(
-        "moe_layer_pattern",
-        lambda block: block.settings.moe_layer_pattern,
-        "expert ranks have experts only",
-    ),
-    _unlike_roles(
-        "expert_sharding_size", _ranks_of_an_ep_rank, "every rank of a ZP group is an EP rank"
-    ),
-    _unlike_roles(
-        "expert_parallel_size",
-        _other_group,
-        "a ZP group has as many EP ranks as there are ranks of both roles",
-    ),
+    _unlike_roles("moe_layer_pattern", lambda block: block.settings.moe_layer_pattern),
+    _unlike_roles("expert_sharding_size", _ranks_of_an_ep_rank),
+    _unlike_roles("expert_parallel_size", _other_group),
 )
 
 
@@ -481,27 +445,21 @@ def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
     refuse(BLOCKS, Block(settings, strategy), context=context)
 
 
-ARGUMENTS = _refusals(
-    (
-        "--log-straggler",
-        "log_straggler",
-        f"its clock starts once before it stops, but {_SEVERAL}",
-        _OUT,
-    ),
-    (
-        "--save without --ckpt-format torch_dist",
-        lambda given: (
-            getattr(given, "save", None)
-            and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
+ARGUMENTS = (
+    *_alike(_ONE, ("--log-straggler", "log_straggler")),
+    *_refusals(
+        (
+            "--save with --async-save, or without --ckpt-format torch_dist",
+            lambda given: (
+                getattr(given, "save", None)
+                and (
+                    getattr(given, "async_save", None)
+                    or getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
+                )
+            ),
+            "both roles write one checkpoint, together",
+            "use --ckpt-format torch_dist, and leave out --async-save",
         ),
-        "per-rank files cannot describe that each role has a part of the model",
-        "use --ckpt-format torch_dist",
-    ),
-    (
-        "--async-save",
-        _all_of("save", "async_save"),
-        "Megatron ends it by collectives of one role, but both write it",
-        _OUT,
     ),
 )
 """Of the arguments of Megatron-LM's scripts."""
