@@ -85,10 +85,12 @@ def _configure_wrapper(original: Any, self: Any, optimizer: Any, *args: Any, **k
 
 def _configure_optimizer(original: Any, self: Any, client_optimizer: Any, *args: Any) -> None:
     is_apart = _has_experts_apart(self)
-    with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
+    undivided = parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext()
+    with rank_groups.own_groups(self), undivided:
         original(self, client_optimizer, *args)
     rank_groups.join_roles(self)
     engine.clip_halves_by_global_norm(self)
+    engine.skip_together(self)
     gradients.share_record(self)
     slices = gradients.record_of(self).slices
     if slices is not None and not self.zero_optimization():
@@ -213,6 +215,12 @@ PATCHES = tuple(
             f"{ENGINE}._configure_expert_parallel",
             "the place where AutoEP replaces layers; the engine then mends client optimizers",
             _configure_expert_parallel,
+        ),
+        (
+            "keep-roles",
+            f"{ENGINE}._configure_tensor_parallel",
+            "AutoTP puts groups of all ranks in the place of an mpu that has roles",
+            _within(rank_groups.keeps_roles),
         ),
         (
             "count-experts",

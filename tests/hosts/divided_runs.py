@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.hosts.copied_runs import Watch, num_copied, watching
-from tests.hosts.jobs import LENGTH, ROWS, Job, document_of, micro_batch, model_of
+from tests.hosts.jobs import (
+    LENGTH,
+    ROWS,
+    Job,
+    document_of,
+    float64_everywhere,
+    micro_batch,
+    model_of,
+    reduce_in_float64,
+)
 
 
 class Way(Enum):
@@ -47,8 +56,9 @@ class Learnt(NamedTuple):
 
 def train(rank: int, world_size: int, case: Case) -> Learnt:
     """Run the job."""
-    watch = Watch()
-    with _attention_as_it_was(), _no_groups_left(), watching(watch):
+    watch, is_wide = Watch(), case.job.dtype == "float64"
+    wide = float64_everywhere() if is_wide else nullcontext()
+    with _attention_as_it_was(), _no_groups_left(), watching(watch), wide:
         learnt = _trained(rank, world_size, case)
     return learnt._replace(num_copied=sum(num_copied(watch.steps)))
 
@@ -60,6 +70,7 @@ def _trained(rank: int, world_size: int, case: Case) -> Learnt:
 
     job, replicas, here = case.job, world_size // case.size, rank // case.size
     engine = _engine_of(case, replicas)
+    engine.enable_backward_allreduce = job.dtype != "float64"
     if job.resume:
         engine.load_checkpoint(job.folder)
     losses, norms = [], []
@@ -68,6 +79,8 @@ def _trained(rank: int, world_size: int, case: Case) -> Learnt:
         for number in range(here, job.micro_batches, replicas):
             loss = _LOSSES[case.way](engine, micro_batch(step, number), rank % case.size, case.size)
             engine.backward(loss)
+            if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
+                reduce_in_float64(engine)
             engine.step()
             total += loss.detach().double()
         dist.all_reduce(total)
@@ -85,6 +98,8 @@ def _engine_of(case: Case, replicas: int) -> Any:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = model_of(case.job)
+    if case.job.dtype == "float64":
+        model.double()
     document, mpu = document_of(case.job, replicas), None
     if case.way is Way.AUTOTP:
         document["tensor_parallel"] = {"preset_model": "mixtral"}
@@ -129,12 +144,15 @@ def _loss_of_part(engine: Any, tokens: Tensor, place: int, size: int) -> Tensor:
     """This rank's summands of the mean over all positions, which DeepSpeed adds up."""
     own = slice(place * LENGTH // size, (place + 1) * LENGTH // size)
     positions = torch.arange(LENGTH).expand_as(tokens)
-    labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)[:, own]
-    logits = engine(input_ids=tokens[:, own], position_ids=positions[:, own]).logits
-    total = functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
-    )
-    return total / (ROWS * (LENGTH - 1))
+    labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)[:, own].contiguous()
+    loss: Tensor = engine(
+        input_ids=tokens[:, own],
+        position_ids=positions[:, own],
+        labels=tokens[:, own],
+        shift_labels=labels,
+        num_items_in_batch=torch.tensor(float(ROWS * (LENGTH - 1))),
+    ).loss
+    return loss
 
 
 _LOSSES: dict[Way, Callable[..., Tensor]] = {

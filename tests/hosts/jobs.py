@@ -280,7 +280,7 @@ def reduce_in_float64(engine: Any) -> None:
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
-    group = None if engine.mpu is None else engine.mpu.get_data_parallel_group()
+    group = engine.seq_data_parallel_group
     grads: dict[Any, list[Tensor]] = {}
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
@@ -293,7 +293,7 @@ def reduce_in_float64(engine: Any) -> None:
     for over, own in grads.items():
         flat = torch.cat([grad.flatten() for grad in own])
         dist.all_reduce(flat, group=over)
-        flat /= dist.get_world_size(group)
+        flat /= dist.get_world_size(group) / engine.sequence_parallel_size
         for grad, part in zip(own, flat.split([grad.numel() for grad in own])):
             grad.copy_(part.view_as(grad))
 

@@ -732,6 +732,14 @@ def zebra_at_zero_rows() -> Iterator[Row]:
             job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
             name = f"zebra optimizer {optimizer} of {parameters} zero{stage}"
             yield Row(name, 2, zebra(job, 1, 1, **keys), Close(2e-5))
+    for stage in (1, 2):
+        for shape in ("1+1 moved", "2+2", "2 groups"):
+            ranks, attention, experts, moved = SHAPES[shape]
+            keys = {"moved": moved, "num_micro_batches": 1}
+            job = zebra(one_gradient("mixtral", stage, **ON_HOST), attention, experts, **keys)
+            yield Row(f"zebra offloaded gradients {shape} zero{stage}", ranks, job, GRADIENTS)
+        job = Job("mixtral", stage, clip=0.5, steps=8, micro_batches=8, **ON_HOST)
+        yield Row(f"zebra offloaded zero{stage}", 2, zebra(job, 1, 1, moved=[0, 2]), CURVES)
 
 
 # The table. CI has a row for every pair of values; the slow ring has all that there can be.

@@ -18,6 +18,7 @@ import torch
 from tests.hosts.divided_runs import Case, Learnt, Way, train
 from tests.hosts.jobs import Job
 from tests.hosts.varied import VARIED
+from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of, preload
 
@@ -94,6 +95,101 @@ def assert_alike(own: Learnt, alone: Learnt) -> None:
         torch.testing.assert_close(
             own.state[name], weight, rtol=0, atol=2e-6 * float(weight.abs().max()), msg=name
         )
+
+
+ON_HOST = (("device", "cpu"),)
+IN_FLOAT32 = {"grad_accum_dtype": "fp32"}
+WAYS = pytest.mark.parametrize("way", [AUTOTP, ULYSSES], ids=str)
+
+
+def with_roles(job: Job, attention: int = 2, experts: int = 2, **keys: Any) -> Job:
+    return zebra(job, attention, experts, **keys)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (4, {"moved": [0, 1]}),
+        slow(4, {"attention_ep_ranks": [2, 3], "num_micro_batches": 1}),
+        slow(6, {"experts": 4, "num_micro_batches": 3}),
+        slow(6, {"attention": 4, "num_micro_batches": 3}),
+        slow(8, {"attention": 4, "experts": 4}),
+        slow(8, {"moved": [2, 0]}),
+    ],
+    ids=str,
+)
+def test_roles_learn_in_float64_what_ep_learns(
+    way: Way, world_size: int, keys: dict[str, Any]
+) -> None:
+    """Units of two ranks: other units, other places, and two ZP groups."""
+    if way is ULYSSES and "attention" in keys and "experts" not in keys:
+        pytest.skip("Ulysses was given the samples of a batch, but a piece would have half of them")
+    job = replace(CURVE, stage=0, dtype="float64", steps=4, micro_batches=12, num_experts=12)
+    theirs = pool_of(world_size).run(train, Case(replace(job, **EP), way, 2))
+    ours = pool_of(world_size).run(train, Case(with_roles(job, **keys), way, 2))
+    for own, like in zip(ours, theirs):
+        assert own.losses == pytest.approx(like.losses, rel=1e-12)
+        assert own.norms == pytest.approx(like.norms, rel=1e-12)
+        assert own.state.keys() == like.state.keys()
+        for name, weight in like.state.items():
+            torch.testing.assert_close(own.state[name], weight, rtol=0, atol=1e-12)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [slow(0, ()), slow(1, ()), (2, ()), slow(1, ON_HOST), slow(2, ON_HOST)],
+    ids=str,
+)
+def test_roles_learn_by_zero_what_ep_learns(
+    way: Way, stage: int, offload: tuple[tuple[str, Any], ...]
+) -> None:
+    """The gradients of one step, and curves."""
+    for given, compare in ((GRADIENTS, assert_alike), (CURVE, assert_curves_alike)):
+        job = replace(given, stage=stage, offload=offload)
+        theirs = pool_of(4).run(train, Case(replace(job, **EP), way, 2))
+        ours = pool_of(4).run(train, Case(with_roles(job, moved=[1, 0]), way, 2))
+        for own, like in zip(ours, theirs):
+            compare(own, like)
+
+
+def assert_curves_alike(own: Learnt, alone: Learnt) -> None:
+    assert own.losses == pytest.approx(alone.losses, rel=2e-5)
+    assert own.norms == pytest.approx(alone.norms, rel=1e-4)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("stage", "extra"),
+    [slow(0, ()), slow(1, ()), slow(1, (("data_types", IN_FLOAT32),)), slow(2, ())],
+    ids=str,
+)
+def test_roles_in_bfloat16(way: Way, stage: int, extra: tuple[Any, ...]) -> None:
+    """By each of DeepSpeed's wrappers, which take norms in ways of their own."""
+    job = replace(CURVE, stage=stage, dtype="bfloat16", extra=extra)
+    theirs = pool_of(1).run(train, Case(replace(job, block=False)))[0]
+    for own in pool_of(4).run(train, Case(with_roles(job), way, 2)):
+        assert own.losses == pytest.approx(theirs.losses, rel=1e-2)
+        assert own.norms[0] == pytest.approx(theirs.norms[0], rel=3e-2)
+
+
+@WAYS
+@pytest.mark.parametrize("stages", [(1, 2, 1), slow((2, 1, 0))], ids=str)
+def test_roles_go_on_from_ep_and_ep_from_roles(
+    way: Way, stages: tuple[int, int, int], tmp_path: Path
+) -> None:
+    losses, norms = [], []
+    for number, stage in enumerate(stages):
+        stop = 2 * (number + 1)
+        job = replace(CURVE, **EP, stage=stage, folder=str(tmp_path), steps=stop, save_at=stop)
+        job = replace(job, resume=number > 0)
+        learnt = pool_of(4).run(train, Case(with_roles(job) if number == 1 else job, way, 2))[0]
+        losses += learnt.losses
+        norms += learnt.norms
+    one = stock(CURVE, Way.NONE, 1)[0]
+    assert losses == pytest.approx(one.losses, rel=2e-5)
+    assert norms == pytest.approx(one.norms, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ class Case(NamedTuple):
     steps: int = 6
     folder: str | None = None
     resumes: bool = False  # from the folder, where half of the steps were saved
+    roles: bool = False  # half of the ranks have experts only
 
 
 class Run(NamedTuple):
@@ -79,6 +80,13 @@ def _trained(rank: int, world_size: int, case: Case) -> Run:
     return Run(losses, norms)
 
 
+SPLIT = {
+    "strategy": "esp",
+    "esp": {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False},
+}
+BY_ROLES = {"strategy": "zebra", "zebra": {"attention_size": 2, "expert_size": 2}}
+
+
 def _document(case: Case, replicas: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -90,10 +98,8 @@ def _document(case: Case, replicas: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
         "ds_moe_ext": {
             "enabled": True,
-            "strategy": "esp",
-            "expert_sharding_size": case.etp_size,
+            **(BY_ROLES if case.roles else SPLIT | {"expert_sharding_size": case.etp_size}),
             "sequence_parallel": case.sequence_parallel,
-            "esp": {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False},
             "report": {"enabled": False},
             "debug": True,
         },
@@ -124,6 +130,9 @@ def undivided() -> Run:
         slow(8, Case(4, 4, sequence_parallel=True)),
         slow(8, Case(1, 2, micro_batches=8)),
         slow(8, Case(1, 4, micro_batches=8)),
+        slow(4, Case(2, 1, roles=True)),
+        slow(4, Case(2, 1, roles=True, sequence_parallel=True, stage=2)),
+        slow(8, Case(2, 1, roles=True, stage=0)),
     ],
 )
 def test_ten_steps_equal_the_undivided_model(world_size: int, case: Case, undivided: Run) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -74,6 +75,39 @@ def test_float16(shape: str, stage: int) -> None:
     ours = runs(21, striped, stage)
     assert len({(each.scale, each.skipped) for each in ours}) == 1
     assert 1 < ours[0].skipped < 6
+
+
+@trust_in_float16
+def in_autocast(rank: int, world_size: int, job: Job, power: int) -> Scaled:
+    """From this scale on."""
+    engines: list[Any] = []
+    build = jobs.engine_of
+
+    def built(*given: Any) -> Any:
+        engines.append(build(*given))
+        engines[0].torch_autocast_z0_gradscaler._init_scale = 2.0**power
+        return engines[0]
+
+    with mock.patch.object(jobs, "engine_of", built):
+        result = train(rank, world_size, job)
+    return Scaled(result, engines[0].torch_autocast_z0_gradscaler.get_scale(), 0)
+
+
+@pytest.mark.parametrize("strategy", ["1+1 moved", "2+2", "ep"])
+def test_autocast_in_float16(strategy: str) -> None:
+    """Ranks with other weights skip the same steps: the scale, halved each time, is one."""
+    autocast = {"enabled": True, "dtype": "float16"}
+    job = Job("mixtral", 0, clip=0.5, steps=6, extra=(("torch_autocast", autocast),))
+    ours = job if strategy == "ep" else by_zebra(strategy, job)
+    ranks = pool_of(SHAPES.get(strategy, (2,))[0])
+    theirs = ranks.run(train, replace(job, extra=()))[0]
+    for power, skips in ((8, False), (24, True)):
+        runs = ranks.run(in_autocast, ours, power)
+        (scale,) = {each.scale for each in runs}
+        assert (scale < 2**power) == skips
+        if not skips:
+            assert runs[0].result.losses == pytest.approx(theirs.losses, rel=2e-3)
+            assert runs[0].result.norms == pytest.approx(theirs.norms, rel=2e-2)
 
 
 def in_two_groups(rank: int, world_size: int, job: Job) -> Result | None:

@@ -29,12 +29,12 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_moe_ext.core.comm import gather_objects, sum_in_place
+from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import GRID, Grid
 from ds_moe_ext.hosts.attachment import replacement
 from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.grid import grid_of
-from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found
+from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, Hosted
 from ds_moe_ext.hosts.attachment.modules import named_modules
 from ds_moe_ext.hosts.attachment.notices import SLICES, settle
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
@@ -160,11 +160,17 @@ class DeepSpeedHost:
         TensorParallel.of(self.carrier.mpu).check()
         # What layers call in the place of their experts alone.
         settings, shares_tokens = blueprint.settings, TensorParallel.of(self.carrier.mpu).group
+        around: Around | None = None
         if blueprint.strategy.roles is not None:
-            return blueprint, Pausing(self._here, settings.capacity_factor)
+            around = Pausing(self._here, settings.capacity_factor)
         if shares_tokens is None or settings.sequence_parallel:
-            return blueprint, None
-        return blueprint, lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
+            return blueprint, around
+
+        def in_parts(layer: int, hosted: Hosted) -> TokenParts:
+            run = hosted.run if around is None else around(layer, hosted)
+            return TokenParts(run, shares_tokens)
+
+        return blueprint, in_parts
 
     def _made(self, blueprint: Blueprint) -> str:
         """See ``Blueprint.made``. Collective."""
@@ -204,11 +210,18 @@ class DeepSpeedHost:
         engine = weakref.ref(self.carrier)  # which layers must not keep alive
 
         def scale() -> float:
-            """Of losses, which optimizers of float16 change."""
-            return float(getattr(getattr(engine(), "optimizer", None), "loss_scale", 1.0))
+            """Of losses, which optimizers of float16 change, or autocast's scaler."""
+            alive: Any = engine()
+            scaler = getattr(alive, "torch_autocast_z0_gradscaler", None)
+            if scaler is not None:
+                return float(scaler.get_scale())
+            return float(getattr(getattr(alive, "optimizer", None), "loss_scale", 1.0))
 
         role_gradients = Gradients(self.device, factor, scale)
-        role = stripe(self._model, blueprint, layers, role_gradients, self._here)
+        size = self.carrier.mpu.batch_size
+        role = stripe(self._model, blueprint, layers, role_gradients, self._here, batch_size=size)
+        if not roles.is_attention(dist.get_rank()):
+            self._model.ds_autotp_parsed = True  # type: ignore[assignment]  # nothing to divide
         # ZeRO's optimizers cannot bear to have nothing to train.
         learns = any(p.requires_grad for p in self._model.parameters())
         gathered, stage = gather_objects(str(learns), None), self.carrier.zero_optimization_stage()
@@ -425,6 +438,22 @@ def clip_halves_by_global_norm(engine: Any) -> None:
         return clips(optimizer._global_grad_norm, **named)
 
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def skip_together(engine: Any) -> None:
+    """Let torch_autocast's scaler at ZeRO stage 0, which looks at the gradients of one rank, skip a
+    step where any rank, which has other experts, has found an overflow."""
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is None or run_of(engine) is None:
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_grads(*given: Any) -> dict[torch.device, Tensor]:
+        found = unscale(*given).values()
+        worst = torch.stack([torch.zeros((), device=engine.device), *found]).amax()
+        return {engine.device: max_in_place(worst, None)}
+
+    scaler._unscale_grads_ = unscale_grads
 
 
 def _global_norm(engine: Any, run: Run, parameters: Iterable[nn.Parameter]) -> Tensor:

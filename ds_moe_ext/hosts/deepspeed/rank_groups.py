@@ -17,6 +17,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
@@ -70,14 +71,23 @@ class TensorParallel:
 
 def is_of_sequences(mpu: Any) -> bool:
     """Whether an mpu knows of sequence parallel groups, as DeepSpeed asks it."""
+    if isinstance(mpu, RoleUnit):
+        return mpu.sequence_size > 1
     return hasattr(mpu, "initialize_sequence_parallel")
 
 
 def make_groups(engine: Any) -> None:
     """Make AutoTP's groups, if the JSON asks for it, and give the engine their mpu: it would a
-    moment later, but layers that share tokens are made before it divides dense weights.
-    Collective."""
-    if engine.autotp_size() > 1:
+    moment later, but layers that share tokens are made before it divides dense weights. One with
+    roles has its own. Collective."""
+    if has_roles(engine):
+        if engine.autotp_size() not in (0, 1, engine.mpu.tensor_size):
+            raise ValueError(
+                f"tp_model_init divides by {engine.autotp_size()}, of which {BLOCK} learns too "
+                "late where ranks have roles; set tensor_parallel.autotp_size in the JSON, and "
+                "leave tp_model_init out"
+            )
+    elif engine.autotp_size() > 1:
         groups._init_tp_mesh_device(tensor_model_parallel_size=engine.autotp_size())
         engine.mpu = groups
 
@@ -186,27 +196,51 @@ class RoleUnit:
 
     All ranks read data: the batches of expert ranks are run by attention ranks. So what
     DeepSpeed's batch arithmetic and its data loader get to know is the whole world, whereas what it
-    averages over is ``group``.
+    averages over is ``group``. Neighbours of one role that divide the model, or each sample's
+    sequence, read one batch.
     """
 
     roles: Roles  # of the ranks of every ZP group
     rank: int  # this one
     world_size: int  # ranks, of both roles and all groups
-    group: dist.ProcessGroup  # the ranks of the own role
-    alone: dist.ProcessGroup  # this rank, which shares its weights with no other
+    group: dist.ProcessGroup  # the ranks of the own role that reduce its dense weights
+    group_ranks: list[int]  # they
+    alike: dist.ProcessGroup  # the ranks that share its dense weights; without others this rank
+    tensor_size: int = 1  # their number
+    sequences: dist.ProcessGroup | None = None  # the ranks that share its sequences, if any
 
     @classmethod
-    def build(cls, roles: Roles) -> RoleUnit:
-        """Make the communicators. Collective."""
+    def build(
+        cls, roles: Roles, tensor_size: int = 1, sequences: dist.ProcessGroup | None = None
+    ) -> RoleUnit:
+        """Make the communicators; groups of so many neighbours, or of those that share sequences,
+        have one role. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         firsts = (roles.attention_ep_ranks[0], roles.expert_ep_ranks[0])
+        of_roles = [roles.ranks_like(first, world_size) for first in firsts]
+        reducing = [ranks[place::tensor_size] for ranks in of_roles for place in range(tensor_size)]
         return cls(
             roles,
             rank,
             world_size,
-            group=group_among([roles.ranks_like(first, world_size) for first in firsts]),
-            alone=group_among([[other] for other in range(world_size)]),
+            group=group_among(reducing),
+            group_ranks=next(ranks for ranks in reducing if rank in ranks),
+            alike=group_among(
+                [[*range(n, n + tensor_size)] for n in range(0, world_size, tensor_size)]
+            ),
+            tensor_size=tensor_size,
+            sequences=sequences,
         )
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.sequences is None else self.sequences.size()
+
+    @property
+    def batch_size(self) -> int:
+        """Neighbours that read one batch: all of it, or of each sample a part of the sequence."""
+        return self.tensor_size * self.sequence_size
 
     # What DeepSpeed asks.
 
@@ -214,31 +248,62 @@ class RoleUnit:
         return self.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return self.roles.ranks_like(self.rank, self.world_size)
+        return self.group_ranks
 
     def get_data_parallel_world_size(self) -> int:
-        return self.world_size
+        return self.world_size // self.batch_size
 
     def get_data_parallel_rank(self) -> int:
-        return self.rank
+        return self.rank // self.batch_size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.alone
+        return self.alike
 
     def get_model_parallel_world_size(self) -> int:
-        return 1
+        return self.tensor_size
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self.rank % self.tensor_size
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return self.rank - self.get_model_parallel_rank()
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.sequences
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sequence_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.rank % self.sequence_size
+
+    # ZeRO shards over these, and divides sums over them by those that read a batch of their own.
+
+    get_sequence_data_parallel_group = get_data_parallel_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.group.size()
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.group.rank()
 
     # What we ask.
 
     def stands_for(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's gradient stands for its replicas' where each has the whole: the first
-        rank of the role for dense weights, the first ZP group for experts."""
+        rank of the role for dense weights, or the first of each part of a divided one; the first
+        ZP group for experts."""
         if is_moe_param(parameter):
             return self.rank < self.roles.size
-        return self.rank == self.get_data_parallel_group_ranks()[0]
+        return self.rank == self.group_ranks[0] and self.counts(parameter)
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether no other tensor parallel rank counts this weight in norms."""
+        return self.get_model_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all weights of both roles, each counted once; float64 scalar,
@@ -258,7 +323,8 @@ def experts_factor(roles: Roles, rank: int) -> float:
     0, 1 and 2, with all of its optimizers. Wanted is the mean over the M G attention ranks of what
     their losses contribute. So, for gradients that are sums of the contributions of a group's M
     attention ranks: N / M on expert ranks, and 1 for experts on attention ranks, as for dense
-    weights, to which an attention rank gives its own contribution only.
+    weights, to which an attention rank gives its own contribution only. Ranks that read one batch
+    count for one: in both roles, so that the ratio stays.
     """
     num_attention = len(roles.attention_ep_ranks)
     return 1.0 if roles.is_attention(rank) else len(roles.expert_ep_ranks) / num_attention
@@ -285,6 +351,15 @@ def own_groups(engine: Any) -> Any:
 def has_roles(engine: Any) -> bool:
     """Whether its ranks do not all do the same."""
     return isinstance(engine.mpu, RoleUnit)
+
+
+@contextmanager
+def keeps_roles(engine: Any) -> Iterator[None]:
+    """A block that may give the engine another mpu, as AutoTP does; one with roles comes back."""
+    given = engine.mpu
+    yield
+    if isinstance(given, RoleUnit):
+        engine.mpu = given
 
 
 def clip_with_roles(engine: Any) -> bool:
@@ -331,11 +406,30 @@ def _join_zero(optimizer: Any, unit: RoleUnit) -> None:
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
         assert norm_type == 2, "only L2 norm supported"
-        parts = (part for group in optimizer.averaged_gradients.values() for part in group)
+        parts = (
+            part
+            for number, parameters in enumerate(optimizer.params_in_partition)
+            for part, parameter in zip(_gradients(optimizer, number), parameters)
+            if unit.counts(parameter)
+        )
         return joint_norm(parts).to(optimizer.device, torch.float32)
 
     optimizer.scaled_global_norm = scaled_global_norm
     optimizer.has_overflow = _of_any_rank(optimizer.has_overflow)
+
+
+def _gradients(optimizer: Any, number: int) -> Iterator[Tensor]:
+    """What ZeRO 1 or 2 is about to step by, of each weight in this rank's part of a group: in host
+    memory where it is offloaded, flat."""
+    if not optimizer.cpu_offload:
+        for part in optimizer.averaged_gradients[number]:
+            if not getattr(part, "_zero_padding", False):
+                yield part
+        return
+    flat = optimizer.single_partition_of_fp32_groups[number].grad.view(-1)
+    for parameter in optimizer.params_in_partition[number]:
+        _, _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        yield flat[start : start + length]
 
 
 def _join_bf16(optimizer: Any, unit: RoleUnit) -> None:
@@ -354,7 +448,8 @@ def _join_bf16(optimizer: Any, unit: RoleUnit) -> None:
             for parameter, gradient in zip(group, gradients)
             if unit.stands_for(parameter)
         )
-        return [norm.float().reshape(1)], {}  # whose norm it is
+        # DeepSpeed takes the norm of what tensor parallel ranks have together.
+        return [norm.float().reshape(1) / unit.tensor_size**0.5], {}
 
     optimizer.get_grads_for_norm = get_grads_for_norm
 
@@ -367,8 +462,9 @@ def _join_fused(optimizer: Any, unit: RoleUnit) -> None:
     def unscale_and_clip_grads(flat_gradients: Any, total_norm: Any, **named: Any) -> Any:
         norm = joint_norm(
             gradient
-            for gradient, group in zip(flat_gradients, optimizer.fp16_groups)
-            if unit.stands_for(group[0])
+            for flat, group in zip(flat_gradients, optimizer.fp16_groups)
+            for gradient, parameter in zip(flat.split([p.numel() for p in group]), group)
+            if unit.stands_for(parameter)
         )
         optimizer._global_grad_norm = float(norm) / optimizer.loss_scale_config.cur_scale
         return clips(flat_gradients, float(norm), **named)

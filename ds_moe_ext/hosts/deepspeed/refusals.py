@@ -76,7 +76,8 @@ class Given:
 
     @property
     def has_own_groups(self) -> bool:
-        return self.mpu not in (None, groups)  # AutoTP's own mpu is DeepSpeed's module
+        # AutoTP's own mpu is DeepSpeed's module, or has roles.
+        return self.mpu not in (None, groups) and not isinstance(self.mpu, RoleUnit)
 
     @property
     def is_divided(self) -> bool:
@@ -88,6 +89,28 @@ class Given:
         """How AutoTP is asked for."""
         size = self.at(AUTOTP)
         return "" if size in (None, 0, 1) else key_value_text(AUTOTP, size)
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share the dense weights of one copy of the model."""
+        size = self.at(AUTOTP)
+        return size if self.autotp and type(size) is int else TensorParallel.of(self.mpu).size
+
+    @property
+    def batch_size(self) -> int:
+        """Ranks that share a batch: all of it, or of each sample a part of the sequence."""
+        has_parts = self.mpu is not None and is_of_sequences(self.mpu)
+        return self.tensor_size * (self.mpu.get_sequence_parallel_world_size() if has_parts else 1)
+
+    @property
+    def mixed(self) -> list[int]:
+        """The first ranks of a ZP group that share a batch and have different roles; none where all
+        are of one role."""
+        size, roles = self.batch_size, None if self.strategy is None else self.strategy.roles
+        if roles is None:
+            return []
+        units = ([*range(first, first + size)] for first in range(0, roles.size, size))
+        return next((ranks for ranks in units if len({*map(roles.is_attention, ranks)}) > 1), [])
 
     @property
     def num_stages(self) -> int:
@@ -451,16 +474,19 @@ WITH_ROLES = (
         "a rank of a role needs all layers, but a stage has some; pass a plain nn.Module",
     ),
     _row(
-        "an mpu",
-        lambda given: given.mpu is not None and not isinstance(given.mpu, RoleUnit),
-        "an mpu ({given.mpu.__class__.__name__}) was passed to deepspeed.initialize",
-        "tensor and sequence parallelism are not supported with roles; leave mpu out",
+        "tensor or sequence parallel ranks of different roles",
+        lambda given: given.mixed,
+        "the model or its sequences are divided among {given.batch_size} neighbouring ranks each, "
+        "of which ranks {found} have different roles",
+        "a rank of experts has no part of the model's dense weights; choose attention_size and "
+        "expert_size that their number divides, and neighbouring attention_ep_ranks",
     ),
     _row(
-        f"{AUTOTP} above 1",
-        lambda given: given.autotp,
-        "{given.autotp}",
-        "tensor parallelism is not supported with roles; set it to 1",
+        f"{BLOCK}.zebra.profile with tensor or sequence parallel ranks",
+        lambda given: given.batch_size > 1 and getattr(given.strategy, "profile", None),
+        f"{BLOCK}.zebra.profile is set, and {{given.batch_size}} ranks divide the model or its "
+        "sequences",
+        "it measures the model of one rank alone; set moved instead",
     ),
     _row(
         "a model compiled in place (its own compile())",
@@ -480,15 +506,18 @@ WITH_ROLES = (
     _key(
         "torch_autocast.dtype",
         one_of(*FLOAT16),
-        "its scaler decides on each rank alone whether to skip a step; use bfloat16, or "
-        "fp16.enabled",
-        beside=lambda given: given.at("torch_autocast.enabled"),
+        "ZeRO changes its scale once a parameter group, of which roles have different numbers; use "
+        "bfloat16, fp16.enabled, or stage 0",
+        what="torch_autocast.dtype float16 at stage 1 or 2",
+        beside=lambda given: given.at("torch_autocast.enabled") and _has_buckets(given),
     ),
     _key(
-        OPTIMIZER,
-        OFFLOADED,
-        "DeepSpeed takes norms of offloaded gradients over one role only; remove it",
-        what=f"{OPTIMIZER} with roles",
+        "torch_autocast.dtype",
+        one_of(*FLOAT16),
+        "its gradients overflowed in tests, for a reason that is not known; use bfloat16, or "
+        "fp16.enabled",
+        what="torch_autocast.dtype float16 with deepspeed.moe.layer.MoE and roles",
+        beside=lambda given: given.at("torch_autocast.enabled") and given.has(MoE),
     ),
     _key("optimizer.legacy_fusion", ON, "it cannot take a norm over two roles; set it to false"),
     _key(

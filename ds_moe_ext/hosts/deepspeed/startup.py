@@ -40,7 +40,7 @@ from ds_moe_ext.hosts.attachment.startup_check import (
 )
 from ds_moe_ext.hosts.deepspeed import native, zero_3
 from ds_moe_ext.hosts.deepspeed.guard import log_old_lock
-from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, Stages, TensorParallel
+from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, Stages, TensorParallel, is_of_sequences
 from ds_moe_ext.hosts.deepspeed.refusals import (
     AT_STAGE_3,
     OWNERS_AT_STAGE_3,
@@ -200,8 +200,11 @@ def check_initialize(
         log_old_lock()
     blueprint = blueprint_of(document, model, mpu, given["mesh_param"])
     if blueprint is not None and blueprint.strategy.roles is not None:
-        agree(Given(document, model, mpu))
-        given["mpu"] = RoleUnit.build(blueprint.strategy.roles)
+        asked = Given(document, model, mpu)
+        agree(asked)
+        TensorParallel.of(mpu).check()
+        sequences = mpu.get_sequence_parallel_group() if is_of_sequences(mpu) else None
+        given["mpu"] = RoleUnit.build(blueprint.strategy.roles, asked.tensor_size, sequences)
     return bound
 
 

@@ -60,7 +60,11 @@ class BatchExchange:
         roles: Roles,
         num_stripes: int,
         device: torch.device,
+        batch_size: int = 1,
     ) -> None:
+        """Neighbouring ranks, ``batch_size`` of one role, may share a batch, or of each sample have
+        a part of the sequence. Each exchanges with those at its place among such."""
+        self.batch_size = batch_size
         self.group, self.control, self.place = group, control, place
         self.roles, self.num_stripes, self.device = roles, num_stripes, device
         self._template: Template | None = None  # the last one, the same on every rank
@@ -87,10 +91,10 @@ class BatchExchange:
             for name in signatures[0].leaves
             if all(each.shape_of(name)[:1] == (each.num_samples,) for each in signatures)
         )
-        _check_alike(signatures, names)
+        _check_alike(signatures, names, self.batch_size)
         num_samples_C = tuple(signature.num_samples for signature in signatures)
         pieces = self._pieces(num_samples_C)
-        stripes = dict(zip(self.roles.attention_ep_ranks, pieces))
+        stripes = dict(zip(self._like_here(self.roles.attention_ep_ranks), pieces))
         here, traffic = self._bring(own.batch(names), signatures, stripes)
         calls = tuple(
             tuple(own.call(piece, piece.weight(num_samples_C), here) for piece in stripe)
@@ -115,12 +119,17 @@ class BatchExchange:
         scalars = tuple(value.to(dtype) for value, dtype in zip(own_V, template.dtypes))
         return Outcome(template, scalars)
 
+    def _like_here(self, ep_ranks: Sequence[int]) -> list[int]:
+        """Those at this rank's place among the ranks that share a batch."""
+        return [n for n in ep_ranks if (n - self.place) % self.batch_size == 0]
+
     def _pieces(self, num_samples_C: Sequence[int]) -> GroupStripes:
-        """The pieces of every stripe; senders are places in the group."""
-        order = (*self.roles.attention_ep_ranks, *self.roles.expert_ep_ranks)
-        attention_size = len(self.roles.attention_ep_ranks)
-        num_stripes = min(self.num_stripes, sum(num_samples_C) // attention_size)
-        pieces = stripes_of([num_samples_C[n] for n in order], attention_size, num_stripes)
+        """The pieces of every stripe; senders are places in the group, of ranks like this one."""
+        order = self._like_here((*self.roles.attention_ep_ranks, *self.roles.expert_ep_ranks))
+        attention_size = len(self._like_here(self.roles.attention_ep_ranks))
+        num_samples = [num_samples_C[n] for n in order]
+        num_stripes = min(self.num_stripes, sum(num_samples) // attention_size)
+        pieces = stripes_of(num_samples, attention_size, num_stripes)
         return tuple(
             tuple(
                 tuple(replace(piece, sender=order[piece.sender]) for piece in stripe)
@@ -333,9 +342,11 @@ def _fault(name: str, value: Any) -> str:
     return ""
 
 
-def _check_alike(signatures: Sequence[Signature], names: Sequence[str]) -> None:
-    """Raise what is wrong with the calls of a group, in which tensors of these names are cut; the
-    same on every rank."""
+def _check_alike(
+    signatures: Sequence[Signature], names: Sequence[str], batch_size: int = 1
+) -> None:
+    """Raise what is wrong with the calls of a group, in which tensors of these names are cut, and
+    so many neighbours share a batch; the same on every rank."""
     faults = [f"place {place}: {own.fault}" for place, own in enumerate(signatures) if own.fault]
     if faults:
         raise ValueError(f"the batches of a ZP group cannot be shared: {'; '.join(faults)}")
@@ -349,6 +360,13 @@ def _check_alike(signatures: Sequence[Signature], names: Sequence[str]) -> None:
             ours, theirs = first.leaves.get(name, ABSENT), other.leaves.get(name, ABSENT)
             if ours.what != theirs.what or (name not in names and ours.shape != theirs.shape):
                 unlike.append(f"{name} is {ours} at place 0 and {theirs} at place {place}")
+        first_place = place - place % batch_size
+        sizes = signatures[first_place].num_samples, other.num_samples
+        if sizes[0] != sizes[1]:
+            unlike.append(
+                f"places {first_place} and {place} share a batch, but have {sizes[0]} and "
+                f"{sizes[1]} samples"
+            )
     if unlike:
         raise ValueError(
             "the ranks of a ZP group must call the model together, in the same mode and with "

@@ -75,6 +75,8 @@ def stripe(
     layers: Sequence[AttachedLayer],
     gradients: Gradients,
     here: Here,
+    *,
+    batch_size: int = 1,
 ) -> Role:
     """Make a model's forward a striped step. Collective.
 
@@ -84,6 +86,7 @@ def stripe(
         layers: in the order in which the model calls them.
         gradients: what the host does with them.
         here: where the layers, made to pause, find out whose model runs.
+        batch_size: neighbouring ranks that share a batch, or its sequences.
     """
     strategy = blueprint.strategy
     roles, num_stripes = strategy.roles, strategy.striping.num_stripes
@@ -102,6 +105,7 @@ def stripe(
         roles=roles,
         num_stripes=num_stripes,
         device=gradients.device,
+        batch_size=batch_size,
     )
     forward = Compilable(model.forward)
     striped = _StripedModel(model, forward, stack, batches, gradients, blueprint.settings.debug)
