@@ -458,6 +458,7 @@ AT_STAGE_3 = (
 
 
 FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
+OF_ONE = "it sees the ranks of one role only; leave it out, or use a plain AdamW"
 OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 
 WITH_ROLES = (
@@ -519,17 +520,13 @@ WITH_ROLES = (
         what="torch_autocast.dtype float16 with deepspeed.moe.layer.MoE and roles",
         beside=lambda given: given.at("torch_autocast.enabled") and given.has(MoE),
     ),
-    _key("optimizer.legacy_fusion", ON, "it cannot take a norm over two roles; set it to false"),
+    _key("optimizer.legacy_fusion", ON, OF_ONE),
     _key(
         "optimizer.type",
         When(f" {', '.join(OF_ONE_ROLE)}", lambda value: str(value).lower() in OF_ONE_ROLE),
-        "it runs its own collectives, over one role only; use another, such as AdamW",
+        OF_ONE,
     ),
-    _key(
-        "data_efficiency.enabled",
-        ON,
-        "its sampler sees the ranks of one role only; set it to false",
-    ),
+    _key("data_efficiency.enabled", ON, OF_ONE),
 )
 
 
