@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tests.hosts.megatron_weights import draw
+from tests.hosts.megatron_weights import draw, draw_moved
 
 VOCABULARY = 64
 DTYPES = {
@@ -198,6 +198,7 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
                 vp_stage=stage,
             )
         )
+    draw(chunks, run.swiglu, run.num_experts)
     is_half = config.bf16 or config.fp16
     if is_half:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -213,5 +214,5 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
         DistributedDataParallel(config, wanted, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    draw(wrapped, run.swiglu, run.num_experts)  # by now each rank knows which experts it has
+    draw_moved(wrapped, run.swiglu, run.num_experts)
     return wrapped

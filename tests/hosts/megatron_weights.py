@@ -126,6 +126,22 @@ def draw(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> No
             piece.of(piece.parameter.data).copy_(piece.drawn())
 
 
+def draw_moved(chunks: list[nn.Module], is_gated: bool, num_experts: int | None) -> None:
+    """The same of experts, anew, where they are others than Megatron built here: ranks with roles
+    know which those are when the model is wrapped."""
+    from megatron.core import parallel_state
+
+    count = (num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first = count * parallel_state.get_expert_model_parallel_rank()
+    modules = (vars(module) for chunk in chunks for module in chunk.modules())
+    held = [list(of["local_expert_indices"]) for of in modules if "local_expert_indices" in of]
+    if all(own in ([], list(range(first, first + count))) for own in held):
+        return
+    for piece in pieces(chunks, is_gated, num_experts):
+        if ".experts." in piece.name:
+            piece.of(piece.parameter.data).copy_(piece.drawn())
+
+
 def gather_gradients(chunks: list[Any]) -> None:
     """Let every rank have all of what a distributed optimizer has reduced a shard of per rank."""
     for chunk in chunks:
