@@ -724,7 +724,6 @@ def built(rank: int, world_size: int, run: MegatronRun) -> str:
         (replace(RUN, ep=2), "--expert-model-parallel-size 2; attention ranks are tensor, context"),
         (replace(RUN, tp=2, cp=2, etp=1), r"\(2 x 2, of 2 attention ranks\): .*; choose other"),
         (replace(RUN, etp=2), r"\(2\): .*; give --expert-tensor-parallel-size 1"),
-        (replace(TP, config=(("sequence_parallel", False),)), r"\(2\): .*; give --sequence-par"),
         (
             replace(
                 RUN,
@@ -750,7 +749,7 @@ def test_a_file_a_rank_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        ({"log_straggler": True}, "--log-straggler: its clock .*; leave it out"),
+        ({"log_straggler": True}, "--log-straggler: it keeps the state of one .*; leave it out"),
         ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"save": "here", "async_save": True}, "and leave out --async-save"),
     ],
