@@ -400,7 +400,10 @@ def test_every_weight_counts_once(attention: int, experts: int, num_groups: int)
 
     roles, none = Roles.first(attention, experts), mock.Mock()
     world_size = roles.size * num_groups
-    units = [RoleUnit(roles, rank, world_size, none, none) for rank in range(world_size)]
+    units = [
+        RoleUnit(roles, rank, world_size, none, roles.ranks_like(rank, world_size), none)
+        for rank in range(world_size)
+    ]
     dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     expert.allreduce = False  # type: ignore[attr-defined]
     with_dense = [unit for unit in units if roles.is_attention(unit.rank)]

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime import torch_autocast
 from torch import nn
 
 from tests.hosts import jobs
@@ -88,7 +89,9 @@ def in_autocast(rank: int, world_size: int, job: Job, power: int) -> Scaled:
         engines[0].torch_autocast_z0_gradscaler._init_scale = 2.0**power
         return engines[0]
 
-    with mock.patch.object(jobs, "engine_of", built):
+    # DeepSpeed remembers in a module that a process has once used autocast.
+    forgotten = mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False)
+    with mock.patch.object(jobs, "engine_of", built), forgotten:
         result = train(rank, world_size, job)
     return Scaled(result, engines[0].torch_autocast_z0_gradscaler.get_scale(), 0)
 
