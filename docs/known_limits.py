@@ -27,14 +27,15 @@ PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 INTRODUCTION = """\
 # Known limits
 
-Each row is refused at start, by an error that says the same; the last section only shows while a run trains.
-`python docs/known_limits.py` makes this page of the rows that refuse. What composes: [strategies](strategies/README.md).
+Each row is refused at start, by an error that says the same; the last section only shows while a
+run trains. `python docs/known_limits.py` makes this page of the rows that refuse. What composes:
+[strategies](strategies/README.md).
 
-Only what you wrote is refused. Where a key is null (the default) and a row of "where experts move" or "where dense
-gradients are sliced" applies, the run goes on without, and a line at start says why. Two exceptions are known too late.
-In plain PyTorch the optimizer comes after the sizes: one that takes norms of whole weights needs `expert_sharding_size`
-1 under `esp`. And [slices cannot take](strategies/esp.md#slices-of-dense-gradients) gradients that become ready
-otherwise in backward: then set `slice_gradients` to false.
+Only what you wrote is refused. Where a key is null (the default) and a row of "where experts move"
+or "where dense gradients are sliced" applies, the run goes on without, and a line at start says
+why. Two exceptions are known too late. In plain PyTorch the optimizer comes after the sizes: one
+that takes norms of whole weights needs `expert_sharding_size` 1 under `esp`. And gradients that
+[slices cannot take](strategies/esp.md#slices-of-dense-gradients): set `slice_gradients` to false.
 """
 
 
