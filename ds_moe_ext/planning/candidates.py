@@ -18,6 +18,7 @@ import numpy as np
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Products
 from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.planning.described_run import DescribedRun, MemoryUse, copied_bytes_C, stage_memory
 from ds_moe_ext.planning.loads import LoadWindow
 from ds_moe_ext.planning.model_shape import Training
@@ -108,7 +109,7 @@ class Priced:
 
     way: Way  # which
     steps: tuple[StepPrice, ...]  # each step that was priced
-    plans: tuple[Plan, ...]  # of the last of these
+    plans: tuple[Plan, ...]  # of the last of these: what is placed, not where rows go
     memory: MemoryUse  # of the fullest rank, replicas with it
     reported: str  # by the strategy, of what it makes of the costs; empty if nothing
     tokens: int  # of a step, of all ranks
@@ -194,7 +195,9 @@ def price_way(
     return Priced(
         way,
         tuple(steps),
-        tuple(plan for chunks in zip(*priced) for chunk in chunks for plan in chunk.plans),
+        tuple(
+            _without_rows(plan) for chunks in zip(*priced) for each in chunks for plan in each.plans
+        ),
         memory[fullest],
         next(filter(None, lines), ""),
         training.tokens_of_step,
@@ -272,6 +275,12 @@ def _seen(job: Job, window: LoadWindow) -> Job:
     return replace(job, rows=window.predicted(), drift=window.drift)
 
 
+def _without_rows(plan: Plan) -> Plan:
+    """What it places, without the tables by which rows go there: hundreds of MiB of large jobs."""
+    share = LocalElseOwner(plan.owner, plan.target)
+    return replace(plan, share=share, revise=None, successor=None, predicted_CE=None, by_paper=None)
+
+
 def most_replicas(plan: Plan) -> int:
     """Replicas on the EP rank that holds most."""
     return int((plan.target.holds_EC & ~plan.owner.holds_EC).sum(axis=0).max())
@@ -286,21 +295,24 @@ def copied_bytes(plans: Sequence[Plan], run: DescribedRun) -> float:
 def ep_ranks_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:
     """Rows of the EP ranks of one grid, int64 ``[I, L, C, E]``: of the one whose busiest EP ranks
     are busiest, where there are several, for all wait for it at the end of a step."""
-    num_steps, num_layers, _, num_experts = rows_ILRE.shape
-    shape = (num_steps, num_layers, -1, grid.num_ep_ranks, grid.etp_size, num_experts)
-    grids = rows_ILRE.reshape(shape).sum(axis=4, dtype=np.int64)
-    if grids.shape[2] == 1:
-        only: np.ndarray = grids[:, :, 0]
-        return only
-    per_ep_rank = num_experts // grid.num_ep_ranks or 1
-    whole = per_ep_rank * grid.num_ep_ranks
-    at_owner = grids.sum(axis=3)[..., : min(whole, num_experts)]
-    if at_owner.shape[-1] == whole:
-        at_owner = at_owner.reshape(*at_owner.shape[:-1], grid.num_ep_ranks, per_ep_rank).sum(
-            axis=-1
-        )
-    busiest: np.ndarray = grids[:, :, int(at_owner.max(axis=-1).sum(axis=(0, 1)).argmax())]
-    return busiest
+    num_steps, num_layers, num_ranks, num_experts = rows_ILRE.shape
+    grids = rows_ILRE.reshape(num_steps, num_layers, -1, grid.size, num_experts)
+    busiest = 0
+    if num_ranks > grid.size:
+        per_ep_rank = num_experts // grid.num_ep_ranks or 1
+        whole = per_ep_rank * grid.num_ep_ranks
+        at_owner = grids.sum(axis=3, dtype=np.int64)[..., : min(whole, num_experts)]
+        if at_owner.shape[-1] == whole:
+            at_owner = at_owner.reshape(*at_owner.shape[:-1], grid.num_ep_ranks, per_ep_rank).sum(
+                axis=-1
+            )
+        busiest = int(at_owner.max(axis=-1).sum(axis=(0, 1)).argmax())
+    of_grid = grids[:, :, busiest].astype(np.int64, copy=False)
+    if grid.etp_size == 1:  # its ranks: nothing to add up, and no copy
+        return of_grid
+    shape = (num_steps, num_layers, grid.num_ep_ranks, grid.etp_size, num_experts)
+    added: np.ndarray = of_grid.reshape(shape).sum(axis=3, dtype=np.int64)
+    return added
 
 
 def grids_for(

@@ -8,8 +8,9 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 import numpy as np
 
@@ -47,10 +48,9 @@ def zipf_rows(sizes: Sizes, seed: int, zipf: Zipf) -> np.ndarray:
     """
     cold = min(int(zipf.cold * sizes.experts), sizes.experts - sizes.top_k)
     rows = sizes.tokens * sizes.top_k
-    steps = _steps(sizes.shape[1:], rows, zipf, seed, cold=cold, most=sizes.tokens)
     rows_ILCE = np.empty(sizes.shape, dtype=np.int64)
-    for step_LCE, rows_LCE in zip(rows_ILCE, steps):
-        step_LCE[:] = rows_LCE
+    for _ in _drawn(rows_ILCE, sizes.shape[1:], rows, zipf, seed, cold=cold, most=sizes.tokens):
+        pass
     return rows_ILCE
 
 
@@ -58,10 +58,7 @@ def zipf_loads(
     shape: tuple[int, int, int, int], *, rows: int, skew: float, seed: int = 0
 ) -> np.ndarray:
     """The first ``I`` steps of ``zipf_steps``, int64 of shape ``[I, L, C, E]``."""
-    loads = np.empty(shape, dtype=np.int64)
-    for step_LCE, rows_LCE in zip(loads, zipf_steps(shape[1:], rows=rows, skew=skew, seed=seed)):
-        step_LCE[:] = rows_LCE
-    return loads
+    return np.stack([*islice(zipf_steps(shape[1:], rows=rows, skew=skew, seed=seed), shape[0])])
 
 
 def zipf_steps(
@@ -69,29 +66,39 @@ def zipf_steps(
 ) -> Iterator[np.ndarray]:
     """Loads of one step after another without end, int64 of shape ``[L, C, E]``, of so many rows of
     each sender that choose each for itself: an expert may get them all."""
-    return _steps(shape, rows, Zipf(skew), seed, cold=0, most=rows)
+    tables = (np.empty(shape, dtype=np.int64) for _ in count())
+    return _drawn(tables, shape, rows, Zipf(skew), seed, cold=0, most=rows)
 
 
-def _steps(
-    shape: tuple[int, int, int], rows: int, zipf: Zipf, seed: int, *, cold: int, most: int
+def _drawn(
+    tables: Iterable[np.ndarray],
+    shape: tuple[int, int, int],
+    rows: int,
+    zipf: Zipf,
+    seed: int,
+    *,
+    cold: int,
+    most: int,
 ) -> Iterator[np.ndarray]:
-    """Zipf shares of experts in an order of each layer's own."""
+    """Tables ``[L, C, E]``, filled step by step: Zipf shares of experts in an order of each layer's
+    own."""
     num_layers, num_senders, num_experts = shape
     random = np.random.default_rng(seed)
     place_LE = np.stack([random.permutation(num_experts) for _ in range(num_layers)])
     is_cold_LE = place_LE >= num_experts - cold
     log_share_LE = np.where(is_cold_LE, -np.inf, -zipf.skew * np.log1p(place_LE))
-    while True:
+    for step_LCE in tables:
         log_now_LE = log_share_LE
         if zipf.jitter:
             log_now_LE = log_share_LE + zipf.jitter * random.standard_normal(log_share_LE.shape)
         share_LE = np.exp(log_now_LE)
         share_LE /= share_LE.sum(axis=1, keepdims=True)
-        drawn = [random.multinomial(rows, share_E, size=num_senders) for share_E in share_LE]
-        for rows_CE, share_E in zip(drawn, share_LE):
+        for rows_CE, share_E in zip(step_LCE, share_LE):
+            rows_CE[:] = random.multinomial(rows, share_E, size=num_senders)
+        for rows_CE, share_E in zip(step_LCE, share_LE):
             for sender in np.flatnonzero(rows_CE.max(axis=1) > most):
                 rows_CE[sender] = _held_to(most, rows_CE[sender], share_E, random)
-        yield np.stack(drawn)
+        yield step_LCE
         log_share_LE = log_share_LE + zipf.drift * random.standard_normal(log_share_LE.shape)
 
 
@@ -131,12 +138,11 @@ def workload_rows(workload: Workload, sizes: Sizes, seed: int) -> np.ndarray:
         Place(random.permutation(experts), random.permutation(ranks), int(random.integers(experts)))
         for _ in range(sizes.layers)
     ]
-    return np.stack(
-        [
-            np.stack([workload(sizes, place, step) for place in places])
-            for step in range(sizes.steps)
-        ]
-    )
+    rows_ILCE = np.empty(sizes.shape, dtype=np.int64)
+    for step, rows_LCE in enumerate(rows_ILCE):
+        for rows_CE, place in zip(rows_LCE, places):
+            rows_CE[:] = workload(sizes, place, step)
+    return rows_ILCE
 
 
 def hot_tokens(sizes: Sizes) -> int:
@@ -229,11 +235,12 @@ def _dealt(rows_C: np.ndarray | int, pool_P: np.ndarray, sizes: Sizes) -> np.nda
     size = len(pool_P)
     if size:
         ends_C1 = rows_C.cumsum()[:, None]
+        rounds_C1, over_C1 = np.divmod(ends_C1, size)
+        rounds_before_C1, over_before_C1 = np.divmod(ends_C1 - rows_C[:, None], size)
         place_P = np.arange(size)
-        # Of the first n rows, ceil((n - place) / size) are for the expert of that place.
-        until_CP = -((place_P - ends_C1) // size)
-        before_CP = -((place_P - ends_C1 + rows_C[:, None]) // size)
-        rows_CE[:, pool_P] = until_CP - before_CP
+        # Of the rows up to a sender's last, the first ``over`` experts get one more than rounds.
+        more_CP = np.subtract(place_P < over_C1, place_P < over_before_C1, dtype=np.int8)
+        rows_CE[:, pool_P] = rounds_C1 - rounds_before_C1 + more_CP
     return rows_CE
 
 

@@ -97,9 +97,8 @@ class Block(nn.Module):
 
     def _attended(self, x_BTD: Tensor) -> Tensor:
         heads = self.query_key_value(x_BTD).unflatten(-1, (3, HEADS, -1))
-        y_BHTd = functional.scaled_dot_product_attention(
-            *heads.permute(2, 0, 3, 1, 4).unbind(), is_causal=True
-        )
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        y_BHTd = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y_BHTd.transpose(1, 2).flatten(-2)
 
 

@@ -14,17 +14,18 @@ from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.planning.described_run import DescribedRun, copied_bytes_C
 from ds_moe_ext.planning.model_shape import Training, of_config, of_megatron
+from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.planning.strategy import Carried, Plan
 
 OWNER = Placement.block(4, 2)  # experts 0 and 1 live in EP rank 0
 
 
-def copying(experts: list[int], **given: bool) -> Plan:
+def copying(experts: list[int], *, rematerialize: bool = False) -> Plan:
     """These experts compute in both EP ranks."""
     replicas_EC = np.zeros_like(OWNER.holds_EC)
     replicas_EC[experts] = True
     target = OWNER.with_replicas(replicas_EC)
-    return replace(Plan(OWNER, target, LocalElseOwner(OWNER, target)), **given)
+    return Plan(OWNER, target, LocalElseOwner(OWNER, target), rematerialize=rematerialize)
 
 
 COPIED = ([0], [0, 1, 2], [2])  # of three layers: EP rank 0 gets 0, 1, 1; EP rank 1 gets 1, 2, 0
@@ -47,7 +48,7 @@ def test_replicas_and_their_gradients(
 ) -> None:
     plans = [copying(experts, rematerialize=frees) for experts in COPIED]
     if carries:
-        plans[1] = replace(plans[1], carried=Carried(((), ()), ((), ())))
+        plans[1] = replace(plans[1], carried=Carried(Split((), ()), Split((), ())))
     held_C = copied_bytes_C(plans, BYTES_L, accumulates=accumulates)
     assert held_C.tolist() == [ep_rank_0, ep_rank_1]
 

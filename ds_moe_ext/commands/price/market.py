@@ -401,7 +401,11 @@ def priced_market(
 ) -> Market:
     """Price every way; ``to`` shows progress. Quick: whole experts and no composed strategies, at
     the job's own micro-batch and loads."""
-    rows_of = cache(lambda training, loads: case.trained_as(training).rows(loads))
+    by_tokens = cache(lambda tokens, loads: case.with_tokens(tokens).rows(loads))
+
+    def rows_of(training: Training | None, loads: str) -> Loads:
+        return by_tokens((training or case.training).tokens, loads)
+
     rows, num_experts = rows_of(None, loads), case.shape.num_experts
     ranks = case.training.stage_ranks
     ways = list(ways_of(chosen, case.hardware, ranks, num_experts, every_grid=every_grid))
