@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.core import layout
+from ds_moe_ext.core import comm
 from ds_moe_ext.core.comm import all_to_all_rows
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
@@ -178,7 +178,7 @@ def test_halves_are_rounded_a_few_times_more() -> None:
 @contextmanager
 def on_hosts(names: str) -> Iterator[None]:
     """Inside the block ranks are on hosts of these names, a letter each."""
-    with mock.patch.object(layout, "gather_objects", lambda thing, group: list(names)):
+    with mock.patch.object(comm, "gather_objects", lambda thing, group: list(names)):
         yield
 
 
