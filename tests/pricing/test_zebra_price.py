@@ -61,8 +61,10 @@ def test_groups_are_of_whole_nodes() -> None:
     training = Training(num_ranks=4, length=TOKENS, micro_batch=4, hides_gradients=True)
 
     def price(ranks_per_node: int, rows_LE: np.ndarray = EVEN_LE, **model: int) -> ZebraPrice:
-        sizes = {"num_nodes": 2 // ranks_per_node, "ranks_per_node": ranks_per_node}
-        clusters = [replace(one_rank(speed), **sizes) for speed in (1e6, 2e6)]
+        clusters = [
+            replace(one_rank(speed), num_nodes=2 // ranks_per_node, ranks_per_node=ranks_per_node)
+            for speed in (1e6, 2e6)
+        ]
         return price_zebra(clusters, tiny(**model), training, rows_LE, passes=0)
 
     whole = price(2)
