@@ -47,6 +47,7 @@ from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.stripes import SHARED, striped_step
 from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, ChunkRange, Op, Schedule
+from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_owner
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -217,6 +218,8 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     """A step of one rank."""
     roles, model = case.roles, case.model()
     strategy = case.strategy(attention_size=case.attention, expert_size=case.experts)
+    if isinstance(strategy, Zebra) and case.attention_ep_ranks:
+        strategy = replace(strategy, attention_ep_ranks=list(case.attention_ep_ranks))
     layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
     owners = [asymmetric_owner(EXPERTS, roles, moved) for moved in case.moved]
     plans = strategy.plan(Job.at_start(owners, layout.node_C))
@@ -678,7 +681,26 @@ class CopiedAndRevised(Copied):
         )
 
 
-COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised)
+HECATE = FullySharded(overlap_degree=2, replicas_per_rank=2, reshard_interval=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverFssdp(Zebra):
+    """Replicas among expert ranks, by rows of which most are of the first experts."""
+
+    placing: Strategy = HECATE
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        rows_CE = np.zeros_like(job.rows[0])
+        rows_CE[self.roles.attention_ep_ranks, :] = 100 // (1 + np.arange(EXPERTS))
+        (alike,) = job.cost_groups
+        known = replace(alike, expert_bytes=1)
+        plans = super().plan(replace(job, rows=(rows_CE,) * len(job.rows), cost_groups=(known,)))
+        assert any(plan.target is not plan.owner and plan.revise for plan in plans)
+        return plans
+
+
+COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised, OverFssdp)
 WITH_REPLICAS = {
     "two layers": Case(1, 2, (0, 0), 2),
     "offloaded": Case(2, 2, (0, 1, 0), 2, num_pieces=2),
@@ -702,6 +724,8 @@ QUICK = {
     ("computed again", CopiedAndRevised),
     ("the same experts", Revised),
     ("attention ranks last", CopiedEverywhere),
+    ("the same experts", OverFssdp),
+    ("attention ranks last", OverFssdp),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ds_moe_ext.schedule.stripes import A2E
 from ds_moe_ext.schedule.task import INTER, INTRA, Stream
 
 if TYPE_CHECKING:  # what prices a grid needs none of torch, which takes long to load
@@ -225,7 +226,8 @@ class ParallelLayout:
     node_of: tuple[int, ...] = ()
     # the grids of all ranks, where they do not all run the same layers; else none
     beside: tuple[Grid, ...] = ()
-    everyone: dist.ProcessGroup | None = None  # the ranks of this grid; None where these are all
+    # the ranks of this grid; None where these are the world
+    everyone: dist.ProcessGroup | None = None
     _groups: dict[tuple[str, Stream], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -251,12 +253,15 @@ class ParallelLayout:
         from ds_moe_ext.core.comm import begin_watch, gather_objects
 
         begin_watch()
+        uses = tuple(uses)
         if ranks_per_node is None:
             hosts = gather_objects(socket.gethostname(), None)
             nodes = [hosts.index(host) for host in hosts]  # its first rank stands for a node
         else:
             nodes = [rank // ranks_per_node for rank in range(dist.get_world_size())]
         parts = [each.ranks.flatten().tolist() for each in beside]
+        if not parts and any(stream is A2E for _, stream in uses):
+            parts = [list(range(dist.get_world_size()))]  # a host's world may be that of a role
         everyone = group_among(parts) if parts else None
         layout = cls(grid, dist.get_rank(), tuple(nodes), tuple(beside), everyone)
         within = [(GRID, INTER), ("esp", INTRA)] if grid.etp_size > 1 else []

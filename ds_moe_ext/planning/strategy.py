@@ -328,6 +328,10 @@ class Plan:
         """Where these rows go, int64 ``[C, E]``, now that they are known. Pure."""
         return self.destination if self.revise is None else self.revise(rows_CE)
 
+    def may_copy_to(self, ep_rank: int) -> bool:
+        """Whether an EP rank may get replicas, by this plan or once rows are known."""
+        return True
+
     @property
     def has_replicas(self) -> bool:
         """Whether an expert may compute elsewhere than at the owner."""

@@ -279,6 +279,9 @@ def exchange_s(ranks: TwoClasses, shape: ZebraShape, num_samples: int, moved: in
     return all_to_all_s(bytes_CC, ranks.link)
 
 
+_MET = frozenset((DISPATCH.name, COMBINE.name))  # where all ranks wait for each other
+
+
 def price_step(
     ranks: TwoClasses,
     shape: ZebraShape,
@@ -286,6 +289,7 @@ def price_step(
     moved_L: Sequence[int] | None = None,
     *,
     copied_L: Sequence[int] | None = None,
+    loads_LN: Sequence[Sequence[float]] | None = None,
     overlaps: bool = True,
 ) -> StepPrice:
     """Simulate Theorem 1's order. Stripes are all as long as the longest.
@@ -295,19 +299,33 @@ def price_step(
         shape: of the group.
         num_samples: of a step, of all attention ranks.
         moved_L: experts that each expert rank has lost, by layer; None: none anywhere.
-        copied_L: replicas that each expert rank gets of other expert ranks' experts, by layer;
-            every expert has equally many rows, so that none gains by them. None: none anywhere.
+        copied_L: replicas that each expert rank gets of other expert ranks' experts, by layer.
+            None: none anywhere.
+        loads_LN: rows of each expert rank over the mean, by layer; exchanges are priced as if all
+            had equally many. None: 1 everywhere.
         overlaps: both sides work at once; else it is DistEP.
     """
     moved_L = (0,) * ranks.model.num_layers if moved_L is None else tuple(moved_L)
     copied_L = (0,) * len(moved_L) if copied_L is None else tuple(copied_L)
+    loads_LN = ((1.0,),) * len(moved_L) if loads_LN is None else loads_LN
+    places = range(len(loads_LN[0]))  # expert ranks that differ
     offloaded, copied = (
         tuple(layer for layer, count in enumerate(count_L) if count)
         for count_L in (moved_L, copied_L)
     )
     step = _step(ranks.model.num_layers, shape.num_stripes, offloaded, copied, overlaps)
     seconds_of = _task_seconds(ranks, shape, num_samples, moved_L, copied_L)
-    timeline = simulate(step, lambda rank, task: seconds_of(task))
+
+    def on_rank(place: int, task: Task) -> float:
+        is_uneven = task.op.name == EXPERT.name
+        return seconds_of(task) * (loads_LN[task.layer][place] if is_uneven else 1.0)
+
+    timeline = simulate(
+        step,
+        on_rank,
+        num_ranks=len(places),
+        peers_of=lambda place, task: places if task.op.name in _MET else (place,),
+    )
 
     def busy_s(*ops: Op) -> float:
         names = {op.name for op in ops}

@@ -123,7 +123,7 @@ class Settings(RunSettings):
     enabled: bool = False  # replace the MoE layers of the model
     strategy: str = "ep"  # registered name, or ``"package.module:Class"`` of the user's own
     # strategy that decides where experts compute, where ``strategy`` is one that lays a pipeline
-    # over it (esp); null leaves them at their owners
+    # (esp) or roles (zebra) over it; null leaves them at their owners
     balance: str | None = None
     # EP ranks that the experts of a layer are spread over; null chooses
     expert_parallel_size: int | None = None
@@ -310,7 +310,7 @@ def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     if not _may_balance(placing):
         raise ValueError(
             f"{BLOCK}.balance is {settings.balance!r}, which cannot place experts for "
-            "pipelined strategies; "
+            f"strategy {settings.strategy!r}; "
             f"{nearest('', (name for name in blocks if _may_balance(blocks[name])))}"
         )
     return chosen.over(placing)

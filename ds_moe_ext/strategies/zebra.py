@@ -8,17 +8,31 @@ in experts, so each does what it is good at. Shape letters: E experts, C EP rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from ds_moe_ext.core.layout import Roles, Striping
 from ds_moe_ext.core.placement import Placement
-from ds_moe_ext.planning.strategy import CostGroup, Job, Plan, Strategy, register
+from ds_moe_ext.planning.strategy import (
+    CostGroup,
+    Forecast,
+    Job,
+    Overlay,
+    Plan,
+    Strategy,
+    register,
+    registered,
+    replicates,
+)
 from ds_moe_ext.schedule.stripes import A2E, E2A, check_stripes, default_stripes
-from ds_moe_ext.schedule.task import INTER, Stream
-from ds_moe_ext.strict import all_at_least
+from ds_moe_ext.schedule.task import INTER, PARAM, Stream
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.expert_side import plans_by, side_job
+from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategies.shares import Copying
+from ds_moe_ext.strict import NOT_A_KEY, all_at_least
 
 WHERE = "ds_moe_ext.zebra"
 MOST = 2**20  # ranks, and stripes
@@ -42,8 +56,8 @@ class Profile:
 
 @register("zebra")
 @dataclass(frozen=True, kw_only=True)
-class Zebra(Strategy):
-    """Roles for the ranks of each ZP group."""
+class Zebra(Overlay):
+    """Roles for the ranks of each ZP group, laid over what copies experts among expert ranks."""
 
     # ranks of a group that have attention, ``M``; null counts devices
     attention_size: int | None = None
@@ -63,6 +77,8 @@ class Zebra(Strategy):
     recompute_experts: bool = False
     # places of the attention ranks in a group; null: as stated above
     attention_ep_ranks: list[int] | None = None
+    # which experts get replicas, and on which expert ranks
+    placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
     has_uneven_owners = True
 
@@ -87,6 +103,48 @@ class Zebra(Strategy):
                 f"{WHERE}.moved is {self.moved}, but {WHERE}.profile would choose it; set one of "
                 "them to null"
             )
+        self._check_placing()
+
+    def _check_placing(self) -> None:
+        placing, where = self.placing, f"ds_moe_ext.{_name_of(self.placing)}"
+        if not isinstance(placing, (Copying, ExpertParallel)):
+            raise ValueError(
+                f"ds_moe_ext.balance is {type(placing).__qualname__}, but strategy 'zebra' lays "
+                "itself over 'fssdp' and 'prophet' alone; derive it from one of their classes, or "
+                "give it roles of its own and make it the strategy"
+            )
+        refused = (
+            (
+                isinstance(placing, ProProphet) and placing.is_papers,
+                f'{where}.share is "paper" or "local", by which replicas serve the tokens of '
+                "their own rank, but under strategy 'zebra' all tokens come from attention ranks; "
+                'set share to "priced" or "planned"',
+            ),
+            (
+                getattr(placing, "rematerialize", None),
+                f"{where}.rematerialize is true, but no task of strategy 'zebra' transfers "
+                "replicas a second time; leave rematerialize out",
+            ),
+            (
+                placing.with_owners_that_stay().intervals().shard_every,
+                f"{placing.keys.owners} is {placing.intervals().shard_every}, but under strategy "
+                "'zebra' roles and moved say where experts live; leave it out",
+            ),
+            (
+                isinstance(placing, Copying) and self.expert_size == 1,
+                f"{WHERE}.expert_size is 1, so that no other expert rank could hold replicas for "
+                f"balance {_name_of(placing)!r}; leave balance out",
+            ),
+        )
+        for is_asked, why in refused:
+            if is_asked:
+                raise ValueError(why)
+
+    def over(self, placing: Strategy) -> Zebra:
+        placing = placing.with_owners_that_stay()
+        if isinstance(placing, ProProphet) and placing.rematerialize is None:
+            placing = replace(placing, rematerialize=False)
+        return replace(self, placing=placing)
 
     def _check_ep_ranks(self, ep_ranks: Sequence[int]) -> None:
         if self.attention_device is not None:
@@ -107,6 +165,10 @@ class Zebra(Strategy):
             )
 
     @property
+    def has_roles(self) -> bool:
+        return True
+
+    @property
     def roles(self) -> Roles:
         if self.attention_size is None or self.expert_size is None:
             raise ValueError(
@@ -120,7 +182,8 @@ class Zebra(Strategy):
         return Roles(own, tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in own))
 
     def uses(self) -> tuple[tuple[str, Stream], ...]:
-        return (("ep", INTER), ("ep", A2E), ("ep", E2A))  # no replicas
+        rows = (("ep", INTER), ("ep", A2E), ("ep", E2A))
+        return (*rows, ("ep", PARAM)) if replicates(self.placing) else rows
 
     @property
     def striping(self) -> Striping:
@@ -128,6 +191,7 @@ class Zebra(Strategy):
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Zebra:
         settled = self if self.attention_device is None else self._by_device(devices())
+        settled = settled.over(self.placing.settled(devices, micro_batch))
         return settled if micro_batch is None else settled._for_batches_of(micro_batch)
 
     def _by_device(self, devices: Sequence[str]) -> Zebra:
@@ -180,9 +244,11 @@ class Zebra(Strategy):
         return owners
 
     def notices(self, job: Job) -> tuple[str, ...]:
+        stated = self.placing.notices(self._side_job(job))
         if self.moved is not None or self.profile is not None:
-            return ()
+            return stated
         return (
+            *stated,
             f"expert ranks have all experts, because {WHERE}.moved and {WHERE}.profile are "
             "null (no Asym-EA); if attention ranks wait for experts, set moved, or under DeepSpeed "
             'set profile to {"sequence_length": tokens of a sample}, which measures it at start; '
@@ -191,12 +257,28 @@ class Zebra(Strategy):
 
     @property
     def expected(self) -> str:
-        return (
-            "attention and experts run on separate ranks; expect a gain when their devices differ"
-        )
+        own = "attention and experts run on separate ranks; expect a gain when their devices differ"
+        return f"{own}; {self.placing.expected}" if replicates(self.placing) else own
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_owner, job.owners))
+        if not replicates(self.placing):
+            return self.placing.plan(job)
+        return plans_by(self.placing.plan, job, self.roles.expert_ep_ranks)
+
+    def describe(self, job: Job) -> str:
+        return self.placing.describe(self._side_job(job))
+
+    def _side_job(self, job: Job) -> Job:
+        return side_job(job, self.roles.expert_ep_ranks) if replicates(self.placing) else job
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        return Strategy.forecast(self, job, layer, plan, rows_CE)  # of all ranks, who sends with it
+
+
+def _name_of(placing: Strategy) -> str:
+    """The block of what places experts, or where the keys of the user's own stand."""
+    names = (name for name, cls in registered().items() if type(placing) is cls)
+    return next(names, "options")
 
 
 def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:

@@ -4,15 +4,18 @@
 `torchrun --nproc_per_node 4 launch/bench/slow_ranks.py --attention_us 100`
 `chrt -r 10 torchrun ... --attention_us 50 --stripes 2 4 --rounds 7`: attention half as long as
 experts; 100 as long, 150 half as long again. With paces of 0 it shows what stripes cost.
+`torchrun ... --zipf 1.2 --attention_us 200 --expert_us 160`: experts are unevenly busy, and zebra
+runs over `fssdp`, too.
 
 The first half of the ranks are new, the others old: there attention takes 2.5 times as long and
 experts 1.25 times. Both only take time, so that few cores stand for any number of devices; engines,
 strategies and what travels are real. The contenders are DeepSpeed engines in the same processes
 that take turns, a step each, in an order that rotates; ratios are paired by round. They have the
 same batches, and must have the same losses. The simulator is given the same durations and the link
-that was measured, and no other overhead. All experts have equally many rows, for a token's experts
-follow from its place: the gate only weighs them. Shape letters: B samples, T tokens of a sample or
-of all, K choices of a token, E experts, D model width.
+that was measured, and no other overhead. A token's experts follow from its place, the same in all
+samples: all experts have equally many rows, or those that are drawn by `--zipf` with busy experts
+of its own for each layer; the gate only weighs them. Shape letters: L layers, C ranks, B samples, T
+tokens of a sample, K choices of a token, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +44,11 @@ from torch.nn import functional
 
 from ds_moe_ext.core.comm import all_gather_counts, all_to_all_by_pairs
 from ds_moe_ext.core.hardware import Link
+from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.bench import Bench, HostClock
+from ds_moe_ext.planning.prices import Prices
 from ds_moe_ext.planning.probe import levels_of, measure_pairs
+from ds_moe_ext.planning.strategy import CostGroup, Job
 from ds_moe_ext.planning.zebra_costs import (
     MoeModel,
     RankClass,
@@ -52,6 +58,7 @@ from ds_moe_ext.planning.zebra_costs import (
     stripe_times,
 )
 from ds_moe_ext.planning.zebra_planner import ZebraGroup, assign_experts
+from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
 
@@ -71,6 +78,27 @@ class Shape:
     expert_width: int = 16  # rows of an expert's weights
     length: int = 64  # tokens of a sample
     samples: int = 8  # of a rank's batch
+    zipf: float = 0.0  # of the loads of experts; with 0 all are equal
+
+    def chosen(self, layer: int) -> Tensor:
+        """Experts of each place of a sample, int64 ``[T, K]``."""
+        if not self.zipf:  # in turn: with no remainder all have equally many
+            places = torch.arange(self.length * self.top_k).view(self.length, self.top_k)
+            return places % self.experts
+        drawn = np.random.default_rng(layer)
+        part_E = drawn.permutation(np.arange(1.0, self.experts + 1) ** -self.zipf)
+        part_E /= part_E.sum()
+        choices = (
+            drawn.choice(self.experts, self.top_k, replace=False, p=part_E)
+            for _ in range(self.length)
+        )
+        return torch.from_numpy(np.stack(list(choices)))
+
+    def loads(self, layer: int) -> np.ndarray:
+        """Part of the rows that each expert has, ``[E]``."""
+        counts_E = np.bincount(self.chosen(layer).flatten().numpy(), minlength=self.experts)
+        parts_E: np.ndarray = counts_E / counts_E.sum()
+        return parts_E
 
     @property
     def tokens(self) -> int:
@@ -81,9 +109,10 @@ class Shape:
 class Block(nn.Module):
     """Attention that is paced, then experts that are, both beside a residual."""
 
-    def __init__(self, pace: Pace, shape: Shape) -> None:
+    def __init__(self, pace: Pace, shape: Shape, layer: int) -> None:
         super().__init__()
         self.pace, self.shape = pace, shape
+        self.chosen_TK = shape.chosen(layer)
         self.attention_norm, self.norm = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
         self.attention = nn.Linear(shape.width, shape.width, bias=False)
         self.gate = nn.Linear(shape.width, shape.experts, bias=False)
@@ -95,14 +124,9 @@ class Block(nn.Module):
         x_BTD = PacedAttention.apply(self.pace, x_BTD, x_BTD.shape[0] / self.shape.samples)
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         x_TD = self.norm(x_BTD).flatten(0, 1)
-        expert_TK = balanced(len(x_TD), self.shape.top_k, self.shape.experts)
+        expert_TK = self.chosen_TK.repeat(len(x_BTD), 1)
         score_TK = self.gate(x_TD).gather(1, expert_TK).softmax(dim=-1)
         return x_BTD + self.experts(x_TD, expert_TK, score_TK).view_as(x_BTD)
-
-
-def balanced(num_tokens: int, top_k: int, num_experts: int) -> Tensor:
-    """Each token's experts, int64 ``[T, K]``, in turn: with no remainder all have equally many."""
-    return torch.arange(num_tokens * top_k).view(num_tokens, top_k) % num_experts
 
 
 class Output(NamedTuple):
@@ -118,7 +142,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, shape.width)
-        self.blocks = nn.ModuleList([Block(pace, shape) for _ in range(shape.layers)])
+        self.blocks = nn.ModuleList([Block(pace, shape, n) for n in range(shape.layers)])
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
@@ -137,10 +161,19 @@ def batch_of(shape: Shape, step: int, rank: int) -> Tensor:
 
 
 ELEMENT_BYTES = 4  # float32 travels
+NO_BALANCE: Mapping[str, Any] = {}  # of the JSON
+OVER = {"balance": "fssdp"}
 TOLERANCE = 1e-4  # of a loss: sums are taken in another order, and steps multiply that
 
 
 # What the simulator says.
+
+
+class Placed(NamedTuple):
+    """Where experts compute, as the simulator needs it."""
+
+    loads_LN: tuple[tuple[float, ...], ...]  # rows of each expert rank over the mean, by layer
+    copied_L: tuple[int, ...]  # replicas of the expert rank that has most
 
 
 @dataclass(frozen=True)
@@ -179,21 +212,91 @@ class Simulator:
         return self.attention_ranks + self.expert_ranks
 
     def ep_s(self) -> float:
-        """Expert parallelism on all ranks, every layer in one piece."""
+        """Expert parallelism on all ranks, every layer in one piece: all wait for the slowest."""
         group = EpGroup(new_ranks=self.attention_ranks, old_ranks=self.expert_ranks)
-        per_s = ep_tokens_per_s(self.ranks, group, self.shape.tokens, degrees=(1,))
+        first, then = self.new.expert_s, self.old.expert_s
+        row_s_C = np.repeat([first, then], [self.attention_ranks, self.expert_ranks])
+        parts_LC = self._parts(Placement.block(self.shape.experts, self.num_ranks))
+        slowest_s = float((self.num_ranks * parts_LC * row_s_C).max(axis=1).mean())
+        ranks = replace(self.ranks, old=replace(self.old, expert_s=slowest_s))
+        per_s = ep_tokens_per_s(ranks, group, self.shape.tokens, degrees=(1,))
         return self.num_ranks * self.shape.tokens / per_s
 
     def dist_ep_s(self) -> float:
         """The two sides in turn."""
-        num_samples = self.num_ranks * self.shape.samples
-        return price_dist_ep(self.ranks, **self.sizes, num_samples=num_samples).step_s
+        num_samples, placed = self.num_ranks * self.shape.samples, self.placed(NO_BALANCE)
+        return price_dist_ep(
+            self.ranks, **self.sizes, num_samples=num_samples, loads_LN=placed.loads_LN
+        ).step_s
 
-    def zebra_s(self, num_stripes: int, moved_L: Sequence[int] | None = None) -> float:
-        """Zebra, with so many experts of each layer moved from each expert rank."""
+    def zebra_s(
+        self,
+        num_stripes: int,
+        moved_L: Sequence[int] | None = None,
+        balance: Mapping[str, Any] = NO_BALANCE,
+    ) -> float:
+        """Zebra, with so many experts of each layer moved from each expert rank, or over a
+        balance."""
         striped = ZebraShape(**self.sizes, num_stripes=num_stripes)
-        num_samples = self.num_ranks * self.shape.samples
-        return price_step(self.ranks, striped, num_samples, moved_L).step_s
+        num_samples, placed = self.num_ranks * self.shape.samples, self.placed(balance)
+        return price_step(
+            self.ranks,
+            striped,
+            num_samples,
+            moved_L,
+            copied_L=placed.copied_L,
+            loads_LN=placed.loads_LN,
+        ).step_s
+
+    def _parts(self, placement: Placement) -> np.ndarray:
+        """Of all rows of each layer those of each rank, ``[L, C]``."""
+        layers = range(self.shape.layers)
+        return np.stack([self.shape.loads(layer) @ placement.holds_EC for layer in layers])
+
+    def placed(self, balance: Mapping[str, Any]) -> Placed:
+        """Where the product's planner lets experts compute, once it knows loads and costs."""
+        sizes = {"attention_size": self.attention_ranks, "expert_size": self.expert_ranks}
+        block = {"enabled": True, "strategy": "zebra", "zebra": sizes, **balance}
+        _, strategy = read_settings({BLOCK: block})
+        assert strategy is not None
+        shape, model = self.shape, self.ranks.model
+        layers = tuple(range(shape.layers))
+        owners = strategy.first_owners([shape.experts] * len(layers), (), self.num_ranks)
+        job = Job.at_start(owners, np.zeros(self.num_ranks, dtype=np.int64))
+        num_rows = shape.tokens * shape.top_k * self.num_ranks / self.attention_ranks
+        senders_C1 = (np.arange(self.num_ranks) < self.attention_ranks)[:, None]
+        rows = tuple(
+            np.rint(num_rows * senders_C1 * shape.loads(layer)).astype(np.int64) for layer in layers
+        )
+        expert_bytes, bytes_per_s = model.expert_weights * ELEMENT_BYTES, self.link.bytes_per_s
+        known = CostGroup(
+            layers=layers,
+            prices=Prices(
+                row_s=(1 + BACKWARD) * self.old.expert_s / shape.top_k,
+                row_bytes=shape.width * ELEMENT_BYTES,
+                copy_s=expert_bytes / bytes_per_s,
+                inter_bytes_per_s=bytes_per_s,
+                intra_bytes_per_s=bytes_per_s,
+            ),
+            expert_bytes=expert_bytes,
+        )
+        attention_s = self.new.attention_s * num_rows / shape.top_k
+        job = replace(
+            job,
+            rows=rows,
+            cost_groups=(known,),
+            window_s=(attention_s,) * len(layers),
+            free_bytes=shape.experts * len(layers) * expert_bytes,
+        )
+        plans = strategy.plan(job)
+        loads, copied = [], []
+        for plan, rows_CE in zip(plans, rows):
+            share = plan.destination_of(rows_CE).share.of_rows(rows_CE)
+            computed_N = share.computed_C(rows_CE)[self.attention_ranks :]
+            loads.append(tuple((computed_N / computed_N.mean()).tolist()))
+            replicas_EC = plan.target.holds_EC & ~plan.owner.holds_EC
+            copied.append(int(replicas_EC.sum(axis=0).max()))
+        return Placed(tuple(loads), tuple(copied))
 
     def moved(self, num_stripes: int) -> tuple[int, ...]:
         """Experts of each layer that Algorithm 1 moves from each expert rank."""
@@ -208,6 +311,9 @@ class Simulator:
 # Contenders.
 
 
+MEASURED = 6  # steps, after which it is known what rows and replicas cost
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to train."""
@@ -218,7 +324,8 @@ class Way:
 
 
 def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
-    """`ep`, DistEP, and zebra in its variants."""
+    """`ep`, DistEP, and zebra in its variants: experts move where loads are equal, and get replicas
+    where not."""
     sizes = {
         "attention_size": simulator.attention_ranks,
         "expert_size": simulator.expert_ranks,
@@ -231,12 +338,18 @@ def ways(stripes: Sequence[int], simulator: Simulator) -> Iterator[Way]:
     yield zebra("DistEP", simulator.dist_ep_s(), num_micro_batches=1)
     for number in stripes:
         name = f"zebra, R = {number}"
-        yield zebra(name, simulator.zebra_s(number), num_micro_batches=number)
+        stripes_of = {"num_micro_batches": number}
+        yield zebra(name, simulator.zebra_s(number), **stripes_of)
         moved = simulator.moved(number)
-        if any(moved):
+        if simulator.shape.zipf:
+            way = zebra(
+                f"{name}, over fssdp", simulator.zebra_s(number, balance=OVER), **stripes_of
+            )
+            yield replace(way, block={**way.block, **OVER})
+        elif any(moved):
             name = f"{name}, moved {' '.join(map(str, moved))}"
             predicted_s = simulator.zebra_s(number, moved)
-            yield zebra(name, predicted_s, num_micro_batches=number, moved=list(moved))
+            yield zebra(name, predicted_s, **stripes_of, moved=list(moved))
 
 
 class Contender:
@@ -336,14 +449,14 @@ def check_agree(first: Result, other: Result) -> None:
             )
 
 
-COLUMNS = ("contender", "ms a step", "stated", "`ep` / it", "stated", "DistEP / it", "stated")
-
-
 def markdown(results: Sequence[Result]) -> Iterator[str]:
-    """Seconds of `ep` and DistEP, which come first, over each one's, paired by round: median,
-    range. Beside them what the simulator says, and by how much that is off."""
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "|---" * len(COLUMNS) + "|"
+    """Seconds of `ep`, DistEP and zebra, which come first, over each one's, paired by round:
+    median, range. Beside them what the simulator says, and by how much that is off."""
+    columns = ["contender", "ms a step", "stated"]
+    for rival in results[:3]:
+        columns += [f"{rival.name} / it", "stated"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for each in results:
         found_s = statistics.median(each.seconds)
         cells = [
@@ -351,7 +464,7 @@ def markdown(results: Sequence[Result]) -> Iterator[str]:
             f"{1e3 * found_s:.0f}",
             f"{1e3 * each.predicted_s:.0f} ({each.predicted_s / found_s - 1:+.1%})",
         ]
-        for rival in results[:2]:
+        for rival in results[:3]:
             ratios = [theirs / ours for theirs, ours in zip(rival.seconds, each.seconds)]
             found, stated = statistics.median(ratios), rival.predicted_s / each.predicted_s
             cells += [
@@ -369,6 +482,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--expert_us", type=float, default=80.0, help="likewise, all experts of the token")
     add("--stripes", type=int, nargs="+", default=[4], help="R")
     add("--layers", type=int, default=4)
+    add("--zipf", type=float, default=0.0, help="exponent of the loads of experts")
     add("--rounds", type=int, default=9)
     add("--warm_ups", type=int, default=2, help="rounds that are not counted")
     add("--json", type=Path, help="write the figures here")
@@ -383,7 +497,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
-    shape = Shape(layers=given.layers)
+    shape = Shape(layers=given.layers, zipf=given.zipf)
     link = measured_link(shape)
     attention_s, expert_s = given.attention_us / 1e6, given.expert_us / 1e6
     new = RankClass(attention_s=attention_s, expert_s=expert_s)
@@ -397,7 +511,8 @@ def main() -> None:
         f"{1e3 * link.latency_s:.2f} ms"
     )
     contenders = [Contender(way, pace, shape) for way in ways(given.stripes, simulator)]
-    results = compare(contenders, given.rounds, given.warm_ups)
+    num_warm_ups = given.warm_ups + (MEASURED if given.zipf else 0)
+    results = compare(contenders, given.rounds, num_warm_ups)
     console.print("\n".join(markdown(results)))
     console.print(f"load at the end {os.getloadavg()[0]:.2f}")
     if given.json is not None and rank == 0:

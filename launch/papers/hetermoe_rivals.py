@@ -117,11 +117,16 @@ def ep_ideal_tokens_per_s(
 
 
 def price_dist_ep(
-    ranks: TwoClasses, *, attention_ranks: int, expert_ranks: int, num_samples: int
+    ranks: TwoClasses,
+    *,
+    attention_ranks: int,
+    expert_ranks: int,
+    num_samples: int,
+    loads_LN: Sequence[Sequence[float]] | None = None,
 ) -> StepPrice:
     """DistEP: the two sides take turns, one stripe, no expert moved."""
     shape = ZebraShape(attention_ranks=attention_ranks, expert_ranks=expert_ranks, num_stripes=1)
-    return price_step(ranks, shape, num_samples, overlaps=False)
+    return price_step(ranks, shape, num_samples, loads_LN=loads_LN, overlaps=False)
 
 
 def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: int) -> float:

@@ -79,7 +79,7 @@ def _skew(chunk: nn.Module, skew: tuple[float, ...]) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for name, layer in chunk.named_modules():
-        if isinstance(layer, MoELayer):
+        if isinstance(layer, MoELayer) and layer.router.weight is not None:  # has attention
             block = chunk.get_submodule(name.rpartition(".")[0])
             norm, weight = block.get_submodule("pre_mlp_layernorm"), layer.router.weight
             shift = torch.tensor(skew, dtype=weight.dtype) / weight.shape[1]

@@ -694,6 +694,15 @@ def zebra_rows() -> Iterator[Row]:
         )
         name = f"two roles with replicas, {attention}+{experts}, {family}, {', '.join(keys)}"
         yield Row(name, attention + experts, job, close_of(family), shows=(replicas,))
+    for attention, experts, moved, balance, keys in (
+        (1, 2, None, "fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}),
+        (2, 2, [1, 0], "prophet", EAGER),
+        (2, 2, None, "fssdp", {"share": "paper", "calibrate": True, "replica_bytes": 10**6}),
+    ):
+        job = shared(attention + experts, aux_coefficient=0.0, steps=8, evaluate=True)
+        job = over(zebra(job, attention, experts, moved=moved), balance, **keys)
+        name = f"zebra {attention}+{experts} over {balance}, {', '.join(keys)}"
+        yield Row(name, attention + experts, job, shows=(replicas,))
     job = Job("mixtral", 1, clip=0.5, dtype="bfloat16", num_experts=4)
     own = (("attention_size", 1), ("expert_size", 1), ("on_attention", True), ("revises", True))
     job = replace(job, strategy="tests.strategies_for_tests:TwoRoles", keys=own)
@@ -826,6 +835,7 @@ QUICK = {
     "zebra toy, experts alone",
     "zebra mixtral with capacity",
     "zebra evaluates",
+    "zebra 2+2 over prophet, planner, split",
 }
 """Of the rows that have more than the table; the others are slow."""
 

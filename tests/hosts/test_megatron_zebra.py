@@ -24,6 +24,7 @@ from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.hosts.megatron.active_settings import part
 from tests.hosts import megatron_jobs
+from tests.hosts.copied_runs import num_copied
 from tests.hosts.megatron_jobs import Trained, Training, _forward, megatron, merged, train
 from tests.hosts.megatron_skewed import train_skewed
 from tests.hosts.megatron_toy import VOCABULARY, MegatronRun
@@ -250,6 +251,29 @@ def test_replicas_on_either_role() -> None:
     own = {"strategy": "tests.strategies_for_tests:TwoRoles", "options": options}
     settings = {**block(1, 2), **own}
     _assert_as_stock(3, 1, RUN, {key: settings[key] for key in settings if key != "zebra"})
+
+
+@pytest.mark.parametrize(
+    ("balance", "keys"),
+    [
+        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}),
+        slow("prophet", {"planner": "shadow"}),
+    ],
+)
+def test_replicas_of_busy_experts(balance: str, keys: dict[str, Any]) -> None:
+    """Until costs have been measured, and some steps more."""
+    run, skew = replace(RUN, steps=8), (3.0, 2.0, *[0.0] * (RUN.num_experts - 2))
+    settings = {**block(1, 2), "balance": balance, balance: keys}
+    found = pool_of(3).run(train_skewed, run, settings, skew)
+    expected = pool_of(1).run(train_skewed, run, None, skew)
+    assert any(num_copied(found[0].steps))
+    for rank in found:
+        torch.testing.assert_close(
+            rank.trained.losses, expected[0].trained.losses, rtol=1e-12, atol=0
+        )
+        torch.testing.assert_close(
+            rank.trained.norms, expected[0].trained.norms, rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.slow

@@ -223,7 +223,18 @@ def test_what_does_not_go_with_roles(
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"expert_parallel_size": 1}, "expert_parallel_size is 1, .* leave it out"),
     ({"expert_sharding_size": 2}, "expert_sharding_size is 2, .* leave it out"),
-    ({"balance": "fssdp"}, "balance is 'fssdp', .* leave balance out"),
+    ({"balance": "fssdp"}, "expert_size is 1, .* balance 'fssdp'; leave balance out"),
+    ({"balance": "auto"}, "balance is 'auto', .* known: ep, fssdp, prophet$"),
+    (
+        {"balance": "tests.strategies_for_tests:Copied"},
+        "balance is Copied, .* roles of its own and make it the strategy",
+    ),
+    ({"balance": "fssdp", "fssdp": {"rematerialize": True}}, "fssdp.rematerialize is true, .* out"),
+    (
+        {"balance": "fssdp", "fssdp": {"reshard_interval": 9}},
+        "fssdp.reshard_interval is 9, .* moved say where experts live; leave it out",
+    ),
+    ({"balance": "prophet", "prophet": {"share": "local"}}, 'prophet.share is .* set share to "pr'),
     ({"strategy": "esp", "balance": "zebra"}, "balance is 'zebra', .* known: ep, fssdp, prophet$"),
     ({"sequence_parallel": True}, "sequence_parallel is true, but no mpu .* leave"),
     ({"options": {"moved": None}}, "options has no effect .* go into the block ds_moe_ext.zebra"),

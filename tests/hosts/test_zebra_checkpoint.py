@@ -74,6 +74,20 @@ def test_in_float64_nothing_has_happened(source: Layout, goal: Layout, tmp_path:
 
 
 @pytest.mark.slow
+def test_a_run_with_replicas_resumes(tmp_path: Path) -> None:
+    """Saved while there are some; resumed with and without a balance."""
+    plain = zebra(Job("mixtral", 0, dtype="float64", clip=0.5, steps=9), 2, 2, num_micro_batches=1)
+    keys = (("overlap_degree", 2), ("replicas_per_rank", 2))
+    job = replace(plain, balance="fssdp", balance_keys=keys)
+    straight: Result = pool_of(4).run(train, job)[0]
+    pool_of(4).run(train, replace(job, steps=7, save_at=7, folder=str(tmp_path)))
+    rest = Result(straight.losses[7:], straight.norms[7:], straight.state)
+    for goal in (job, plain):
+        resumed = pool_of(4).run(train, replace(goal, folder=str(tmp_path), resume=True))[0]
+        check_equal(resumed, rest, job)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_in_float32_nothing_has_happened(stage: int, tmp_path: Path) -> None:
     """Saved on two ranks, resumed on four: four roundings of a sum in place of two."""

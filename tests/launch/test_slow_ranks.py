@@ -31,6 +31,17 @@ def simulator(attention: float, expert: float, *, slower: float = 1.0, link: Lin
 # What the simulator says.
 
 
+def test_replicas_make_uneven_loads_even():
+    even = replace(simulator(1.0, 1.0), shape=replace(SHAPE, length=64))
+    uneven = replace(even, shape=replace(even.shape, zipf=1.2))
+    alone, copied = uneven.placed(slow_ranks.NO_BALANCE), uneven.placed(slow_ranks.OVER)
+    assert even.placed(slow_ranks.NO_BALANCE).loads_LN == ((1.0, 1.0),) * 4
+    assert min(map(max, alone.loads_LN)) > 1.2 and not any(alone.copied_L)
+    assert max(map(max, copied.loads_LN)) < 1.02 and all(copied.copied_L)
+    assert uneven.zebra_s(4, balance=slow_ranks.OVER) < uneven.zebra_s(4) < uneven.dist_ep_s()
+    assert uneven.zebra_s(4, balance=slow_ranks.OVER) == pytest.approx(even.zebra_s(4), rel=0.02)
+
+
 # Contenders.
 
 

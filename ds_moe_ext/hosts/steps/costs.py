@@ -64,6 +64,7 @@ NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
 # times longer that a row takes in some EP ranks, or on some cards, where they are unlike
 UNLIKE = 1.3
 PARTS = (4, 2, 1)  # of a peer's rows, that a quick look sends
+ANY_BYTES = 1 << 62  # free memory of a rank that gets no replicas
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
 
@@ -207,15 +208,18 @@ class Costs:
         }
         each = [bytes_of(self._replicas_of(cost_groups[layer]).like) for layer in range(len(plans))]
         copied_C = copied_bytes_C(plans, each, accumulates=self.accumulates)
-        spare += int(copied_C[self._layout.index("ep")])
+        ep_rank = self._layout.index("ep")
+        spare += int(copied_C[ep_rank])
         self.memory.begin(spare)
-        return int(SHARE_OF_FREE * -self._most(-spare))
+        may_copy = any(plan.may_copy_to(ep_rank) for plan in plans)
+        return int(SHARE_OF_FREE * -self._most(-spare if may_copy else -ANY_BYTES))
 
     def _bytes_at_owner(self, cost_group: CostGroup) -> int:
         """Of a rank with as many experts as the mean, and one of each layer at least: where experts
         are few there is room for a replica all the same."""
         owners = [self.layers[layer].routed.layer_context.plan.owner for layer in cost_group.layers]
-        num_experts = sum(owner.num_experts for owner in owners) // owners[0].num_ep_ranks
+        with_experts = np.any([owner.holds_EC.any(axis=0) for owner in owners], axis=0)
+        num_experts = sum(owner.num_experts for owner in owners) // np.count_nonzero(with_experts)
         return max(num_experts, len(owners)) * bytes_of(self._replicas_of(cost_group).like)
 
     @property
@@ -443,13 +447,18 @@ class Seen:
         def times(op: Op, *, is_adjoint: bool) -> list[float]:
             return [s for task, s in seen if _is(task, op) and bool(task.adjoint_of) == is_adjoint]
 
+        def num_passes(*, is_adjoint: bool) -> int:
+            """Of all stripes together: replicas travel once for them."""
+            first = [t for t, _ in seen if _is(t, ATTENTION) and t.chunk_range.start == 0]
+            return sum(bool(task.adjoint_of) == is_adjoint for task in first)
+
         ahead, behind = (times(ATTENTION, is_adjoint=back) for back in (False, True))
         received_C = ep_rank_rows(plan.owner, plan.target, rows.routed_CE).received_C
         return cls(
             window_s=sum(ahead),
-            num_windows=len(ahead),
+            num_windows=num_passes(is_adjoint=False),
             back_window_s=sum(behind),
-            num_back_windows=len(behind),
+            num_back_windows=num_passes(is_adjoint=True),
             expert_s=sum(s for task, s in seen if _is(task, EXPERT, OFFLOADED)),
             rows=int(rows.computed_C[layout.index("ep")]),
             dispatch_s=sum(times(DISPATCH, is_adjoint=False)),

@@ -450,8 +450,12 @@ class Stack:
             list(self.roles.attention_ep_ranks),
         )
         revised = [plan.revise for plan in plans]
-        # The rows of a stripe may ask for replicas anywhere.
-        offloaded = [plan.revise or plan.target.holds_EC[:, ep_ranks].any() for plan in plans]
+        # The rows of a stripe may ask for replicas.
+        offloaded = [
+            plan.target.holds_EC[:, ep_ranks].any()
+            or (plan.revise and any(map(plan.may_copy_to, ep_ranks)))
+            for plan in plans
+        ]
         copied = [plan.has_replicas for plan in plans]
         kinds = (offloaded, copied, revised)
         return _Numbers(*(frozenset(n for n, has in enumerate(kind) if has) for kind in kinds))
