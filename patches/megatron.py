@@ -119,7 +119,7 @@ def _load(
 
 
 def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from ds_moe_ext.hosts.megatron import engine, roles
+    from ds_moe_ext.hosts.megatron import engine, striped_steps
 
     stock = original(*args, **kwargs)
 
@@ -127,7 +127,7 @@ def _get_forward_backward_func(original: Any, *args: Any, **kwargs: Any) -> Any:
     def counted(*, num_microbatches: int, **given: Any) -> Any:
         is_evaluation = bool(given.get("forward_only"))
         engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
-        run = roles.steps_of(given["model"]) or stock
+        run = striped_steps.steps_of(given["model"]) or stock
         try:
             with WATCH.host_pass("a step's passes"):
                 stored = run(num_microbatches=num_microbatches, **given)

@@ -7,14 +7,14 @@ import pytest
 from size import sizes
 
 ARE_AT = {
-    "product: lines": 63_300,
+    "product: lines": 64_900,
     "product: files": 201,
-    "launch: lines": 11_150,
+    "launch: lines": 11_250,
     "launch: files": 38,
     "launch: benches": 16,
     "launch/papers: lines": 3_960,
     "launch/papers: files": 18,
-    "tests: lines": 66_700,
+    "tests: lines": 67_900,
     "tests/test_house.py: lines": 200,
 }
 """Where one has shrunk, lower it here. ``launch/size.py`` has the ceilings that are wanted."""
