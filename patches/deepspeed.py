@@ -277,6 +277,15 @@ PATCHES = tuple(
             "ranks that wait for one that has failed are notified",
             _telling("eval_batch"),
         ),
+        *(
+            (
+                f"of-both-roles-{name}",
+                f"{PIPELINE}.{name}",
+                "losses are of the batches of all ranks, gradients are averaged over one role",
+                _within(rank_groups.whole_stage),
+            )
+            for name in ("_aggregate_total_loss", "_reduce_outputs")
+        ),
         (
             "record-step",
             f"{ENGINE}._take_model_step",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.hosts import jobs
 from tests.hosts.jobs import LENGTH, VOCABULARY, Job
@@ -31,6 +32,7 @@ class Pipeline:
     job: Job
     num_stages: int = 2
     checkpoint_interval: int = 0
+    is_reentrant: bool = True  # by DeepSpeed's own function
     is_tied: bool = True
     carries_aux: bool = False
     evaluates: bool = False
@@ -144,6 +146,7 @@ def loss_of(coefficient: float, made: Any, labels_BT: Tensor) -> Tensor:
 
 def model_of(pipeline: Pipeline) -> Any:
     """Collective. The same weights however many stages there are."""
+    import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     job = pipeline.job
@@ -162,6 +165,9 @@ def model_of(pipeline: Pipeline) -> Any:
         seed_fn=torch.manual_seed,
         partition_method=f"type:{block.__name__}",
         activation_checkpoint_interval=pipeline.checkpoint_interval,
+        activation_checkpoint_func=deepspeed.checkpointing.checkpoint
+        if pipeline.is_reentrant
+        else partial(checkpoint, use_reentrant=False),
         checkpointable_layers=[block.__name__],
     )
 

@@ -15,6 +15,7 @@ from tests.hosts import pipelines
 from tests.hosts.copied_runs import fssdp, varied, worst
 from tests.hosts.jobs import Job
 from tests.hosts.pipelines import Pipeline, Result
+from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -50,7 +51,7 @@ class Row:
 
 
 ESP = replace(GPT, strategy="esp", keys=(("slice_gradients", False),))
-QUICK = {"varied"}
+QUICK = {"varied", "zebra"}
 ROWS = {
     "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), replicas=True),
     "ep": Row(Pipeline(GPT, evaluates=True)),
@@ -66,6 +67,32 @@ ROWS = {
     "grids": Row(Pipeline(varied(replace(GPT, ep_ranks=1), **RANDOM))),
     "one stage": Row(Pipeline(varied(GPT, **RANDOM), num_stages=1), ranks=2, replicas=True),
     "four stages": Row(Pipeline(GPT, num_stages=4)),
+    "zebra": Row(Pipeline(zebra(GPT), evaluates=True)),
+    "zebra, moved": Row(Pipeline(zebra(GPT, moved=[1, 0, 2, 3]))),
+    "zebra, 2 + 1, moved": Row(
+        Pipeline(zebra(replace(GPT, micro_batches=6), 2, 1, moved=[0, 2, 0, 4])), ranks=6
+    ),
+    "zebra, checkpointed": Row(
+        Pipeline(zebra(GPT), checkpoint_interval=1, is_reentrant=False), error=1e-12
+    ),
+    "zebra, recomputes": Row(Pipeline(zebra(GPT, recompute_experts=True))),
+    "zebra, experts first": Row(Pipeline(zebra(GPT, attention_ep_ranks=[1]))),
+    "zebra, mixtral": Row(Pipeline(zebra(MIXTRAL), is_tied=False)),
+    "zebra, balance losses": Row(Pipeline(zebra(GPT), carries_aux=True, evaluates=True)),
+    "zebra, four stages": Row(Pipeline(zebra(GPT), num_stages=4), ranks=8),
+    "zebra, two groups": Row(Pipeline(zebra(GPT)), ranks=8),
+    "zebra, 2 + 1": Row(Pipeline(zebra(replace(GPT, micro_batches=6), 2, 1)), ranks=6),
+    "zebra, 1 + 2, 4 stripes": Row(
+        Pipeline(zebra(replace(GPT, micro_batches=6), 1, 2, num_micro_batches=4)), ranks=6
+    ),
+    "zebra, one stage": Row(Pipeline(zebra(GPT), num_stages=1), ranks=2),
+    "zebra, zero 1": Row(Pipeline(zebra(ZERO_1)), error=1e-5),
+    "zebra, zero 0, clipped": Row(Pipeline(zebra(replace(ZERO_1, stage=0, clip=0.5))), error=1e-5),
+    "zebra, zero 1, clipped": Row(Pipeline(zebra(replace(ZERO_1, clip=0.5))), error=1e-5),
+    "zebra, bf16": Row(Pipeline(zebra(replace(ZERO_1, dtype="bfloat16"))), error=5e-2),
+    "zebra, bf16, zero 0": Row(
+        Pipeline(zebra(replace(ZERO_1, dtype="bfloat16", stage=0))), error=5e-2
+    ),
     "zero 1": Row(Pipeline(ZERO_1), error=1e-5),
     "zero 0, clipped": Row(Pipeline(replace(ZERO_1, stage=0, clip=0.5)), error=1e-5),
     "zero 1, clipped": Row(Pipeline(replace(ZERO_1, clip=0.5)), error=1e-5),
@@ -92,8 +119,15 @@ SAVED = replace(
 )
 BY_EP = {"strategy": "ep", "keys": ()}
 OF_MIXTRAL = replace(SAVED, family=MIXTRAL.family, **BY_EP)
+OF_ZEBRA = zebra(SAVED)
 ANOTHER = {
     "the same": (4, Pipeline(SAVED)),
+    "by zebra": (4, Pipeline(zebra(SAVED))),
+    "by zebra, one stage": (2, Pipeline(zebra(SAVED), num_stages=1)),
+    "zebra by zebra": (4, Pipeline(OF_ZEBRA)),
+    "zebra by zebra, experts first": (4, Pipeline(zebra(SAVED, attention_ep_ranks=[1]))),
+    "zebra by zebra, four stages": (8, Pipeline(OF_ZEBRA, num_stages=4)),
+    "zebra by ep": (4, Pipeline(replace(SAVED, **BY_EP))),
     "by ep": (4, Pipeline(replace(SAVED, **BY_EP))),
     "four stages": (4, Pipeline(SAVED, num_stages=4)),
     "one stage": (2, Pipeline(SAVED, num_stages=1)),
@@ -110,6 +144,7 @@ ANOTHER = {
 def test_goes_on(name: str, tmp_path: Path) -> None:
     ranks, pipeline = ANOTHER[name]
     source = OF_MIXTRAL if pipeline.job.family == MIXTRAL.family else SAVED
+    source = OF_ZEBRA if name.startswith("zebra") else source
     whole = run(4, Pipeline(source))
     folder = str(tmp_path)
     run(4, Pipeline(replace(source, steps=2, save_at=2, folder=folder)))

@@ -398,12 +398,15 @@ def test_every_weight_counts_once(attention: int, experts: int, num_groups: int)
     rank's experts are multiplied by is what DeepSpeed divides by, over the ranks with a loss."""
     from ds_moe_ext.hosts.deepspeed.rank_groups import RoleUnit, experts_factor
 
-    roles, none = Roles.first(attention, experts), mock.Mock()
+    roles = Roles.first(attention, experts)
     world_size = roles.size * num_groups
-    units = [
-        RoleUnit(roles, rank, world_size, none, roles.ranks_like(rank, world_size), none)
-        for rank in range(world_size)
-    ]
+
+    def unit_of(rank: int) -> RoleUnit:
+        ranks, group = roles.ranks_like(rank, world_size), mock.Mock()
+        group.rank.return_value = ranks.index(rank)
+        return RoleUnit(roles, rank, world_size, group, ranks, alike=mock.Mock())
+
+    units = [unit_of(rank) for rank in range(world_size)]
     dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     expert.allreduce = False  # type: ignore[attr-defined]
     with_dense = [unit for unit in units if roles.is_attention(unit.rank)]

@@ -35,7 +35,7 @@ from ds_moe_ext.hosts.attachment import replacement
 from ds_moe_ext.hosts.attachment.experts import HostedExperts
 from ds_moe_ext.hosts.attachment.grid import grid_of
 from ds_moe_ext.hosts.attachment.host_layer import Adopted, Found, Hosted
-from ds_moe_ext.hosts.attachment.modules import named_modules
+from ds_moe_ext.hosts.attachment.modules import during, named_modules
 from ds_moe_ext.hosts.attachment.notices import SLICES, settle
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import cluster_of, start_of
@@ -52,7 +52,14 @@ from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import MONITORED, Run, run_of
 from ds_moe_ext.hosts.zebra.profile import Training, profiled
 from ds_moe_ext.hosts.zebra.rehearsal import Scene
-from ds_moe_ext.hosts.zebra.stripe_model import Gradients, Pausing, Role, stripe
+from ds_moe_ext.hosts.zebra.stage_model import StripedStage, of_its_stage
+from ds_moe_ext.hosts.zebra.stripe_model import (
+    Gradients,
+    Pausing,
+    Role,
+    StripedModel,
+    stripe,
+)
 from ds_moe_ext.hosts.zebra.stripe_pass import Here
 from ds_moe_ext.moe.gate import TokenParts
 from ds_moe_ext.moe.replica_memory import Accumulation
@@ -119,6 +126,8 @@ class DeepSpeedHost:
             strategy = settle(SLICES, strategy, UNSLICED, engine, log)
         if stages is None or len(stages.ranks) == 1:
             return settings, strategy
+        num_layers = len(replacement.found_in(self._model, FINDERS, settings))
+        strategy = of_its_stage(strategy, num_layers, stages.grid.get_pipe_parallel_group())
         return of_stage(settings, stages.own), strategy
 
     def find(self, settings: Settings) -> list[Found]:
@@ -146,15 +155,16 @@ class DeepSpeedHost:
         replacement.warn_of_what_stays(self._model, blueprint)
         training = training_of(self.carrier, self.device)
         blueprint = profiled(blueprint, self._model, FINDERS, training)
-        if self._stages is not None:
-            groups.mpu = self.carrier.mpu  # by which groups lie within stages
-        groups._create_expert_and_data_parallel(blueprint.grid.size)
+        mpu = groups.mpu if self._stages is None else self.carrier.mpu
+        with during(groups, mpu=mpu):  # by which they lie within stages
+            groups._create_expert_and_data_parallel(blueprint.grid.size)
         _check_groups(blueprint.grid)
         blueprint = replace(blueprint, made=self._made(blueprint))
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
         if not self._given.is_sharded:  # which gave all ranks the first one's weights
-            stage = None if self._stages is None else self._stages.group
+            stages = self._stages
+            stage = None if stages is None else stages.grid.get_data_parallel_group()
             replacement.take_first_ranks_experts(self._model, blueprint, self.device, stage)
         rank_groups.make_groups(self.carrier)
         TensorParallel.of(self.carrier.mpu).check()
@@ -218,10 +228,18 @@ class DeepSpeedHost:
             return float(getattr(getattr(alive, "optimizer", None), "loss_scale", 1.0))
 
         role_gradients = Gradients(self.device, factor, scale)
-        size = self.carrier.mpu.batch_size
-        role = stripe(self._model, blueprint, layers, role_gradients, self._here, batch_size=size)
+        role = stripe(
+            self._model,
+            blueprint,
+            layers,
+            role_gradients,
+            self._here,
+            striped=StripedModel if self._stages is None else StripedStage,
+            batch_size=self.carrier.mpu.batch_size,
+        )
         if not roles.is_attention(dist.get_rank()):
             self._model.ds_autotp_parsed = True  # type: ignore[assignment]  # nothing to divide
+            rank_groups.leave_tied(self._model)
         # ZeRO's optimizers cannot bear to have nothing to train.
         learns = any(p.requires_grad for p in self._model.parameters())
         gathered, stage = gather_objects(str(learns), None), self.carrier.zero_optimization_stage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
@@ -101,7 +102,7 @@ class Stages:
 
     ranks: tuple[tuple[int, ...], ...]  # of each stage, in their order
     own: int  # number of this rank's stage
-    group: dist.ProcessGroup  # the ranks of this one
+    grid: PipelineParallelGrid  # DeepSpeed's, which knows of no roles
 
     @classmethod
     def of(cls, model: nn.Module) -> Stages | None:
@@ -109,8 +110,7 @@ class Stages:
         if not isinstance(model, PipelineModule):
             return None
         ranks = tuple(tuple(each) for each in model.topology().get_axis_comm_lists("data"))
-        mpu = model.mpu()
-        return cls(ranks, mpu.get_pipe_parallel_rank(), mpu.get_data_parallel_group())
+        return cls(ranks, model._grid.get_pipe_parallel_rank(), model._grid)
 
     @property
     def size(self) -> int:
@@ -211,26 +211,30 @@ class RoleUnit:
 
     @classmethod
     def build(
-        cls, roles: Roles, tensor_size: int = 1, sequences: dist.ProcessGroup | None = None
+        cls,
+        roles: Roles,
+        tensor_size: int = 1,
+        sequences: dist.ProcessGroup | None = None,
+        stages: Stages | None = None,
     ) -> RoleUnit:
         """Make the communicators; groups of so many neighbours, or of those that share sequences,
         have one role. Collective."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world = dist.get_rank(), range(dist.get_world_size())
+        parts = (tuple(world),) if stages is None else stages.ranks
+        own = next(ranks for ranks in parts if rank in ranks)
         firsts = (roles.attention_ep_ranks[0], roles.expert_ep_ranks[0])
-        of_roles = [roles.ranks_like(first, world_size) for first in firsts]
+        of_roles = [
+            [ranks[place] for place in roles.ranks_like(first, len(ranks))]
+            for ranks in parts
+            for first in firsts
+        ]
         reducing = [ranks[place::tensor_size] for ranks in of_roles for place in range(tensor_size)]
-        return cls(
-            roles,
-            rank,
-            world_size,
-            group=group_among(reducing),
-            group_ranks=next(ranks for ranks in reducing if rank in ranks),
-            alike=group_among(
-                [[*range(n, n + tensor_size)] for n in range(0, world_size, tensor_size)]
-            ),
-            tensor_size=tensor_size,
-            sequences=sequences,
-        )
+        group, group_ranks = group_among(reducing), next(r for r in reducing if rank in r)
+        alike = group_among([[*world[n : n + tensor_size]] for n in world[::tensor_size]])
+        given = (roles, own.index(rank), len(own), group, group_ranks, alike, tensor_size)
+        if stages is None:
+            return cls(*given, sequences)
+        return StageUnit(*given, sequences, grid=stages.grid)
 
     @property
     def sequence_size(self) -> int:
@@ -266,7 +270,7 @@ class RoleUnit:
         return self.rank % self.tensor_size
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        return self.rank - self.get_model_parallel_rank()
+        return self.rank - self.get_tensor_model_parallel_rank()
 
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
@@ -299,11 +303,14 @@ class RoleUnit:
         ZP group for experts."""
         if is_moe_param(parameter):
             return self.rank < self.roles.size
-        return self.rank == self.group_ranks[0] and self.counts(parameter)
+        return self.group.rank() == 0 and self.counts(parameter)
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether no other tensor parallel rank counts this weight in norms."""
-        return self.get_model_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+        """Whether no other rank counts this weight in norms: a tensor parallel one, or one of a
+        stage that shares it."""
+        if getattr(parameter, PIPE_REPLICATED, False):
+            return False
+        return self.get_tensor_model_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all weights of both roles, each counted once; float64 scalar,
@@ -313,6 +320,40 @@ class RoleUnit:
             for parameter in parameters
             if parameter.grad is not None and self.stands_for(parameter)
         )
+
+
+@dataclass(frozen=True, eq=False)
+class StageUnit(RoleUnit):
+    """On a stage of a pipeline, whose ranks are the world of its roles. Ranks at one place of all
+    stages have one role; so DeepSpeed's grid has the groups between stages."""
+
+    grid: PipelineParallelGrid = field(kw_only=True)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.grid.get_model_parallel_group()
+        return group
+
+    def get_model_parallel_world_size(self) -> int:
+        return int(self.grid.get_model_parallel_world_size())
+
+    def get_model_parallel_rank(self) -> int:
+        return int(self.grid.get_model_parallel_rank())
+
+    def __getattr__(self, name: str) -> Any:
+        """What DeepSpeed asks about pipelines."""
+        return getattr(self.grid, name)
+
+
+def leave_tied(model: Any) -> None:
+    """Let a rank whose dense weights have left share none with other stages."""
+    if isinstance(model, PipelineModule):
+        model.tied_comms = {}
+
+
+def whole_stage(engine: Any) -> Any:
+    """Let an engine ask its grid about ranks: each has losses of a batch of its own, whatever its
+    role."""
+    return during(engine, mpu=engine.grid) if has_roles(engine) else nullcontext()
 
 
 def experts_factor(roles: Roles, rank: int) -> float:
@@ -448,8 +489,8 @@ def _join_bf16(optimizer: Any, unit: RoleUnit) -> None:
             for parameter, gradient in zip(group, gradients)
             if unit.stands_for(parameter)
         )
-        # DeepSpeed takes the norm of what tensor parallel ranks have together.
-        return [norm.float().reshape(1) / unit.tensor_size**0.5], {}
+        # DeepSpeed takes the norm of what model parallel ranks have together.
+        return [norm.float().reshape(1) / unit.get_model_parallel_world_size() ** 0.5], {}
 
     optimizer.get_grads_for_norm = get_grads_for_norm
 

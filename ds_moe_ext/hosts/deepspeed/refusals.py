@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
@@ -207,6 +208,27 @@ def _scattered_stages(given: Given) -> list[list[int]]:
     stages: list[list[int]] = given.model.topology().get_axis_comm_lists("data")
     are_neighbours = all(ranks == [*range(ranks[0], ranks[0] + len(ranks))] for ranks in stages)
     return [] if are_neighbours else stages
+
+
+def _of_whole_models(given: Given) -> str:
+    """What is asked for of a ``PipelineModule`` that whole models alone have."""
+    if not given.is_pipeline:
+        return ""
+    is_measured = getattr(given.strategy, "profile", None) is not None
+    return given.autotp or (f"{BLOCK}.zebra.profile is set" if is_measured else "")
+
+
+def _checkpoints(given: Given) -> str:
+    """How a ``PipelineModule`` is asked for it."""
+    if not isinstance(given.model, PipelineModule):
+        return ""
+    key = "pipeline.activation_checkpoint_interval"
+    interval = given.at(key) or given.model.activation_checkpoint_interval
+    own = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)
+    is_deepspeeds = given.model.activation_checkpoint_func in own
+    if not interval or not (is_deepspeeds or given.at("pipeline.use_reentrant") is False):
+        return ""
+    return f"activation_checkpoint_interval is {interval}, by DeepSpeed's function"
 
 
 MESHED = (
@@ -469,12 +491,6 @@ WITH_ROLES = (
         "each role would create weights that only the other keeps; build it on the CPU",
     ),
     _row(
-        "a PipelineModule",
-        lambda given: given.is_pipeline,
-        "the model is a PipelineModule ({given.kind})",
-        "a rank of a role needs all layers, but a stage has some; pass a plain nn.Module",
-    ),
-    _row(
         "tensor or sequence parallel ranks of different roles",
         lambda given: given.mixed,
         "the model or its sequences are divided among {given.batch_size} neighbouring ranks each, "
@@ -488,6 +504,20 @@ WITH_ROLES = (
         f"{BLOCK}.zebra.profile is set, and {{given.batch_size}} ranks divide the model or its "
         "sequences",
         "it measures the model of one rank alone; set moved instead",
+    ),
+    _row(
+        f"{AUTOTP} above 1, or {BLOCK}.zebra.profile, with a PipelineModule",
+        _of_whole_models,
+        "{found}, and the model is a PipelineModule ({given.kind})",
+        "a stage is neither divided nor measured; leave it out, and set zebra.moved yourself",
+    ),
+    _row(
+        "DeepSpeed's activation checkpointing of a PipelineModule",
+        _checkpoints,
+        "{found}",
+        "it runs a part of a stage again as a whole, but its blocks go back one by one; build the "
+        "module with activation_checkpoint_func=functools.partial(torch.utils.checkpoint."
+        "checkpoint, use_reentrant=False) and leave pipeline.use_reentrant out",
     ),
     _row(
         "a model compiled in place (its own compile())",

@@ -82,6 +82,9 @@ def blueprint_of(
         if stages is not None:
             stages.check(_found(settings, model))
             size = stages.size
+            keys: Any = strategy
+            if strategy.roles is not None:
+                strategy = replace(keys, moved=None)  # numbers of all stages' layers
         blueprint = draw(settings, strategy, model, FINDERS, size, needs=needs_of(document))
     if shards_weights(document):
         zero_3.check_owners(blueprint)
@@ -204,7 +207,12 @@ def check_initialize(
         agree(asked)
         TensorParallel.of(mpu).check()
         sequences = mpu.get_sequence_parallel_group() if is_of_sequences(mpu) else None
-        given["mpu"] = RoleUnit.build(blueprint.strategy.roles, asked.tensor_size, sequences)
+        roles, stages = blueprint.strategy.roles, Stages.of(model)
+        unit = RoleUnit.build(roles, asked.tensor_size, sequences, stages)
+        if stages is None:
+            given["mpu"] = unit
+        else:
+            model.mpu = lambda: unit  # whom DeepSpeed asks for it
     return bound
 
 

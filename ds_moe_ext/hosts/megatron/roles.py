@@ -15,7 +15,6 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -61,6 +60,7 @@ from ds_moe_ext.hosts.megatron.striped_steps import ModelRecord, StripedSteps
 from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Run, Tracer
+from ds_moe_ext.hosts.zebra.stage_model import of_its_stage
 from ds_moe_ext.hosts.zebra.stripe_model import (
     BothSides,
     Pausing,
@@ -113,7 +113,8 @@ class RolesHost(MegatronHost):
         """All has been refused by the arguments."""
         own = self._own_grids
         layers = sum(isinstance(module, MoELayer) for module in self.model.modules())
-        strategy = of_its_stage(strategy, layers)
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        strategy = of_its_stage(strategy, layers, stages)
         return of_stage(settings, own.stage) if own.beside else settings, strategy
 
     def sharing(self, layer: Any) -> dist.ProcessGroup:
@@ -261,7 +262,8 @@ def keep_own(model: nn.Module, worlds: Worlds, strategy: Strategy) -> None:
     layers: list[Any] = [module for module in model.modules() if isinstance(module, MoELayer)]
     num_experts = [layer.config.num_moe_experts for layer in layers]
     alone = [CostGroup(layers=(layer,)) for layer in range(len(layers))]
-    strategy = of_its_stage(strategy, len(layers))
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    strategy = of_its_stage(strategy, len(layers), stages)
     owners = strategy.first_owners(num_experts, alone, worlds.roles.size)
     for layer, owner in zip(layers, owners):
         own = owner.experts_of(worlds.rank % worlds.roles.size).tolist()
@@ -269,25 +271,6 @@ def keep_own(model: nn.Module, worlds: Worlds, strategy: Strategy) -> None:
             leave_experts(layer, own)
     if not worlds.is_attention:
         _keep_experts(model, layers)
-
-
-def of_its_stage(strategy: Strategy, num_layers: int) -> Strategy:
-    """With the numbers of this pipeline stage's MoE layers, of which there are ``num_layers``.
-    Collective, over the ranks of a pipeline. Raises ValueError where they are not those of the
-    model."""
-    if not offloads(strategy):
-        return strategy
-    keys: Any = strategy
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    counts = gather_objects(num_layers, stages)
-    if len(keys.moved) != sum(counts):
-        raise ValueError(
-            f"{BLOCK}.zebra.moved has {len(keys.moved)} numbers, but there are {sum(counts)} MoE "
-            "layers; give one a layer"
-        )
-    first = sum(counts[: stages.rank()])
-    own: Strategy = replace(keys, moved=keys.moved[first : first + num_layers])
-    return own
 
 
 def _keep_experts(model: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -46,6 +46,7 @@ class Shared(NamedTuple):
     pieces: GroupStripes  # those of all attention ranks, by their order in the group
     calls: tuple[tuple[Call, ...], ...]  # of this rank, for each stripe; none of an expert rank
     traffic: Traffic  # what it took to bring the samples here
+    cut: tuple[str, ...] = ()  # names of the arguments whose first dim is of samples
 
 
 class BatchExchange:
@@ -100,7 +101,7 @@ class BatchExchange:
             tuple(own.call(piece, piece.weight(num_samples_C), here) for piece in stripe)
             for stripe in stripes.get(self.place, ((),) * len(pieces[0]))
         )
-        return Shared(num_samples_C, pieces, calls, traffic)
+        return Shared(num_samples_C, pieces, calls, traffic, tuple(names))
 
     def return_scalars(self, shared: Shared, outcomes: Sequence[Sequence[Outcome]]) -> Outcome:
         """Give every rank the scalars of its own batch, without a graph. Collective.

@@ -20,7 +20,14 @@ from torch import Tensor
 from ds_moe_ext.core.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.rows import one_of_each
-from ds_moe_ext.hosts.zebra.stripe_pass import AddGrad, Answer, Question, RandomState, Stripe
+from ds_moe_ext.hosts.zebra.stripe_pass import (
+    AddGrad,
+    Answer,
+    Question,
+    RandomState,
+    Seed,
+    Stripe,
+)
 from ds_moe_ext.moe.replica_memory import ReplicaMemory, Weights
 from ds_moe_ext.moe.replica_memory import whole as whole_grads
 from ds_moe_ext.moe.replicas import Replicas
@@ -102,7 +109,7 @@ class StripeHead(Uncut):
         return (tuple(stripe.seeds),), ()
 
     def backward(
-        self, chunk_range: ChunkRange, saved: Saved, seeds: Sequence[float | Tensor]
+        self, chunk_range: ChunkRange, saved: Saved, seeds: Sequence[Seed]
     ) -> tuple[Any, ...]:
         return None, self.stripes[chunk_range.start].turn_around(self.num_layers - 1, seeds)
 

@@ -76,6 +76,7 @@ def stripe(
     gradients: Gradients,
     here: Here,
     *,
+    striped: type[StripedModel],
     batch_size: int = 1,
 ) -> Role:
     """Make a model's forward a striped step. Collective.
@@ -86,6 +87,7 @@ def stripe(
         layers: in the order in which the model calls them.
         gradients: what the host does with them.
         here: where the layers, made to pause, find out whose model runs.
+        striped: what its forward becomes.
         batch_size: neighbouring ranks that share a batch, or its sequences.
     """
     strategy = blueprint.strategy
@@ -100,7 +102,7 @@ def stripe(
     layout = layers[0].routed.layer_context.layout
     batches = BatchExchange(
         layout.group("ep", tasks.A2E),
-        group_among(blueprint.grid.along("ep"), backend="gloo"),
+        group_among(layout.lists_along("ep"), backend="gloo"),
         place=layout.index("ep"),
         roles=roles,
         num_stripes=num_stripes,
@@ -108,7 +110,7 @@ def stripe(
         batch_size=batch_size,
     )
     forward = Compilable(model.forward)
-    striped = _StripedModel(model, forward, stack, batches, gradients, blueprint.settings.debug)
+    called = striped(model, forward, stack, batches, gradients, blueprint.settings.debug)
     left: tuple[nn.Parameter, ...] = ()
     blocks = blocks_of(model, layers)
     if stack.is_attention:
@@ -117,19 +119,20 @@ def stripe(
     else:
         left = keep_parameters(model, (p for layer in layers for p in layer.parameters))
 
-    step = eager(striped.__call__)
+    step = eager(called.__call__)
 
     @functools.wraps(model.forward)
     def whole_step(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
     model.forward = whole_step
-    model.compile = forward.compile  # type: ignore[method-assign]
+    if striped is StripedModel:  # a stage compiles its layers
+        model.compile = forward.compile  # type: ignore[method-assign]
     return Role(left, BothSides(batches.control, batches.place, roles))
 
 
 @dataclass(frozen=True, eq=False)
-class _StripedModel:
+class StripedModel:
     """What is called in the place of the model's forward. Collective over the ZP group."""
 
     model: nn.Module

@@ -113,12 +113,16 @@ class Here:
 AddGrad = Callable[[Tensor, Tensor], None]
 """Takes a parameter and a gradient of it."""
 
+Seed = float | Tensor | tuple[Tensor, ...]
+"""Gradient of a loss; of the outputs of a pipeline's stage, a tensor each."""
+
 
 class StripePass:
     """A pass of one piece.
 
     Args:
-        call: the user's model, on the piece; what it gives has a ``loss``.
+        call: the user's model, on the piece; what it gives has a ``loss``, or where there are
+            several outputs with gradients a tuple of them by that name.
         add_grad: takes gradients of parameters; None where backward does not come.
         threads: for its coroutine.
         here: where the model finds the stripe pass.
@@ -139,7 +143,7 @@ class StripePass:
         self._firsts: list[int] = []  # of the parts between blocks
         self._pending = Pending()
         self._grads: dict[int, Tensor] = {}  # of where the graph was cut, by the leaf's identity
-        self._loss: Tensor | None = None
+        self._ends: tuple[Tensor, ...] = ()  # where backward begins
         self.output: Any = None
 
     # What its caller does.
@@ -154,15 +158,17 @@ class StripePass:
         question: Question = turn_around.question
         return question
 
-    def turn_around(self, seed: float | Tensor) -> Tensor:
+    def turn_around(self, seed: Seed) -> Tensor:
         """Backward from the loss, whose gradient is ``seed``, to the outputs of the last layer's
         experts; their gradient, ``[N, D]`` in send order."""
-        loss, self._loss = self._loss, None
-        assert loss is not None
+        ends, self._ends = self._ends, ()
+        assert ends
         with self._here.backward_of(self):
-            grad = seed if isinstance(seed, Tensor) else torch.full_like(loss, seed)
-            root = (get_gradient_edge(loss), grad)
-            grad_ND = self._between(len(self._blocks), [root])
+            roots = [
+                (get_gradient_edge(end), x if isinstance(x, Tensor) else torch.full_like(end, x))
+                for end, x in zip(ends, seed if isinstance(seed, tuple) else (seed,), strict=True)
+            ]
+            grad_ND = self._between(len(self._blocks), roots)
         assert grad_ND is not None
         return grad_ND
 
@@ -231,7 +237,8 @@ class StripePass:
             self._firsts.append(next_number())
             self.output = self._call()
             if self._add_grad is not None:
-                self._loss = self.output.loss
+                loss = self.output.loss
+                self._ends = loss if isinstance(loss, tuple) else (loss,)
 
     # Backward.
 
@@ -326,8 +333,7 @@ class Stripe:
     """The pieces that run by turns, and travel together."""
 
     stripe_passes: Sequence[StripePass]  # one a piece
-    # gradient of the loss of each; where the loss is an output of a pipeline stage, a tensor
-    seeds: Sequence[float | Tensor]
+    seeds: Sequence[Seed]  # of each
     _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
     _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
 
@@ -356,7 +362,7 @@ class Stripe:
                     f"of all {layer}{IN_ORDER}"
                 )
 
-    def turn_around(self, layer: int, seeds: Sequence[float | Tensor]) -> Tensor:
+    def turn_around(self, layer: int, seeds: Sequence[Seed]) -> Tensor:
         """Backward from the losses to what the last layer's experts returned."""
         pairs = zip(self.stripe_passes, seeds)
         return self._joined(layer, [stripe_pass.turn_around(seed) for stripe_pass, seed in pairs])
