@@ -226,7 +226,11 @@ class Simulator:
         """The two sides in turn."""
         num_samples, placed = self.num_ranks * self.shape.samples, self.placed(NO_BALANCE)
         return price_dist_ep(
-            self.ranks, **self.sizes, num_samples=num_samples, loads_LN=placed.loads_LN
+            self.ranks,
+            **self.sizes,
+            num_samples=num_samples,
+            loads_LN=placed.loads_LN,
+            degrees=(1,),
         ).step_s
 
     def zebra_s(

@@ -62,29 +62,30 @@ class Way:
     """How a step is run where the paper does not say.
 
     Attributes:
-        samples: of a step, on each attention rank.
+        samples: of a step, for each rank of either class; zebra has them on attention ranks.
         degrees: numbers of chunks that EP may cut a layer into.
         repeats_exchange: EP exchanges again what it computes again.
     """
 
-    samples: int = 8
+    samples: int = 4
     degrees: tuple[int, ...] = (1,)
     repeats_exchange: bool = True
 
-    @property
-    def stripes(self) -> list[int]:
-        """Powers of two, up to the samples."""
-        return [2**power for power in range(self.samples.bit_length())]
+    def of_attention_rank(self, new_ranks: int, old_ranks: int) -> int:
+        """Its samples."""
+        return -(-self.samples * (new_ranks + old_ranks) // new_ranks)
 
     def zebra(
         self, ranks: TwoClasses, new_ranks: int, old_ranks: int, *, moves: bool = True
     ) -> PricedShape:
-        """With the best number of stripes."""
+        """With the best number of equal stripes."""
+        samples = self.of_attention_rank(new_ranks, old_ranks)
         shapes = [
             ZebraShape(attention_ranks=new_ranks, expert_ranks=old_ranks, num_stripes=stripes)
-            for stripes in self.stripes
+            for stripes in range(1, samples + 1)
+            if samples % stripes == 0
         ]
-        best = best_shape(price_shapes(ranks, shapes, self.samples, moves=moves))
+        best = best_shape(price_shapes(ranks, shapes, samples, moves=moves))
         assert best is not None, f"{ranks.model} does not fit {new_ranks} + {old_ranks} ranks"
         return best
 
@@ -130,7 +131,10 @@ def compare(name: str, cluster: Cluster, length: int, way: Way) -> Compared:
     rate = zebra.price.tokens_per_s
     group, tokens = way.group(new, old), zebra.price.num_tokens / (new + old)
     dist = price_dist_ep(
-        ranks, attention_ranks=new, expert_ranks=old, num_samples=way.samples * new
+        ranks,
+        attention_ranks=new,
+        expert_ranks=old,
+        num_samples=way.of_attention_rank(new, old) * new,
     )
     return Compared(
         model=name,
@@ -219,7 +223,7 @@ def over_pipelines(name: str, cluster: Cluster, length: int, way: Way) -> float:
     plan = best_pipelines(
         cluster.classes(model, weight_bytes=shared),
         Pipelines(num_pipelines=count, new_ranks=new // count, old_ranks=old // count),
-        way.samples * new,
+        way.of_attention_rank(new, old) * new,
     )
     zebra = way.zebra(cluster.classes(model), new, old)
     return zebra.price.tokens_per_s / plan.tokens_per_s

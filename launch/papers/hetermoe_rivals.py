@@ -7,7 +7,7 @@ HeterMoE, section 6.1 (spec rule 40). Pipelines of both classes: ``hetermoe_pipe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -19,7 +19,9 @@ from ds_moe_ext.planning.zebra_costs import (
     TwoClasses,
     ZebraShape,
     all_to_all_s,
+    exchange_s,
     price_step,
+    stripe_times,
 )
 from ds_moe_ext.schedule.orders import (
     PIPELINES,
@@ -95,7 +97,22 @@ def ep_tokens_per_s(
         tokens_per_rank: of a step.
         degrees: numbers of chunks to choose the best from.
     """
-    layer_s = min(_layer_s(ranks, group, tokens_per_rank, degree) for degree in degrees)
+    size = group.num_ranks
+    sent_bytes = tokens_per_rank * ranks.model.sent_bytes / size
+    times = [
+        (tokens_per_rank * of.attention_s, tokens_per_rank * of.expert_s)
+        for of in group.classes(ranks)
+    ]
+    layer_s = min(
+        _layer_s(
+            times,
+            all_to_all_s(np.full((size, size), sent_bytes / degree), ranks.link),
+            degree,
+            backward=ranks.backward,
+            repeated=1 if group.repeats_exchange else 0,
+        )
+        for degree in degrees
+    )
     head_s = tokens_per_rank * max(of.head_s for of in group.classes(ranks))
     step_s = ranks.model.num_layers * layer_s + (1 + HEAD_BACKWARD) * head_s
     return group.num_ranks * tokens_per_rank / step_s
@@ -122,39 +139,69 @@ def price_dist_ep(
     attention_ranks: int,
     expert_ranks: int,
     num_samples: int,
+    degrees: Sequence[int] = DEGREES,
     loads_LN: Sequence[Sequence[float]] | None = None,
 ) -> StepPrice:
-    """DistEP: the two sides take turns, one stripe, no expert moved."""
+    """DistEP: the two sides take turns, one stripe, no expert moved. It is built on the same
+    DeepSpeed MoE as EP, all-to-alls in chunks beside the experts (section 6.1).
+
+    Args:
+        ranks: both classes.
+        attention_ranks: their number.
+        expert_ranks: their number.
+        num_samples: of a step, of all attention ranks.
+        degrees: numbers of chunks to choose the best from.
+        loads_LN: of each layer, rows of each expert rank over their mean; None: equal.
+    """
     shape = ZebraShape(attention_ranks=attention_ranks, expert_ranks=expert_ranks, num_stripes=1)
-    return price_step(ranks, shape, num_samples, loads_LN=loads_LN, overlaps=False)
+    price = price_step(ranks, shape, num_samples, loads_LN=loads_LN, overlaps=False)
+    times = stripe_times(ranks, shape, num_samples)
+
+    def layer_s(degree: int) -> float:
+        smaller = replace(ranks.model, element_bytes=ranks.model.element_bytes / degree)
+        sent_s = exchange_s(replace(ranks, model=smaller), shape, num_samples, 0)
+        both = [(times.attention_s, times.expert_s)]
+        return _layer_s(both, sent_s, degree, backward=ranks.backward, repeated=0)
+
+    gained_s = layer_s(1) - min(layer_s(degree) for degree in degrees)
+    return replace(price, step_s=price.step_s - ranks.model.num_layers * gained_s)
 
 
-def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: int) -> float:
-    """Forward and backward of one layer, in so many chunks."""
-    forward, backward = _layer(degree)
-    repeated = 1 if group.repeats_exchange else 0  # passes of forward, as they were
-    size = group.num_ranks
-    sent_bytes = tokens_per_rank / degree * ranks.model.sent_bytes / size
-    sent_s = all_to_all_s(np.full((size, size), sent_bytes), ranks.link)
-    classes = group.classes(ranks)
+def _layer_s(
+    times: Sequence[tuple[float, float]],
+    sent_s: float,
+    degree: int,
+    *,
+    backward: float,
+    repeated: int,
+) -> float:
+    """Forward and backward of one layer, in so many chunks.
+
+    Args:
+        times: seconds of attention and of experts, forward, of each class that computes.
+        sent_s: of an all-to-all of one chunk.
+        degree: number of chunks.
+        backward: how many times as long computing takes there.
+        repeated: passes of forward that backward begins with, all-to-alls among them.
+    """
+    forward_pass, backward_pass = _layer(degree)
 
     def seconds_of(rank: int, task: Task) -> float:
         if task.stream == INTER:
             return sent_s
-        of = classes[rank]
-        chunk_s = tokens_per_rank / degree * of.expert_s
-        computes_s = chunk_s if task.op == EXPERT else tokens_per_rank * of.attention_s
-        return computes_s * (ranks.backward - repeated if task.adjoint_of else 1)
+        attention_s, expert_s = times[rank]
+        computes_s = expert_s / degree if task.op == EXPERT else attention_s
+        return computes_s * (backward - repeated if task.adjoint_of else 1)
 
     def makespan_s(schedule: Schedule) -> float:
         return simulate(
             schedule,
             seconds_of,
-            num_ranks=len(classes),
-            peers_of=lambda rank, task: range(len(classes)) if task.stream == INTER else (rank,),
+            num_ranks=len(times),
+            peers_of=lambda rank, task: range(len(times)) if task.stream == INTER else (rank,),
         ).makespan_s
 
-    return (1 + repeated) * makespan_s(forward) + makespan_s(backward)
+    return (1 + repeated) * makespan_s(forward_pass) + makespan_s(backward_pass)
 
 
 @cache

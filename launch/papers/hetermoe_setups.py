@@ -157,7 +157,8 @@ ASSUMED = (
     "no head, no optimizer; backward takes three times as long as forward (activations are "
     "computed again)",
     "EP computes all it sends in one chunk and repeats the exchange when it computes a layer "
-    "again, as DeepSpeed's checkpointing of whole layers does; zebra and DistEP repeat none",
+    "again, as DeepSpeed's checkpointing of whole layers does; zebra and DistEP repeat none; "
+    "DistEP's all-to-alls are in the best of 1, 2 and 4 chunks (section 6.1)",
     f"three quarters of a device's memory are for experts, {WEIGHT_BYTES} bytes a weight; "
     f"pipelines share {SHARED_BYTES} of these",
     "the setups of figures 7 to 9 are those where the numbers of GPUs divide the experts (the "

@@ -75,10 +75,15 @@ def test_the_head_is_paid_once_more_in_backward_twice() -> None:
     assert more == approx(3 * 8 * 0.5)
 
 
-def test_dist_ep_is_the_sum_of_all() -> None:
+def test_dist_ep_is_the_sum_of_all_but_for_chunks() -> None:
     """Two attention ranks, one expert rank: 4 tokens of each, 8 s into its card."""
-    price = price_dist_ep(RANKS, attention_ranks=2, expert_ranks=1, num_samples=8)
-    assert price.step_s == approx(4 * ((1 + 3) * (4 * 1 + 8 * 2) + 4 * 8))
+    whole, chunks = (
+        price_dist_ep(RANKS, attention_ranks=2, expert_ranks=1, num_samples=8, degrees=degrees)
+        for degrees in ((1,), (2,))
+    )
+    assert whole.step_s == approx(4 * ((1 + 3) * (4 * 1 + 8 * 2) + 4 * 8))
+    # Forward, one dispatch of 4 s and one combine hide; backward, behind 24 s of experts, as much.
+    assert chunks.step_s == approx(whole.step_s - 4 * (2 * 4 + 2 * 4))
 
 
 def test_a_group_has_ranks() -> None:
