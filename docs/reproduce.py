@@ -58,34 +58,18 @@ NOTES = {
 # What did not help, one change at a time.
 TRIED = {
     "HeterMoE": """\
-Tried, one change at a time: values beyond 10 %, of 47 (mean miss). As above: 4 (5.0 %).
-
-| instead | beyond | turns | loses |
-|---|---|---|---|
-| DistEP in one chunk | 5 (5.0 %) | | DistEP over EP at 4K 0.595, on AWS 2.34 |
-| EP in the best of 1, 2, 4 chunks too | 7 (6.1 %) | mean over 4 V100 | figure 10; DistEP over \
-EP at 4K 0.60 |
-| 2 samples for each rank; 1 | 6 (5.6 %); 10 (7.9 %) | 1: mean over 4 V100 | figure 9: the \
-most 1.80; 2.30 |
-| sending 0.31 of experts, no lost time | 14 (7.2 %) | | figures 7, 8, 10; 4 V100 at 4K 0.65 |
-| a V100's scores 3 times as slow at short lengths, 4.17 at 64K | 8 (5.8 %) | mean over 4 V100 \
-| EP \
-at 16K, 32K; 4 V100 at 4K is still 0.75 |
-| the same from 2 times | 16 (8.0 %) | 4 V100 at 4K | 9 of figure 7's 11 values |
-| attention but its matrix products bound by memory bandwidth (datasheets), figure 2 kept | 4 \
-(4.8 %) | \
-zebra over DistEP on AWS 2.15 | zebra over EP on AWS 3.24; figure 12's order |
-| a head of 32,000 words on A40s, attention less by it | 6 (5.0 %) | D1 at 4K is still 1.29 | \
-EP on \
-AWS 3.19; table 3 |
-| Algorithm 1 as printed (n1, n2 swapped) | 6 (5.5 %) | DistEP on AWS 1.75 | EP (Ideal) on AWS \
-0.88 |
-| dense gradients summed, Adam's bytes read, at the end (DistEP in one chunk) | 5 (4.8 %) | | \
-none |
-
-The paper's 1.14 (D1 at 4K, figure 12) and its 84 % (4 V100 at 4K, figure 11) go together: with \
-zebra a fifth slower at 4K both would be met. Nothing tried makes it so and leaves 16K and 32K as \
-they are. Of figure 7 all values are met; the setup with the least over EP (Ideal) is \
+Tried, one change at a time; beyond 10 %, of 47 values (mean miss); as above: 4 (5.0 %). DistEP \
+in one chunk: 5 (5.0 %); EP in the best of 1, 2, 4 chunks too: 7 (6.1 %), turns the mean over 4 \
+V100, loses figure 10; 2 samples for each rank, or 1: 6 (5.6 %), 10 (7.9 %), lose figure 9; \
+sending 0.31 of experts: 14 (7.2 %), loses figures 7, 8, 10; a V100's scores 3 times as slow at \
+short lengths: 8 (5.8 %), 4 V100 at 4K is still 0.75; 2 times: 16 (8.0 %), turns it, loses 9 of \
+figure 7's 11 values; attention but its matrix products bound by memory bandwidth: 4 (4.8 %), \
+turns DistEP on AWS, loses EP there and figure 12's order; a head of 32,000 words: 6 (5.0 %), \
+D1 at 4K is still 1.29, loses table 3; Algorithm 1 as printed: 6 (5.5 %), turns DistEP on AWS, \
+loses EP (Ideal) there; dense gradients and Adam's bytes at the end: 5 (4.8 %), turns none. The \
+paper's 1.14 (D1 at 4K, figure 12) and its 84 % (4 V100 at 4K, figure 11) go together: with \
+zebra a fifth slower at 4K both would be met. Nothing tried makes it so and leaves 16K and 32K \
+as they are. Of figure 7 all values are met; the setup with the least over EP (Ideal) is \
 another.""",
 }
 

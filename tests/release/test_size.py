@@ -12,7 +12,7 @@ ARE_AT = {
     "launch: lines": 11_250,
     "launch: files": 38,
     "launch: benches": 16,
-    "launch/papers: lines": 4_010,
+    "launch/papers: lines": 4_060,
     "launch/papers: files": 18,
     "tests: lines": 67_900,
     "tests/test_house.py: lines": 200,
