@@ -83,7 +83,7 @@ def blueprint_of(
             stages.check(_found(settings, model))
             size = stages.size
             keys: Any = strategy
-            if strategy.roles is not None:
+            if isinstance(getattr(keys, "moved", None), list):
                 strategy = replace(keys, moved=None)  # numbers of all stages' layers
         blueprint = draw(settings, strategy, model, FINDERS, size, needs=needs_of(document))
     if shards_weights(document):

@@ -34,7 +34,7 @@ def of_its_stage(strategy: Strategy, num_layers: int, stages: dist.ProcessGroup)
     Collective, over the ranks of a pipeline, in the order of ``stages``. Raises ValueError where
     they are not those of the model."""
     keys: Any = strategy
-    if getattr(keys, "moved", None) is None:
+    if not isinstance(getattr(keys, "moved", None), list):  # one of your own may name others so
         return strategy
     counts = gather_objects(num_layers, stages)
     if len(keys.moved) != sum(counts):
