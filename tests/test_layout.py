@@ -143,7 +143,7 @@ def test_on_nccl_what_a_stream_sends_goes_first(has_nccl: bool) -> None:
 
 def _asked(rank: int, world_size: int) -> tuple[object, int, int]:
     asked: list[None] = []
-    with mock.patch.object(layout, "urgent", lambda: asked.append(None)):
+    with mock.patch.object(comm, "urgent", lambda: asked.append(None)):
         ParallelLayout.build(Grid(world_size, 1), [("ep", INTRA), ("edp", INTRA)]).close()
         of_streams = len(asked)
         layout.group_among([list(range(world_size))])

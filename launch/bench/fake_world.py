@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_moe_ext.core import comm, layout
+from ds_moe_ext.core import comm
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.attachment.block_hooks import launch_with_blocks
 from ds_moe_ext.hosts.attachment.experts import (
@@ -63,8 +63,8 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
             if name in vars(dist.ProcessGroup):
                 change(dist.ProcessGroup, name, _all_to_all)
         change(dist.ProcessGroup, "_allgather_base", _all_gather)
-        change(layout, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
-        change(layout, "gather_objects", hosts)
+        change(comm, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
+        change(comm, "gather_objects", hosts)
         # As NCCL does: by pairs is for gloo between hosts.
         change(dispatch, "all_to_all_by_pairs", comm.all_to_all_rows)
         try:
