@@ -100,7 +100,9 @@ def _pieces(name: str, parameter: Any, is_gated: bool, numbers: list[int]) -> It
     if found := TE_GROUPED.fullmatch(name):
         name = f"{found[1]}local_experts.{found[3]}.{found[2]}"
     if found := SEQUENTIAL.fullmatch(name):
-        name = f"{found[1]}{numbers[int(found[2])]}{found[3]}"
+        slot = int(found[2])  # more than Megatron built where experts have moved here
+        number = numbers[slot] if slot < len(numbers) else numbers[0] + slot
+        name = f"{found[1]}{number}{found[3]}"
         yield Piece(name, parameter, None, tuple(parameter.shape), *split)
         return
     yield from _grouped(name, parameter, numbers, split)
