@@ -110,7 +110,7 @@ def with_roles(job: Job, attention: int = 2, experts: int = 2, **keys: Any) -> J
 @pytest.mark.parametrize(
     ("world_size", "keys"),
     [
-        (4, {"moved": [0, 1]}),
+        slow(4, {"moved": [0, 1]}),
         slow(4, {"attention_ep_ranks": [2, 3], "num_micro_batches": 1}),
         slow(6, {"experts": 4, "num_micro_batches": 3}),
         slow(6, {"attention": 4, "num_micro_batches": 3}),
