@@ -14,17 +14,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from torch import nn
 
-from ds_moe_ext import cli, testing
+from ds_moe_ext import testing
 from ds_moe_ext.commands import cluster_profile
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
+from tests.commands import Done, done
 
 ROOT = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "ds-moe-ext"
@@ -51,14 +52,6 @@ def start(
     )
 
 
-class Done(NamedTuple):
-    """How a command ended, and what it stated."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -68,13 +61,7 @@ def here(
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Done(int(str(ended.value)), *capsys.readouterr())
-
-    return run
+    return partial(done, monkeypatch, capsys)
 
 
 @pytest.mark.slow

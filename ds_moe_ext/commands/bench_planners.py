@@ -3,9 +3,8 @@
 
 Every strategy plans each step by the steps before it, as many as its ``intervals`` ask for, and is
 priced on the tokens that came, by the simulator of ``ds-moe-ext price`` with a host that takes no
-time. Experts, layers, ranks and
-tokens are those of the loads; only the sizes of an expert and of attention are a model's. Shape
-letters: I steps, L layers, C EP ranks, E experts.
+time. Experts, layers, ranks and tokens are those of the loads; only the sizes of an expert and of
+attention are a model's. Shape letters: I steps, L layers, C EP ranks, E experts.
 """
 
 from __future__ import annotations

@@ -468,6 +468,6 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.in_use is None:
-            raise RuntimeError(ran_before(ctx.program))
+            raise RuntimeError(ran_before(ctx.program.name))
         in_use, ctx.in_use = ctx.in_use, None
         return None, *filled(in_use.tape.play_back(grads), ctx)

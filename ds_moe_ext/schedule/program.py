@@ -73,6 +73,11 @@ class Program:
                 return Pass(self.bound_forward, self.streams, cut=self.cut_of(inputs))(inputs)
         return _Node.apply(self, arity, *flat)
 
+    @property
+    def name(self) -> str:
+        """Of its layer, for a person."""
+        return self.layer_stages.name or "this MoE layer"
+
     def ahead(self, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], Cut, list[Saved]]:
         """Forward, of which adjoints will come: its outputs, how tokens were cut, and what each
         task saved. Autograd must not record."""
@@ -182,18 +187,18 @@ class _Node(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
-            raise RuntimeError(ran_before(ctx.program))
+            raise RuntimeError(ran_before(ctx.program.name))
         program, saved = ctx.program, _with_tensors(ctx.saved, ctx.saved_tensors)
         ctx.saved = None
         flat = program.back(ctx.cut, saved, grads, ctx.arity)
         return None, None, *filled(flat, ctx)
 
 
-def ran_before(program: Program) -> str:
+def ran_before(what: str) -> str:
     """What is reported to a person whose second backward finds nothing left of the first."""
     return (
-        f"backward ran through {program.layer_stages.name or 'this MoE layer'} before and has "
-        "freed what it saved; run one backward a forward (retain_graph is not supported)"
+        f"backward ran through {what} before and has freed what it saved; run one backward a "
+        "forward (retain_graph is not supported)"
     )
 
 

@@ -106,16 +106,22 @@ def with_roles(job: Job, attention: int = 2, experts: int = 2, **keys: Any) -> J
     return zebra(job, attention, experts, **keys)
 
 
-@WAYS
+BY_BOTH: tuple[tuple[int, dict[str, Any]], ...] = (
+    (4, {"moved": [0, 1]}),
+    (4, {"attention_ep_ranks": [2, 3], "num_micro_batches": 1}),
+    (6, {"experts": 4, "num_micro_batches": 3}),
+    (8, {"attention": 4, "experts": 4}),
+    (8, {"moved": [2, 0]}),
+)
+HALVED = (6, {"attention": 4, "num_micro_batches": 3})
+"""A piece has half a batch's samples, but Ulysses is told at the start how many a batch has."""
+
+
 @pytest.mark.parametrize(
-    ("world_size", "keys"),
+    ("way", "world_size", "keys"),
     [
-        slow(4, {"moved": [0, 1]}),
-        slow(4, {"attention_ep_ranks": [2, 3], "num_micro_batches": 1}),
-        slow(6, {"experts": 4, "num_micro_batches": 3}),
-        slow(6, {"attention": 4, "num_micro_batches": 3}),
-        slow(8, {"attention": 4, "experts": 4}),
-        slow(8, {"moved": [2, 0]}),
+        *(slow(way, *row) for way in (AUTOTP, ULYSSES) for row in BY_BOTH),
+        slow(AUTOTP, *HALVED),
     ],
     ids=str,
 )
@@ -123,8 +129,6 @@ def test_roles_learn_in_float64_what_ep_learns(
     way: Way, world_size: int, keys: dict[str, Any]
 ) -> None:
     """Units of two ranks: other units, other places, and two ZP groups."""
-    if way is ULYSSES and "attention" in keys and "experts" not in keys:
-        pytest.skip("Ulysses was given the samples of a batch, but a piece would have half of them")
     job = replace(CURVE, stage=0, dtype="float64", steps=4, micro_batches=12, num_experts=12)
     theirs = pool_of(world_size).run(train, Case(replace(job, **EP), way, 2))
     ours = pool_of(world_size).run(train, Case(with_roles(job, **keys), way, 2))

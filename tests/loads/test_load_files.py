@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_moe_ext import cli
 from ds_moe_ext.files.documents import CONFIGS
 from ds_moe_ext.planning.load_files import read_loads, write_loads
 from ds_moe_ext.planning.loads import Loads, figures_of
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 from ds_moe_ext.report.report_files import ReportFiles
+from tests.commands import status
 
 
 @pytest.mark.parametrize("ending", ["npz", "jsonl"])
@@ -271,10 +270,7 @@ def test_loads_are_frozen() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "loads", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(str(ended.value))
+    return status(monkeypatch, "loads", *arguments)
 
 
 def test_loads_are_shown_and_converted(

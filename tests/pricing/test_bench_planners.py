@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_moe_ext import cli
 from ds_moe_ext.planning.load_files import read_loads, write_loads
 from ds_moe_ext.planning.loads import Loads, balance_L
+from tests.commands import done
 
 ROOT = Path(__file__).parents[2]
 OWN = "benched_own:Busiest"
@@ -32,10 +32,8 @@ def bench(
     shutil.copy(ROOT / "examples/own_strategy.py", "benched_own.py")
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "bench-planners", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(str(ended.value)), "".join(capsys.readouterr())
+        ended = done(monkeypatch, capsys, "bench-planners", *arguments)
+        return ended.returncode, ended.stdout + ended.stderr
 
     return run
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from ds_moe_ext import cli
 from ds_moe_ext.core.hardware import Flops, Link, read_hardware
 from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.steps.training_run import kinds_line
@@ -23,6 +21,7 @@ from ds_moe_ext.planning.model_shape import Training, of_config
 from ds_moe_ext.planning.zebra_price import ZebraPrice, price_zebra
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.strategies.zebra import Zebra
+from tests.commands import Done, done
 from tests.pricing.models import TINY, cluster
 
 MODEL = {**TINY, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
@@ -33,12 +32,6 @@ FLAGS = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --moe-ffn-hidde
 --num-attention-heads 2 --num-experts 4 --moe-router-topk 2 --swiglu --bf16 --vocab-size 100
 --seq-length 128 --micro-batch-size 4 --global-batch-size 64 --untie-embeddings-and-output-weights
 """
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
@@ -77,11 +70,7 @@ def plan(
     Path("job.json").write_text(json.dumps(before))
 
     def run(arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "plan", *arguments.split()])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return Done(int(str(ended.value)), printed.out, printed.err)
+        return done(monkeypatch, capsys, "plan", *arguments.split())
 
     return run
 
@@ -100,9 +89,9 @@ def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
     """The block is what the settings take, with the roles that were printed, and prices are
     ``price_zebra``'s."""
     written = "--hosts old1,old2,old3,old4 new1,new2,new3,new4 --out out/ds.json --hostfile hosts"
-    done = plan(f"mixed-cluster job.json {ASKED} {BOTH} {written}")
-    assert done.code == 0, done.err
-    found, text = priced(), done.out
+    ended = plan(f"mixed-cluster job.json {ASKED} {BOTH} {written}")
+    assert ended.returncode == 0, ended.stderr
+    found, text = priced(), ended.stdout
     shape = found.shape
     size = shape.expert_ranks
     assert found.attention == 1 and size == shape.attention_ranks == 4 // found.num_groups
@@ -132,28 +121,28 @@ def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
 
 def test_megatron_s_flags(plan: Callable[..., Done]) -> None:
     """Stripes are micro-batches there, and experts stay."""
-    done = plan(f"mixed-cluster flags.sh --loads balanced {BOTH} --out block.json")
-    assert done.code == 0, done.err
+    ended = plan(f"mixed-cluster flags.sh --loads balanced {BOTH} --out block.json")
+    assert ended.returncode == 0, ended.stderr
     document = json.loads(Path("block.json").read_text())
     assert set(document) == {BLOCK}
     zebra = document[BLOCK]["zebra"]
     assert set(zebra) == {"attention_size", "expert_size", "num_micro_batches"}
     read_settings(document)
-    found = re.search(r"flags: --micro-batch-size (\d+) --global-batch-size (\d+)", done.out)
+    found = re.search(r"flags: --micro-batch-size (\d+) --global-batch-size (\d+)", ended.stdout)
     assert found is not None
     stripe, batch = map(int, found.groups())
     # Eight ranks with 4 samples a pass, and two passes of them.
     assert batch == 64 and 2 * 4 * stripe * zebra["num_micro_batches"] == batch
-    assert "moved = [0, 0]; not under Megatron" in done.out
+    assert "moved = [0, 0]; not under Megatron" in ended.stdout
 
 
 def test_groups_and_hosts(plan: Callable[..., Done]) -> None:
     """Two experts make two groups: hosts of each follow each other; but not where groups divide
     nodes."""
     asked = ASKED.replace("model.json", "two.json")
-    done = plan(f"mixed-cluster {asked} {BOTH} --hosts a,b,c,d e,f,g,h --hostfile hosts")
-    assert done.code == 0, done.err
-    found = re.search(r"(\d) groups, M : N = (\d) : (\d)", done.out)
+    ended = plan(f"mixed-cluster {asked} {BOTH} --hosts a,b,c,d e,f,g,h --hostfile hosts")
+    assert ended.returncode == 0, ended.stderr
+    found = re.search(r"(\d) groups, M : N = (\d) : (\d)", ended.stdout)
     assert found is not None
     num_groups, attention, expert = map(int, found.groups())
     assert num_groups > 1 and attention == expert == 4 // num_groups
@@ -161,13 +150,16 @@ def test_groups_and_hosts(plan: Callable[..., Done]) -> None:
     assert names == {2: "efabghcd", 4: "eafbgchd"}[num_groups]
     one = asked.replace("two.json", "one.json")
     nodes = "--hardware pair.json new.json --hosts a,b e,f,g,h"
-    done = plan(f"mixed-cluster {one} {nodes}")
-    assert done.code == 0, done.err
-    assert "EP on all 8 GPUs: not priced: nodes of 2 and 1 ranks" in done.out
-    assert "ranks: 0 on e GPU 0; 1 on a GPU 0; 2 on f GPU 0; 3 on a GPU 1; 4 on g" in done.out
-    assert "no hostfile has this order" in done.out
-    done = plan(f"mixed-cluster {one} {nodes} --hostfile hosts")
-    assert done.code == 2 and "--hostfile is 'hosts', but groups divide the GPUs" in done.err
+    ended = plan(f"mixed-cluster {one} {nodes}")
+    assert ended.returncode == 0, ended.stderr
+    assert "EP on all 8 GPUs: not priced: nodes of 2 and 1 ranks" in ended.stdout
+    assert "ranks: 0 on e GPU 0; 1 on a GPU 0; 2 on f GPU 0; 3 on a GPU 1; 4 on g" in ended.stdout
+    assert "no hostfile has this order" in ended.stdout
+    ended = plan(f"mixed-cluster {one} {nodes} --hostfile hosts")
+    assert (
+        ended.returncode == 2
+        and "--hostfile is 'hosts', but groups divide the GPUs" in ended.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,28 +174,31 @@ def test_groups_and_hosts(plan: Callable[..., Done]) -> None:
     ],
 )
 def test_what_is_wrong(arguments: str, expected: str, plan: Callable[..., Done]) -> None:
-    done = plan(f"mixed-cluster {arguments}")
-    assert done.code == 2 and expected in done.err and done.out == ""
+    ended = plan(f"mixed-cluster {arguments}")
+    assert ended.returncode == 2 and expected in ended.stderr and ended.stdout == ""
 
 
 def test_what_cannot_be(plan: Callable[..., Done]) -> None:
     """It still says what plain expert parallelism takes, and writes nothing."""
-    done = plan(f"mixed-cluster {ASKED.replace('model.json', 'three.json')} {BOTH} --nodes 3 4")
-    assert done.code == 1
-    assert "4 attention ranks and 3 expert ranks make no groups in which 3 experts" in done.out
+    ended = plan(f"mixed-cluster {ASKED.replace('model.json', 'three.json')} {BOTH} --nodes 3 4")
+    assert ended.returncode == 1
+    assert "4 attention ranks and 3 expert ranks make no groups in which 3 experts" in ended.stdout
     stage_3 = json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
     Path("job.json").write_text(stage_3)
-    done = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out not.json")
-    assert done.code == 1
-    assert done.out.startswith("zebra is not possible: roles exclude ZeRO 3; use stage 0, 1 or 2")
-    assert "EP on 4 new GPU alone" in done.out and not Path("not.json").exists()
+    ended = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out not.json")
+    assert ended.returncode == 1
+    assert ended.stdout.startswith(
+        "zebra is not possible: roles exclude ZeRO 3; use stage 0, 1 or 2"
+    )
+    assert "EP on 4 new GPU alone" in ended.stdout and not Path("not.json").exists()
 
 
 def test_other_algorithms_take_a_job(plan: Callable[..., Done]) -> None:
-    done = plan("prophet --model model.json")
-    assert done.code == 2 and "model is 'model.json', which only mixed-cluster takes" in done.err
-    done = plan("prophet")
-    assert done.code == 2 and "prophet has no job; give its file by --in" in done.err
+    ended = plan("prophet --model model.json")
+    assert ended.returncode == 2
+    assert "model is 'model.json', which only mixed-cluster takes" in ended.stderr
+    ended = plan("prophet")
+    assert ended.returncode == 2 and "prophet has no job; give its file by --in" in ended.stderr
 
 
 def test_a_run_names_the_command() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ds_moe_ext import cli
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_of
 from ds_moe_ext.commands.price.market import Case, Market, chosen_strategies, priced_market, ways_of
 from ds_moe_ext.commands.price.market_page import page_of
@@ -28,6 +27,7 @@ from ds_moe_ext.files import documents
 from ds_moe_ext.planning.load_files import read_loads, write_loads
 from ds_moe_ext.planning.model_shape import Training, of_config
 from ds_moe_ext.report.charts import chart_files
+from tests.commands import status
 from tests.pricing.models import TINY, cluster
 from tests.pricing.test_model_shape import DEEPSEEK, FLAGS, MIXTRAL, QWEN
 
@@ -57,10 +57,7 @@ def files(tmp_path: Path) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "price", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(str(ended.value))
+    return status(monkeypatch, "price", *arguments)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import MONITORED, Run, run_of
 from ds_moe_ext.hosts.zebra.profile import Training, profiled
 from ds_moe_ext.hosts.zebra.rehearsal import Scene
-from ds_moe_ext.hosts.zebra.stage_model import StripedStage, of_its_stage
+from ds_moe_ext.hosts.zebra.stage_model import StripedStage, moved_by, of_its_stage
 from ds_moe_ext.hosts.zebra.stripe_model import (
     Gradients,
     Pausing,
@@ -126,8 +126,9 @@ class DeepSpeedHost:
             strategy = settle(SLICES, strategy, UNSLICED, engine, log)
         if stages is None or len(stages.ranks) == 1:
             return settings, strategy
-        num_layers = len(replacement.found_in(self._model, FINDERS, settings))
-        strategy = of_its_stage(strategy, num_layers, stages.grid.get_pipe_parallel_group())
+        if moved_by(strategy) is not None:
+            num_layers = len(replacement.found_in(self._model, FINDERS, settings))
+            strategy = of_its_stage(strategy, num_layers, stages.grid.get_pipe_parallel_group())
         return of_stage(settings, stages.own), strategy
 
     def find(self, settings: Settings) -> list[Found]:

@@ -50,6 +50,7 @@ from ds_moe_ext.hosts.deepspeed.refusals import (
 )
 from ds_moe_ext.hosts.steps.host import device_names
 from ds_moe_ext.hosts.steps.optimizers import takes_whole_weights
+from ds_moe_ext.hosts.zebra.stage_model import moved_by
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings, misspelt, read_settings
 
@@ -82,8 +83,8 @@ def blueprint_of(
         if stages is not None:
             stages.check(_found(settings, model))
             size = stages.size
-            keys: Any = strategy
-            if isinstance(getattr(keys, "moved", None), list):
+            if moved_by(strategy) is not None:
+                keys: Any = strategy
                 strategy = replace(keys, moved=None)  # numbers of all stages' layers
         blueprint = draw(settings, strategy, model, FINDERS, size, needs=needs_of(document))
     if shards_weights(document):

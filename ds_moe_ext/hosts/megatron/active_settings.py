@@ -36,7 +36,7 @@ from ds_moe_ext.hosts.attachment import startup_check
 from ds_moe_ext.hosts.attachment.notices import refuse
 from ds_moe_ext.hosts.attachment.startup_check import Description, Start, is_first
 from ds_moe_ext.hosts.megatron import FLAG
-from ds_moe_ext.hosts.megatron.refusals import SETTINGS, refuse_with_roles
+from ds_moe_ext.hosts.megatron.refusals import SETTINGS, by_device, refuse_with_roles
 from ds_moe_ext.hosts.steps.host import device_names
 from ds_moe_ext.hosts.zebra.profile import refuse_early
 from ds_moe_ext.planning.strategy import Strategy
@@ -116,7 +116,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     refuse(SETTINGS, settings)
     if strategy.has_roles:
         refuse_early(settings, strategy)
-        if getattr(strategy, "attention_device", None) is None:
+        if not by_device(strategy):
             assert strategy.roles is not None, "which says what it lacks"
         refuse_with_roles(settings, strategy)
     return Chosen(settings, strategy, startup_check.settings_of(settings, document[BLOCK]))
@@ -291,7 +291,7 @@ def _make_world() -> None:
 def with_roles(asked: Chosen) -> Chosen:
     """The same, with roles by the names of devices where those are asked for, and its ranks parted.
     Collective, over all of them. Raises ValueError where they are not whole ZP groups."""
-    if getattr(asked.strategy, "attention_device", None) is not None:
+    if by_device(asked.strategy):
         if not dist.is_initialized():
             _make_world()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

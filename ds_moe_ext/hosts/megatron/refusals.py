@@ -411,9 +411,14 @@ class Block(NamedTuple):
     strategy: Strategy
 
 
+def by_device(strategy: Strategy) -> bool:
+    """Whether roles follow from the names of devices, which are not known yet."""
+    return getattr(strategy, "attention_device", None) is not None
+
+
 def _other_group(block: Block) -> object:
     size = block.settings.expert_parallel_size
-    if size is None or getattr(block.strategy, "attention_device", None) is not None:
+    if size is None or by_device(block.strategy):
         return size
     roles = block.strategy.roles
     return size if roles is not None and size != roles.size else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,25 +25,33 @@ from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
 from ds_moe_ext.hosts.zebra.stripe_model import Ahead, StripedModel
 from ds_moe_ext.hosts.zebra.stripe_pass import Stripe, StripePass
 from ds_moe_ext.planning.strategy import Strategy
+from ds_moe_ext.schedule.program import ran_before
 from ds_moe_ext.schedule.stripes import Samples
 from ds_moe_ext.strategies.settings import BLOCK
+
+
+def moved_by(strategy: Strategy) -> list[int] | None:
+    """Experts that each expert rank gives to attention ranks, of each MoE layer of all stages
+    (Asym-EA); None where the strategy has no such key: one of your own may name others so."""
+    moved = getattr(strategy, "moved", None)
+    return moved if isinstance(moved, list) else None
 
 
 def of_its_stage(strategy: Strategy, num_layers: int, stages: dist.ProcessGroup) -> Strategy:
     """With the numbers of this pipeline stage's MoE layers, of which there are ``num_layers``.
     Collective, over the ranks of a pipeline, in the order of ``stages``. Raises ValueError where
     they are not those of the model."""
-    keys: Any = strategy
-    if not isinstance(getattr(keys, "moved", None), list):  # one of your own may name others so
+    moved, keys = moved_by(strategy), cast(Any, strategy)
+    if moved is None:
         return strategy
     counts = gather_objects(num_layers, stages)
-    if len(keys.moved) != sum(counts):
+    if len(moved) != sum(counts):
         raise ValueError(
-            f"{BLOCK}.zebra.moved has {len(keys.moved)} numbers, but there are {sum(counts)} MoE "
+            f"{BLOCK}.zebra.moved has {len(moved)} numbers, but there are {sum(counts)} MoE "
             "layers; give one a layer"
         )
     first = sum(counts[: stages.rank()])
-    own: Strategy = replace(keys, moved=keys.moved[first : first + num_layers])
+    own: Strategy = replace(keys, moved=moved[first : first + num_layers])
     return own
 
 
@@ -304,10 +312,7 @@ class _HandOn(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.found is None:
-            raise RuntimeError(
-                "backward ran through the outputs of a striped stage before and has freed what it "
-                "saved; run one backward a forward (retain_graph is not supported)"
-            )
+            raise RuntimeError(ran_before("the outputs of a striped stage"))
         (stage, passage, wanted), ctx.found = ctx.found, None
         found = stage.back(passage, [grad for grad, learns in zip(grads, ctx.learns) if learns])
         # The host takes means over the ranks of a role; wanted is that over all.

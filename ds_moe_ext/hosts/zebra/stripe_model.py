@@ -46,7 +46,7 @@ from ds_moe_ext.schedule import stripes as tasks
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import ScheduleStreams, streams_for
 from ds_moe_ext.schedule.orders import WEIGHTS
-from ds_moe_ext.schedule.program import Pass, in_backward
+from ds_moe_ext.schedule.program import Pass, in_backward, ran_before
 from ds_moe_ext.schedule.stages import Binding, LayerStages, Saved, Stage
 from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.task import Op, Schedule, Stream, Value
@@ -193,10 +193,7 @@ class _HandOver(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.found is None:
-            raise RuntimeError(
-                "backward ran through the loss of a striped step before and has freed what it "
-                "saved; run one backward a forward (retain_graph is not supported)"
-            )
+            raise RuntimeError(ran_before("the loss of a striped step"))
         (sums, factor, wanted), ctx.found = ctx.found, None
         factor = grad.double() * factor
         return None, None, None, *(sums.take(parameter, factor) for parameter in wanted)
