@@ -32,7 +32,7 @@ from ds_moe_ext.planning.loads import Loads
 from ds_moe_ext.planning.model_shape import ModelShape, Training, Vocabulary
 from ds_moe_ext.planning.prices import busiest_link
 from ds_moe_ext.planning.strategy import Job, Overlay, Plan, Strategy
-from ds_moe_ext.report.units import bytes_text, wide_console
+from ds_moe_ext.report.units import bytes_text, say, wide_console
 
 BESIDE = (BASE, "fssdp", "prophet")
 """Ours, which stand in every table."""
@@ -81,7 +81,7 @@ def bench_planners(given: argparse.Namespace) -> int:
     scores = [score(each, case, loads) for each in chosen]
     to = wide_console()
     for line in (verdict(scores, given.strategies), about(case, loads)):
-        to.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(to, line)
     to.print(table_of(scores))
     return 0
 

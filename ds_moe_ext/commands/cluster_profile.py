@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_moe_ext.core.hardware import Collectives, Flops, Hardware, Link, Product
-from ds_moe_ext.report.units import bytes_text, seconds_text, short_count, wide_console
+from ds_moe_ext.report.units import bytes_text, say, seconds_text, short_count, wide_console
 
 EXPERT_BYTES = 4 * 768**2 * 2  # HECATE's GPT-MoE-S: 768 x 1536, twice, of two bytes each
 NOISY = 0.99  # r² below this deserves a word
@@ -69,7 +69,7 @@ def report(hardware: Hardware, given: argparse.Namespace) -> None:
     if hardware.num_ranks > 1:
         lines.append(replicas_text(hardware, given.expert_bytes, given.window_s))
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, line)
 
 
 def table_of(hardware: Hardware) -> Table:

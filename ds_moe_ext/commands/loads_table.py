@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ds_moe_ext.planning.load_files import NAMES, check_ending, read_loads, write_loads
 from ds_moe_ext.planning.loads import Loads, Sizes, figures_of
-from ds_moe_ext.report.units import wide_console
+from ds_moe_ext.report.units import say, wide_console
 
 SIZES = {
     "ranks": "EP ranks, which send tokens and own experts",
@@ -52,7 +52,7 @@ def show(given: argparse.Namespace) -> int:
     console.print(table_of(loads))
     if given.out is not None:
         write_loads(given.out, loads)
-        console.print(f"wrote {given.out}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"wrote {given.out}")
     return 0
 
 

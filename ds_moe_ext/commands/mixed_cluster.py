@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.files.documents import names_of
 from ds_moe_ext.planning.model_shape import Training
 from ds_moe_ext.planning.zebra_price import ZebraPrice
-from ds_moe_ext.report.units import bytes_text, counted, wide_console
+from ds_moe_ext.report.units import bytes_text, counted, say, wide_console
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 NUMBER_TYPES = ("bf16", "fp16", "fp32")  # the first that both devices multiply in is taken
@@ -170,8 +170,8 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
     """Price, print and write. 0, or 1 if zebra cannot be."""
     mixed, to = _read(given), wide_console()
     hosts = _hosts(given.hosts, mixed)
-    zebra, say = mixed.zebra, partial(to.print, soft_wrap=True, markup=False, highlight=False)
-    say(mixed.verdict)
+    zebra = mixed.zebra
+    say(to, mixed.verdict)
     to.print(_table(mixed))
     lines = [f"{each.name}: not priced: {each.why}" for each in mixed.rivals if each.why]
     written: list[tuple[Any, str]] = []
@@ -198,7 +198,7 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
             path.write_text(text, "utf-8")
             lines.append(f"wrote {path}")
     for line in lines:
-        say(line)
+        say(to, line)
     return 0 if isinstance(zebra, ZebraPrice) else 1
 
 

@@ -96,3 +96,8 @@ def wide_console(*, stderr: bool = False) -> Console:
     made = Console(stderr=stderr)
     width = shutil.get_terminal_size((WIDE, 0)).columns  # as COLUMNS says, if it does
     return made if made.is_terminal else Console(width=width, stderr=stderr)
+
+
+def say(to: Console, line: str) -> None:
+    """Print a line as it is: not wrapped, without markup and colours."""
+    to.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -25,6 +25,7 @@ from ds_moe_ext.commands.conversion.model import AnyModel, Table
 from ds_moe_ext.commands.conversion.stored import Maker, Pieces, Source
 from ds_moe_ext.commands.conversion.tables import cells, decoder_of
 from ds_moe_ext.files.whole_files import why_unwritable
+from ds_moe_ext.report.units import say
 
 
 class Form(Enum):
@@ -174,7 +175,7 @@ def form_of(folder: Path, reported: Form | None) -> Form:
 
 def _report(console: Console, asked: Asked, opened: _Opened) -> None:
     def log_line(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, line)
 
     model = opened.model
     log_line(

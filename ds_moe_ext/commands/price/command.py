@@ -27,7 +27,7 @@ from ds_moe_ext.commands.price.market import (
 from ds_moe_ext.commands.price.market_page import write_page
 from ds_moe_ext.commands.price.words import grid_text, print_market, write_json, write_trace
 from ds_moe_ext.planning.candidates import Way, price_way
-from ds_moe_ext.report.units import wide_console
+from ds_moe_ext.report.units import say, wide_console
 from ds_moe_ext.strategies.settings import read_settings
 
 SKEWS = (0.0, 0.3, 0.6, 0.9, 1.2)
@@ -76,7 +76,7 @@ def price(given: argparse.Namespace) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, market, pays)
-            to.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
+            say(to, f"wrote {path}")
     return 0
 
 

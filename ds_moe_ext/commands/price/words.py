@@ -20,7 +20,7 @@ from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
 from ds_moe_ext.planning.candidates import Priced, most_replicas
 from ds_moe_ext.planning.model_shape import Training
-from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, seconds_text
+from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, say, seconds_text
 from ds_moe_ext.schedule.simulator import chrome_trace
 from ds_moe_ext.strategies.settings import BLOCK
 
@@ -306,7 +306,7 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     ]
     lines += assumed(market)
     for line in lines:
-        to.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(to, line)
 
 
 class Style(NamedTuple):
