@@ -32,7 +32,6 @@ class _Version(argparse.Action):
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         prog="ds-moe-ext", description="Predict, verify and report what ds_moe_ext does and gains."
     )

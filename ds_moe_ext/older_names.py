@@ -85,7 +85,6 @@ def _notice(old: str, new: str, where: str) -> None:
 
 
 def public(name: str) -> str:
-    """A name of the package."""
     if name in PUBLIC:
         _notice(name, PUBLIC[name], "ds_moe_ext")
     return PUBLIC.get(name, name)

@@ -99,7 +99,8 @@ def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -165,10 +166,6 @@ def _as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
 def _fits(option: Any, value: Any) -> bool:
     plain = typing.get_origin(option) or option
     if plain is Any:
@@ -230,13 +227,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
 def nearest_and_all(
     word: str, known: Iterable[str], synonyms: Mapping[str, str] = types.MappingProxyType({})
 ) -> str:
-    """The end of an error about an unknown name from a list that a person may not know.
-
-    Args:
-        word: as a person writes it.
-        known: names that exist.
-        synonyms: other words for some of them.
-    """
+    """The end of an error about an unknown name from a list that a person may not know."""
     known = sorted(known)
     guess = f"did you mean {synonyms[word]!r}?" if word in synonyms else _guess(word, known)
     return f"{guess} {_all_of(known)}".lstrip()
@@ -253,24 +244,13 @@ def _all_of(known: Sequence[str]) -> str:
 
 
 def one_of(key: str, value: object, known: Collection[str]) -> None:
-    """Refuse a word that nobody knows.
-
-    Args:
-        key: as a person writes it.
-        value: what is there.
-        known: what might be.
-    """
+    """Refuse a word that nobody knows."""
     if value not in known:
         raise ValueError(f"{key} is {value!r}, which is unknown; {nearest(value, known)}")
 
 
 def in_json(key: str, value: Any) -> str:
-    """What a person writes to set a key.
-
-    Args:
-        key: dotted, as ``"ds_moe_ext.fssdp.window"``.
-        value: that JSON can say.
-    """
+    """What a person writes to set a key."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return json.dumps(value)
@@ -316,11 +296,6 @@ def named(
 
 def found_at(path: str, where: str, example: str) -> Any:
     """What of a user's own is at ``"package.module:Name"``.
-
-    Args:
-        path: as JSON gives it.
-        where: dotted name of the key, for errors.
-        example: of a path that would do.
 
     Raises:
         ValueError: nothing is, or it cannot be imported.

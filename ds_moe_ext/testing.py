@@ -136,9 +136,6 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a module-level function as ``function(rank, world_size, ...)`` on every rank.
 
-        Returns:
-            What each rank returned.
-
         Raises:
             AssertionError: a rank raised, died or did not answer; the ranks are then gone.
         """

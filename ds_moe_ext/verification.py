@@ -62,12 +62,10 @@ class Trial:
     seed: int  # of all generators, as the process starts and as training does
 
     def to_text(self) -> str:
-        """For the variable."""
         return json.dumps({**asdict(self), "precision": self.precision.value})
 
     @classmethod
     def from_text(cls, text: str) -> Trial:
-        """Of the variable."""
         reported = json.loads(text)
         return cls(**{**reported, "precision": Precision(reported["precision"])})
 
@@ -138,7 +136,6 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """As ``write`` left it."""
         with np.load(path) as stored:
             arrays = {tuple(key.split("|")): stored[key] for key in stored.files}
         seen: dict[str, dict[str, np.ndarray]] = {}
@@ -323,13 +320,7 @@ def _error(compared: Compared) -> float:
 def compare(
     off: Sequence[RankRecord], on: Sequence[RankRecord], tolerances: Tolerances
 ) -> Comparison:
-    """Hold one run against the other.
-
-    Args:
-        off: of each rank.
-        on: likewise, as many.
-        tolerances: what is rounding.
-    """
+    """Hold one run against the other."""
     layers = _Layers(off, on, tolerances.first_step)
     of_layers = list(layers.compared())
     tolerance = layers.tolerance  # which ties have widened
@@ -451,7 +442,6 @@ def _held(
     least: float = 0.0,
     kind: Kind | None = None,
 ) -> Compared:
-    """One thing of all ranks."""
     a, b = np.concatenate(off), np.concatenate(on)
     difference, size = np.linalg.norm(b - a), np.linalg.norm(a)
     if difference == 0.0:

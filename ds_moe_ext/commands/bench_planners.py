@@ -194,7 +194,6 @@ def about(case: Case, loads: Loads) -> str:
 
 
 def table_of(scores: Sequence[Score]) -> Table:
-    """Of all planners."""
     table = Table("planner")
     for heading in (
         "busiest rank / mean",

@@ -23,14 +23,12 @@ NOISY = 0.99  # r² below this deserves a word
 
 
 def add_profile(commands: Any) -> None:
-    """Add ``profile`` to the commands of a parser."""
     parser = commands.add_parser("profile", help="measure this cluster; write a hardware file")
     add_options(parser)
     parser.set_defaults(run=profile)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a person may give."""
     add = parser.add_argument
     add("--out", type=Path, default=Path("hardware.json"), help="file to write (%(default)s)")
     add("--quick", action="store_true", help="fewer and smaller sizes, less accurate")
@@ -153,7 +151,6 @@ def replicas_text(hardware: Hardware, expert_bytes: int, window_s: float | None)
 
 
 def main() -> int:
-    """Entry point of each rank."""
     parser = argparse.ArgumentParser(
         prog="ds_moe_ext.profile_run",
         description=(

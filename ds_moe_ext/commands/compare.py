@@ -26,7 +26,6 @@ EQUAL = 1e-5  # nats: losses that sums in another order explain
 
 
 def add_compare(commands: Any) -> None:
-    """Add ``compare`` to the commands of a parser."""
     parser = commands.add_parser(
         "compare", help="compare two runs that differ only in the strategy"
     )
@@ -106,23 +105,19 @@ class Finished:
 
     @property
     def name(self) -> str:
-        """Of its strategy."""
         known = (self.reported.strategy, self.record and self.record.strategy, str(self.folder))
         return next(name for name in known if name)
 
     @property
     def outcome(self) -> Outcome | None:
-        """Of all its layers."""
         return None if self.record is None else outcome_of(self.record)
 
     @property
     def world_size(self) -> int | None:
-        """Ranks."""
         return self.reported.world_size if self.record is None else self.record.world_size
 
     @property
     def device(self) -> DeviceRecord | None:
-        """What ranks computed on."""
         if self.reported.device is not None:
             return DeviceRecord(self.reported.device, self.reported.cores or 1)
         return None if self.ranks is None else self.ranks.device
@@ -250,7 +245,6 @@ def _expert_bytes(run: Finished) -> float | None:
 
 
 def _of_pace(value: Callable[[PaceRecord], np.ndarray]) -> Callable[[Finished], float | None]:
-    """The median."""
     return lambda run: None if run.pace is None else _known(typical(value(run.pace)))
 
 

@@ -22,7 +22,6 @@ from ds_moe_ext.report.units import wide_console
 
 
 def add_doctor(commands: Any) -> None:
-    """Add ``doctor`` to the commands of a parser."""
     parser = commands.add_parser(
         "doctor",
         help=(

@@ -25,7 +25,6 @@ SIZES = {
 
 
 def add_loads(commands: Any) -> None:
-    """Add ``loads`` to the commands of a parser."""
     parser = commands.add_parser("loads", help="show expert loads of a file, or generate some")
     parser.add_argument(
         "loads",

@@ -85,7 +85,6 @@ Plan = Mapping[str, Any]
 
 
 def add_plan(commands: Any) -> None:
-    """Add ``plan`` to the commands of a parser."""
     parser = commands.add_parser(
         "plan", help="plan a job, or many, given in JSON; or a run on new and old GPUs"
     )
@@ -337,7 +336,6 @@ class ReplicationJob:
 
 
 def prophet(job: ReplicationJob) -> Plan:
-    """Pro-Prophet's Algorithm 1."""
     plan = place_experts(
         job.placement,
         np.array(job.rows),
@@ -650,7 +648,6 @@ class ZebraRatioJob:
 
     @property
     def card(self) -> Link:
-        """Of a rank."""
         if self.link is not None:
             return self.link
         files = [file for file in (self.attention.file, self.expert.file) if file is not None]

@@ -16,7 +16,6 @@ from ds_moe_ext.strict import shortened
 
 
 def add_report(commands: Any) -> None:
-    """Add ``report`` to the commands of a parser."""
     parser = commands.add_parser("report", help="draw the page of a report.json")
     parser.add_argument("json", type=Path, help="report.json of a run")
     parser.add_argument("--beside", type=Path, metavar="JSON", help="compare with another run")

@@ -14,7 +14,6 @@ FOLDER = Path(__file__).parents[2] / "launch"
 
 
 def add_reproduce(commands: Any) -> None:
-    """Add ``reproduce`` to the commands of a parser."""
     parser = commands.add_parser(
         "reproduce",
         help="compare tables and figures of the four papers with our planners and simulator",

@@ -26,7 +26,6 @@ LOG = "output.log"
 
 
 def add_verify(commands: Any) -> None:
-    """Add ``verify`` to the commands of a parser."""
     parser = commands.add_parser(
         "verify",
         help="run your training command twice, with the block off and on, and compare",
@@ -141,7 +140,6 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
 
 
 def verdict_of(comparison: Comparison, precision: Precision) -> str:
-    """Of a comparison, in words."""
     first = comparison.first
     if first is not None:
         factor = "" if first.factor is None else f": on is {first.factor:.4g} times off"

@@ -47,7 +47,6 @@ class Hop:
         received_C: np.ndarray,
         taken_N: np.ndarray | None = None,
     ) -> Hop:
-        """From arrays."""
         member_ids, sent, received = member_C.tolist(), sent_C.tolist(), received_C.tolist()
         return cls(reach, tuple(member_ids), tuple(sent), tuple(received), taken_N)
 

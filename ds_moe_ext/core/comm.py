@@ -208,12 +208,7 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def counts_to_host(counts: Tensor, group: dist.ProcessGroup | None) -> OnTheirWay:
     """Begin to bring counts to the host, in the stream that calls; on CUDA nobody waits yet. Who
-    calls goes on with what needs no counts, and asks for them then.
-
-    Args:
-        counts: that ``all_gather_counts`` has gathered.
-        group: over which.
-    """
+    calls goes on with what needs no counts, and asks for them then."""
     if not counts.is_cuda:
         return OnTheirWay(counts, group)
     # Pinned, or the copy would wait. Torch keeps pinned blocks for the next who asks, and gives
@@ -433,7 +428,6 @@ def _room_for(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _as_one(parts: list[Tensor]) -> Tensor:
-    """What leaves at once."""
     if len(parts) < 2:
         return parts[0] if parts else _NOTHING
     return torch.cat(parts)
@@ -672,9 +666,7 @@ class Packing(Protocol):
         """Contiguous, of shapes and types that follow from those of the tensors."""
         ...
 
-    def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Write what was packed."""
-        ...
+    def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None: ...
 
 
 def sparse_reduce_scatter(

@@ -69,12 +69,7 @@ def quick(
 ) -> Callable[..., int] | None:
     """The function of a name in the library of that name, or None where it can be neither found nor
     compiled. It keeps Python's lock: for a few us nobody else needs to have it, who might not give
-    it back for milliseconds.
-
-    Args:
-        name: of both.
-        reported: the types of its arguments.
-    """
+    it back for milliseconds."""
     try:
         code = library(name)
     except RuntimeError:

@@ -38,7 +38,6 @@ class Link:
         _check_line("a link", "latency_s", self.latency_s, self.r_squared)
 
     def seconds(self, num_bytes: float) -> float:
-        """How long a transfer takes."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def bytes_within(self, window_s: float) -> float:
@@ -63,7 +62,6 @@ class Product:
         _check_line("a product", "start_s", self.start_s, self.r_squared)
 
     def seconds(self, num_multiply_adds: float) -> float:
-        """How long a product takes."""
         return self.start_s + num_multiply_adds / self.multiply_adds_per_s
 
 
@@ -183,7 +181,6 @@ class Hardware:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole cluster."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of_ep_ranks(self, num_ep_ranks: int, etp_size: int = 1) -> np.ndarray:

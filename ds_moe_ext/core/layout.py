@@ -43,7 +43,6 @@ class Roles:
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
         return len(self.attention_ep_ranks) + len(self.expert_ep_ranks)
 
     def is_attention(self, rank: int) -> bool:

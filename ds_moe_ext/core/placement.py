@@ -296,18 +296,18 @@ class Holders:
             yield tuple(table[..., start:stop] for table in tables)
 
 
+def most_replicas(owner: Placement, target: Placement) -> int:
+    """Replicas on the EP rank that holds most."""
+    return int((target.holds_EC & ~owner.holds_EC).sum(axis=0).max())
+
+
 def even_owners(num_experts: Sequence[int], num_ep_ranks: int) -> tuple[Placement, ...]:
     """First owners of the experts of all layers: HECATE's homogeneous sharding (spec rule 26).
 
     A layer whose experts divide over the EP ranks is cut into blocks, as in plain expert
     parallelism. The experts of the other layers are dealt out EP rank by EP rank, each such layer
     going on where the one before it ended: over all layers no EP rank owns more than one expert
-    more than another.
-
-    Args:
-        num_experts: of each layer.
-        num_ep_ranks: EP ranks ``C``.
-    """
+    more than another."""
     owners = []
     dealt = 0
     for count in num_experts:

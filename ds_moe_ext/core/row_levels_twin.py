@@ -134,7 +134,6 @@ class TwinLayer:
         *,
         num_sweeps: int,
     ) -> Divided:
-        """``divide`` of the C file."""
         rows = _Rows(self, rows_CE)
         leave, cross, toll = step_3
         at = leave if self.local_price else 0, cross if self.cross_price else 0, toll
@@ -166,7 +165,6 @@ class TwinLayer:
         *,
         num_sweeps: int,
     ) -> tuple[int, Divided] | None:
-        """``first_below`` of the C file."""
         for number, holds_EC in enumerate(holds_KEC):
             layer = replace(self, holds_EC=holds_EC)
             nothing_N = np.zeros(len(layer.tables.ep_rank_N), dtype=np.int64)
@@ -176,7 +174,6 @@ class TwinLayer:
         return None
 
     def busiest_ep_rank(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> int:
-        """``busiest_ep_rank`` of the C file."""
         return int((self.compute(rows_CE, rows_N).sum(axis=0) * self.price_C).max())
 
     def repair(
@@ -191,7 +188,6 @@ class TwinLayer:
         num_slots: int,
         num_sweeps: int,
     ) -> tuple[np.ndarray, Divided] | None:
-        """``repair`` of the C file."""
         computed_EC = self.compute(rows_CE, rows_N)
         quotas = _Quotas(self, computed_EC, owner_E, num_slots)
         rest_s, best_s = now_s - self.busiest_ep_rank(rows_CE, rows_N), now_s

@@ -23,11 +23,7 @@ from ds_moe_ext.schedule.graphs import NotInGraphs, is_captured, remembered
 
 
 def runs_of(by_name: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
-    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name, in their own order.
-
-    Args:
-        by_name: for each name the weights of all slots.
-    """
+    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name, in order."""
     return runs_at(places_of(by_name))
 
 
@@ -143,12 +139,6 @@ def indices_of(
     """Indices that bring rows into new orders. With kernels they are made on the device, to which
     the host sends two numbers a block, of all orders at once.
 
-    Args:
-        all_moved: each order.
-        num_rows: rows of each.
-        device: where the rows are.
-        also: what else is wanted there.
-
     Returns:
         Of each order the index, int32 ``[R]``; and ``also``, int32.
     """
@@ -238,7 +228,6 @@ def check_not_captured() -> None:
 
 
 def are_there() -> bool:
-    """Whether the code is."""
     return _code() is not None
 
 
@@ -293,7 +282,6 @@ def indices_to_slots(
 
 @cache
 def _code() -> Callable[..., int] | None:
-    """See ``quick``."""
     return quick("row_tables", *[NUMBER] * 4, PLACE, *[NUMBER] * 2, *[PLACE] * 2, NUMBER, PLACE)
 
 
@@ -416,5 +404,4 @@ _BYTES = 8
 
 @cache
 def _row_splits_code() -> Callable[..., int] | None:
-    """See ``quick``."""
     return quick("row_splits", PLACE, PLACE, *[NUMBER] * 6, PLACE)

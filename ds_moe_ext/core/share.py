@@ -69,7 +69,6 @@ class DividedRows:
 
     @property
     def target(self) -> Placement:
-        """Where experts compute."""
         return self.levels.target
 
     def prepare(self, ep_rank: int) -> None:
@@ -79,11 +78,9 @@ class DividedRows:
         return self
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        """See ``share.sent_by_pair``."""
         return self.levels.sent(self.rows_CE, self.rows_N, sender, rows_FE)
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        """See ``share.received_by_slot``."""
         return self.levels.received(self.rows_CE, self.rows_N, holder, rows_CFE)
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
@@ -201,20 +198,17 @@ class LocalElseOwner:
         return rows
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        """See ``sent_by_pair``."""
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
         rows_FN[:, self.pair_E(sender)] = rows_FE
         return rows_FN
 
     def pair_E(self, sender: int) -> np.ndarray:
-        """See ``pair_of``."""
         if sender not in self._pairs:
             holder_E = np.where(self.target.holds_EC[:, sender], sender, self.owner.owner_E)
             self._pairs[sender] = np.searchsorted(self.target.flat_N, self._first_E + holder_E)
         return self._pairs[sender]
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        """See ``received_by_slot``."""
         rows: np.ndarray = rows_CFE[..., self.target.experts_of(holder)] * self._kept_C1S(holder)
         return rows
 
@@ -382,7 +376,6 @@ class _NearestReplicas:
         return first_L1, place_L1, flat_N + np.repeat(place_L1[:-1], num_pairs)
 
     def leaving(self, sender: int) -> list[_Leaving]:
-        """Of each layer."""
         if sender not in self._leaving:
             holders, num_ep_ranks = self.holders, self.holders.num_ep_ranks
             x_X = np.arange(len(holders.layer_X))
@@ -420,7 +413,6 @@ class _NearestReplicas:
         return pair_M, ep_rank_M, _RoundRobin.of(among_M, (place_M - sender_M) % among_M)
 
     def coming(self, holder: int) -> list[_Coming]:
-        """Of each layer."""
         if holder not in self._coming:
             holders = self.holders
             alone = np.flatnonzero(holders.ep_rank_A == holder)
@@ -599,14 +591,12 @@ class NearestReplica:
         return rows
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        """See ``sent_by_pair``."""
         expert_M, _, pair_M, round_robin_M = self._tables.leaving(sender)[self._layer]
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
         rows_FN[:, pair_M] = round_robin_M.quotas(rows_FE.take(expert_M, axis=1))
         return rows_FN
 
     def pair_E(self, sender: int) -> np.ndarray | None:
-        """See ``pair_of``."""
         expert_M, _, pair_M, _ = self._tables.leaving(sender)[self._layer]
         if len(expert_M) != self.target.num_experts:
             return None
@@ -615,7 +605,6 @@ class NearestReplica:
         return pair_E
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        """See ``received_by_slot``."""
         expert_S, round_robin_C1S = self._tables.coming(holder)[self._layer]
         return round_robin_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
 

@@ -181,7 +181,6 @@ class Transfers:
 
     @cached_property
     def everywhere(self) -> tuple[Move, ...]:
-        """See ``Part``."""
         moved = np.unique(self.expert_N)
         held_MC = self.held.holds_EC[moved]
         if not self.wanted.holds_EC[moved].all() or (held_MC.sum(axis=1) != 1).any():
@@ -189,7 +188,6 @@ class Transfers:
         return tuple(map(Move, moved.tolist(), held_MC.argmax(axis=1).tolist()))
 
     def part_of(self, ep_rank: int) -> Part:
-        """What an EP rank does."""
         own = np.flatnonzero((self.sender_N == ep_rank) | (self.receiver_N == ep_rank))
         columns = (
             self.round_N,
@@ -529,7 +527,7 @@ class _Forest:
         ready = self._free_in(0, holders)
         served = {self._node_of[ep_rank] for _, _, ep_rank in ready}
         waiting: dict[int, list[int]] = {}
-        for ep_rank in self._least_sent_first(targets):
+        for ep_rank in sorted(targets, key=lambda each: (self._num_sent[each], each)):
             waiting.setdefault(self._node_of[ep_rank], []).append(ep_rank)
         leaders = []
         for node, ep_ranks in waiting.items():
@@ -589,6 +587,3 @@ class _Forest:
             yield number, sender, receiver
             number, sender = number + 1, receiver
             ready.append((number, self._num_sent[receiver], receiver))
-
-    def _least_sent_first(self, ep_ranks: Iterable[int]) -> list[int]:
-        return sorted(ep_ranks, key=lambda ep_rank: (self._num_sent[ep_rank], ep_rank))

@@ -160,10 +160,6 @@ def load_object(stream: io.BytesIO, more: Iterable[type] = ()) -> Any:
     """An object that ``torch.save`` wrote, of what ``torch.load`` calls safe, which
     ``torch.serialization.add_safe_globals`` extends, and arrays of numpy.
 
-    Args:
-        stream: that has it.
-        more: classes that it may be made of.
-
     Raises:
         pickle.UnpicklingError: it has others.
         Exception: of any kind; it is damaged.
@@ -213,11 +209,7 @@ def damaged(path: Path, error: BaseException) -> Damaged:
 
 
 class Reader(FileSystemReader):
-    """DCP's, of tables that have nothing but what such tables have.
-
-    Args:
-        folder: that was written.
-    """
+    """DCP's, of tables that have nothing but what such tables have."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -264,10 +256,6 @@ class Reader(FileSystemReader):
 
     def read_object(self, name: str, table: Metadata) -> Any:
         """One that was saved whole.
-
-        Args:
-            name: of it.
-            table: the folder's.
 
         Raises:
             ValueError: it is missing, damaged, or made of others.

@@ -79,7 +79,6 @@ def why_unwritable(path: Path, *, makes_folders: bool) -> str:
 
 
 def sum_of(path: Path) -> FileSum:
-    """That of a file."""
     crc, num_bytes = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -111,6 +110,20 @@ def read_sum(reported: Sequence[Any]) -> FileSum:
 def sum_of_document(document: Mapping[str, Any]) -> int:
     """CRC-32 of what a document of JSON says, however it is written."""
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def write_summed(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document of JSON whole, with its CRC-32 in it."""
+    summed = {**document, "crc32": sum_of_document(document)}
+    write_whole(path, json.dumps(summed, indent=1))
+
+
+def check_summed(document: dict[str, Any]) -> None:
+    """Take the CRC-32 out of a document; null where a person has changed something. Raises
+    ValueError where it is another's."""
+    crc = document.pop("crc32", 0)
+    if crc is not None and crc != sum_of_document(document):
+        raise ValueError("its crc32 differs")
 
 
 def check(folder: Path, sums: Mapping[str, FileSum], reported_by: str) -> None:

@@ -201,12 +201,10 @@ DBRX_KEPT = tuple(f"mlp.{name}" for name in DBRX_NAMES)
 
 
 def is_dbrx(module: nn.Module) -> bool:
-    """Whether it is DBRX's."""
     return class_of(module).__name__ == "DbrxExperts"
 
 
 def found_dbrx(model: nn.Module, name: str, module: nn.Module) -> Found:
-    """The layer of such experts."""
     experts: Any = module
     unknown = {key for key, _ in module.named_parameters()}.difference(DBRX_KEPT)
     if unknown:
@@ -357,7 +355,6 @@ def is_switch(module: nn.Module) -> bool:
 
 
 def found_switch(model: nn.Module, name: str, module: nn.Module) -> Found:
-    """The layer of such experts."""
     experts: Any = module
     _check_alike(name, module)
     numbers = range(experts.num_experts)

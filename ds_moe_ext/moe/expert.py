@@ -281,13 +281,7 @@ def run_apart(function: Function, reads: Sequence[Any]) -> Done:
 def gradients(
     saved: Sequence[Any], grads: Sequence[Any], graded: Sequence[bool]
 ) -> tuple[Any, ...]:
-    """Gradients of the differentiable reads of ``run_apart``, in order; frees the graph.
-
-    Args:
-        saved: what ``run_apart`` gave.
-        grads: of the writes that have a gradient.
-        graded: for each write, whether it has one.
-    """
+    """Gradients of the differentiable reads of ``run_apart``, in order; frees the graph."""
     if not saved:
         return ()
     graph, *tensors = saved

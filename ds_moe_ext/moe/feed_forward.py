@@ -64,11 +64,7 @@ class Arrangement(NamedTuple):
 
 
 def arranged(by_name: Sequence[Sequence[Tensor]]) -> Arrangement:
-    """How slots compute whose weights lie where they lie.
-
-    Args:
-        by_name: for each name the weights of all slots.
-    """
+    """How slots compute whose weights lie where they lie."""
     return _arranged(places_of(by_name))
 
 
@@ -283,12 +279,7 @@ class SwiGluAdjoint:
     dtype: torch.dtype  # of the rows as they came
 
     def gradients(self, kept: Sequence[Tensor], grad_RD: Tensor) -> tuple[Any, ...]:
-        """Of the rows, ``[R, D]``, and of the weights, as they came; None where it is not wanted.
-
-        Args:
-            kept: as forward gave it.
-            grad_RD: of what it wrote.
-        """
+        """Of the rows, ``[R, D]``, and of the weights, as they came; None where unwanted."""
         *_, up, down = kept
         grads_up, grads_down = self._room(self.wanted.up, up), self._room(self.wanted.down, down)
         rows: list[Tensor] = []

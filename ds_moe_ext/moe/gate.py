@@ -419,10 +419,6 @@ OWN = " A gate of your own is 'my_package.my_module:MyGate'"
 def read_gate(values: Any, where: str) -> Gate:
     """A gate from a JSON object: its ``type``, and beside it the gate's own keys.
 
-    Args:
-        values: what ``json`` read.
-        where: dotted name of the object, for errors.
-
     Raises:
         ValueError: the type is unknown, or a key or value is not the gate's.
     """

@@ -233,12 +233,6 @@ def on_its_way(
     An expert is taken to have the weights of what it reads, gate and up, row by row of the model's
     width, and those of what it writes, row by row of its own: so most hosts have them.
 
-    Args:
-        hooks: of the run.
-        shape: of the model.
-        number_type: that it computes in.
-        etp_size: ranks that split each expert.
-
     Returns:
         None where all travels as it is in memory.
 

@@ -125,25 +125,16 @@ class Hooked:
                     f"{transform} is at {transform.at!r}, which is not a place; choose "
                     f"{', '.join(map(repr, PLACES))}"
                 )
-        rows = {
-            "dispatch": [codec for codec in self.codecs if codec.dispatch],
-            "combine": [codec for codec in self.codecs if codec.combine],
-        }
-        for name, found in rows.items():
+        for key, both in (
+            ("dispatch", "both encode the rows of dispatch"),
+            ("combine", "both encode the rows of combine"),
+            ("replicas", "have both replicas"),
+            ("replica_gradients", "have both replica_gradients"),
+        ):
+            found = [str(codec) for codec in self.codecs if getattr(codec, key)]
             if len(found) > 1:
                 raise ValueError(
-                    f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
-                    f"{name!r} to false in all but one of them"
-                )
-        experts = {
-            "replicas": [codec for codec in self.codecs if codec.replicas],
-            "replica_gradients": [codec for codec in self.codecs if codec.replica_gradients],
-        }
-        for key, found in experts.items():
-            if len(found) > 1:
-                raise ValueError(
-                    f"{' and '.join(map(str, found))} have both {key}; set {key!r} to false in "
-                    "all but one of them"
+                    f"{' and '.join(found)} {both}; set {key!r} to false in all but one of them"
                 )
 
     @property

@@ -271,12 +271,7 @@ class TimedTask:
 
 
 class Windows:
-    """The windows of one layer: before it in forward, and behind it in backward.
-
-    Args:
-        layer: its number.
-        observers: notified of them.
-    """
+    """The windows of one layer: before it in forward, and behind it in backward."""
 
     def __init__(self, layer: int, observers: Sequence[TasksSeen]) -> None:
         self._layer, self._observers = layer, observers

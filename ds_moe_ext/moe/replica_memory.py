@@ -310,11 +310,6 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
     """A pass must have the same replicas forward and backward, for which they may be encoded twice:
     where they were freed in between, or layers run again.
 
-    Args:
-        codec: of replicas.
-        like: weights of an expert, for their widths and types.
-        device: where they will be encoded.
-
     Raises:
         ValueError: it does not encode the same rows as the same.
     """
@@ -396,11 +391,7 @@ class Accumulation(Protocol):
 
 
 class KeptMeanwhile:
-    """Of a host that says when it drops what it has: a number is then another.
-
-    Args:
-        number: gives that.
-    """
+    """Of a host that says when it drops what it has: a number is then another."""
 
     def __init__(self, number: Callable[[], int]) -> None:
         self._number, self._begun = number, number()

@@ -329,11 +329,7 @@ class Replicas:
 
     def learn_types(self, weights: Weights) -> None:
         """Those of weights, of which a rank may own none: a host may have cast them since
-        it was last given. Collective over the EP ranks, the first time.
-
-        Args:
-            weights: of the experts owned here.
-        """
+        it was last given. Collective over the EP ranks, the first time."""
         if self._knows_types:
             return
         self._knows_types = True

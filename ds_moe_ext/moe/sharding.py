@@ -62,12 +62,7 @@ class Shard:
         return self.num_shards == 1
 
     def stretches(self, number: int, whole_length: int) -> Iterator[Stretch]:
-        """What the part has of the dim that a weight is split along.
-
-        Args:
-            number: of the weight.
-            whole_length: of that dim in the whole weight.
-        """
+        """What the part has of the dim that a weight is split along."""
         if self.is_whole:
             yield Stretch(0, 0, whole_length)
             return
@@ -84,12 +79,7 @@ class Shard:
         return tuple(whole)
 
     def widened(self, number: int, weight: Tensor) -> Tensor:
-        """What is added to the output, ``[..., D]``, from this rank's part of it: zeros elsewhere.
-
-        Args:
-            number: of the weight.
-            weight: this rank's part.
-        """
+        """What is added to the output, ``[..., D]``, from this part of it: zeros elsewhere."""
         if self.is_whole or not self.alongs[number].adds:
             return weight
         length = weight.shape[-1]
@@ -243,11 +233,7 @@ class LowRank:
 
     def ways_to_split(self, along: Along) -> tuple[Along, Along]:
         """How the factors, down and up, are split where the weight is so: one as the weight, the
-        other along Q, for each rank needs all of it and none has more to keep than another.
-
-        Args:
-            along: of the weight.
-        """
+        other along Q, for each rank needs all of it and none has more to keep than another."""
         if self._splits_up(along):
             return Along(0), Along(0, along.num_blocks)
         return Along(1, along.num_blocks), Along(1)

@@ -2,7 +2,7 @@
 """Times operations on all ranks together, and lays straight lines through the times.
 
 A ``Sweep`` is one operation at growing sizes, a ``Bench`` says where and how often it is run, and
-``Bench.fit`` gives the ``LinearFit`` through its times, the same on every rank. Shape letter: N
+``Bench.fit`` gives the ``Line`` through its times, the same on every rank. Shape letter: N
 samples, by growing size.
 """
 
@@ -18,29 +18,16 @@ import torch
 import torch.distributed as dist
 
 from ds_moe_ext.core.comm import all_gather_counts, sum_in_place
+from ds_moe_ext.planning.prices import Line
 
 LEAST_FLAT = 2  # samples that show a floor
 LEAST_RISING = 3  # samples that show a line
 LEAST_GROWTH = 1e-6  # of the largest time, below which times do not grow
 
 
-@dataclass(frozen=True)
-class LinearFit:
-    """``seconds = max(floor_s, fixed_s + unit_s * units)``."""
-
-    fixed_s: float  # seconds of no units, by the line
-    unit_s: float  # seconds of one unit more (a byte, a row, an operation)
-    r_squared: float  # of the line, over the samples that it goes through
-    # seconds of small sizes that do not grow, as buffers and bursts hide them; else 0
-    floor_s: float = 0.0
-
-    def seconds(self, num_units: float) -> float:
-        """Predict."""
-        return max(self.floor_s, self.fixed_s + self.unit_s * num_units)
-
-
-def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
-    """Least squares of the relative error, apart from a flat beginning.
+def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> Line:
+    """Least squares of the relative error, apart from a flat beginning, as buffers and bursts hide
+    small sizes: ``least_s``.
 
     Noise grows with what is timed, so errors count by their share of the time. The first samples
     are taken for a floor if that halves the squared error or more. A line that starts below zero is
@@ -49,10 +36,10 @@ def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     """
     units_N, seconds_N = _samples(units_N, seconds_N)
 
-    def squared_error(fit: LinearFit) -> float:
-        if fit.unit_s <= 0:
+    def squared_error(fit: Line | None) -> float:
+        if fit is None:
             return np.inf
-        predicted_N = np.maximum(fit.floor_s, fit.fixed_s + fit.unit_s * units_N)
+        predicted_N = np.maximum(fit.least_s, fit.alpha_s + fit.beta_s * units_N)
         return float(np.sum((predicted_N / seconds_N - 1) ** 2))
 
     lengths = range(LEAST_FLAT, units_N.size - LEAST_RISING + 1)
@@ -60,13 +47,13 @@ def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     errors = list(map(squared_error, fits))
     best = int(np.argmin(errors))
     fit = fits[best] if errors[best] <= errors[0] / 2 else fits[0]
-    if fit.unit_s * units_N[-1] > LEAST_GROWTH * seconds_N[-1]:
+    if fit is not None and fit.beta_s * units_N[-1] > LEAST_GROWTH * seconds_N[-1]:
         return fit
     unit_s = seconds_N[-1] / units_N[-1]
-    return LinearFit(0.0, float(unit_s), _r_squared(unit_s * units_N, seconds_N))
+    return Line(0.0, float(unit_s), _r_squared(unit_s * units_N, seconds_N))
 
 
-def fit_straight(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
+def fit_straight(units_N: np.ndarray, seconds_N: np.ndarray) -> Line:
     """Least squares of the relative error of all samples, for work that is cut: a start that hides
     in a flat beginning would be paid once a part.
 
@@ -75,10 +62,8 @@ def fit_straight(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
     """
     units_N, seconds_N = _samples(units_N, seconds_N)
     fit = _fit(units_N, seconds_N, 0)
-    if fit.unit_s > 0:
-        return fit
     level_s = np.sum(1 / seconds_N) / np.sum(1 / seconds_N**2)
-    return LinearFit(fixed_s=float(level_s), unit_s=0.0, r_squared=0.0)
+    return fit or Line(float(level_s), r_squared=0.0)
 
 
 def _samples(units_N: np.ndarray, seconds_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,14 +76,17 @@ def _samples(units_N: np.ndarray, seconds_N: np.ndarray) -> tuple[np.ndarray, np
     return units_N, seconds_N
 
 
-def _fit(units_N: np.ndarray, seconds_N: np.ndarray, num_flat: int) -> LinearFit:
+def _fit(units_N: np.ndarray, seconds_N: np.ndarray, num_flat: int) -> Line | None:
+    """None where times do not rise behind the flat beginning."""
     floor_s = float(seconds_N[:num_flat].mean()) if num_flat else 0.0
     x, y = units_N[num_flat:] / units_N[-1], seconds_N[num_flat:]
     (fixed_s, slope_s), *_ = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones_like(y))
     if fixed_s < 0:
         fixed_s, slope_s = 0.0, np.sum(x / y) / np.sum((x / y) ** 2)
+    if slope_s <= 0:
+        return None
     r_squared = _r_squared(fixed_s + slope_s * x, y)
-    return LinearFit(float(fixed_s), float(slope_s / units_N[-1]), r_squared, floor_s)
+    return Line(float(fixed_s), float(slope_s / units_N[-1]), r_squared, floor_s)
 
 
 def _r_squared(predicted_N: np.ndarray, seconds_N: np.ndarray) -> float:
@@ -107,7 +95,7 @@ def _r_squared(predicted_N: np.ndarray, seconds_N: np.ndarray) -> float:
     return float(1 - rest / spread) if spread > 0 else 0.0
 
 
-LineThrough = Callable[[np.ndarray, np.ndarray], LinearFit]
+LineThrough = Callable[[np.ndarray, np.ndarray], Line]
 """Of sizes and seconds, both ``[N]``."""
 
 LEAST_REPEATS = 3
@@ -176,7 +164,7 @@ class Bench:
     group: dist.ProcessGroup | None = None  # the ranks that measure together; None for all
     begins: Callable[[str], object] = silent  # given the name of each sweep
 
-    def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> LinearFit:
+    def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> Line:
         """The line through a sweep's times, the same on every rank. Collective."""
         self.begins(sweep.name)
         return line_through(np.array(sweep.units_N), self.seconds(sweep.works_N))

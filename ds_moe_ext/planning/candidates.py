@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_moe_ext.core.hardware import Device, Flops, Hardware, Link, Products
 from ds_moe_ext.core.layout import Grid, divisors
-from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.placement import Placement, most_replicas
 from ds_moe_ext.core.share import LocalElseOwner
 from ds_moe_ext.planning.described_run import DescribedRun, MemoryUse, copied_bytes_C, stage_memory
 from ds_moe_ext.planning.loads import LoadWindow
@@ -132,7 +132,7 @@ class Priced:
     @property
     def replicas(self) -> float:
         """Replicas of a layer on the EP rank that holds most, mean of the layers."""
-        return fmean(map(most_replicas, self.plans))
+        return fmean(most_replicas(plan.owner, plan.target) for plan in self.plans)
 
 
 @dataclass(frozen=True)
@@ -279,11 +279,6 @@ def _without_rows(plan: Plan) -> Plan:
     """What it places, without the tables by which rows go there: hundreds of MiB of large jobs."""
     share = LocalElseOwner(plan.owner, plan.target)
     return replace(plan, share=share, revise=None, successor=None, predicted_CE=None, by_paper=None)
-
-
-def most_replicas(plan: Plan) -> int:
-    """Replicas on the EP rank that holds most."""
-    return int((plan.target.holds_EC & ~plan.owner.holds_EC).sum(axis=0).max())
 
 
 def copied_bytes(plans: Sequence[Plan], run: DescribedRun) -> float:

@@ -68,7 +68,6 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """All."""
         return sum(vars(self).values())
 
 
@@ -139,12 +138,10 @@ class DescribedRun:
 
     @cached_property
     def host(self) -> HostTimes:
-        """What issuing takes."""
         return self.own_host or host_of(self.hardware)
 
     @property
     def node_C(self) -> np.ndarray:
-        """Node of each EP rank."""
         return self.hardware.node_of_ep_ranks(self.grid.num_ep_ranks, self.grid.etp_size)
 
     @cached_property
@@ -325,7 +322,6 @@ class DescribedRun:
 
     @cached_property
     def cost_group(self) -> CostGroup:
-        """All MoE layers."""
         grid, sent = self.grid, self._travelling
         copy, inter, intra = self.hardware.ep_rank_links(grid.size, grid.etp_size)
         row_s_C = self._row_s_C()
@@ -362,7 +358,6 @@ class DescribedRun:
 
     @cached_property
     def lines(self) -> PipelineLines:
-        """What pipelines are planned by."""
         grid, tensor = self.grid, self.training.parallel.tensor
         usage = Usage(
             num_ranks=grid.world_size,

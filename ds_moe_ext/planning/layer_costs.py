@@ -159,7 +159,6 @@ def step_seconds(
 def _seconds(
     prices: BlockPrices, most_received: float, most_computed: float, copied: float
 ) -> tuple[float, float, float, float, float]:
-    """The fields of ``BlockSeconds``."""
     sent_s = most_received * prices.row_bytes / prices.bytes_per_s
     exchange_s = prices.exchange_start_s + sent_s
     expert_s = most_computed * prices.row_s

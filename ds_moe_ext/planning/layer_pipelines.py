@@ -70,7 +70,6 @@ class MoePart:
         return int(first_least(self.seconds(np.array([gradient_s]))[0]))
 
     def degree(self, gradient_s: float = 0.0) -> int:
-        """The fastest degree."""
         return int(self.degree_R[self.best(gradient_s)])
 
     @property

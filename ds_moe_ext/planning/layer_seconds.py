@@ -55,7 +55,6 @@ class HostTimes:
     backward: Mapping[str, float] = field(default_factory=dict)  # in backward
 
     def seconds(self, task: Task) -> float:
-        """Of one task."""
         side = self.backward if task.adjoint_of else self.forward
         return side.get(task.op.name, 0.0)
 
@@ -298,12 +297,10 @@ class Timing(NamedTuple):
     least_s_K: Sequence[float] = ()  # of any, at least; none for 0
 
     def seconds(self, place: int, part: float) -> float:
-        """Of some part of the rows."""
         seconds = self.start_s + part * self.whole_s_K[place]
         return max(seconds, self.least_s_K[place]) if self.least_s_K else seconds
 
     def times(self, rounds: int) -> Timing:
-        """So often."""
         return Timing(
             rounds * self.start_s,
             [rounds * seconds for seconds in self.whole_s_K],

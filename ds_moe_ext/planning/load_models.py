@@ -156,7 +156,6 @@ def num_hot(sizes: Sizes) -> int:
 
 
 def balanced(sizes: Sizes, place: Place, step: int) -> np.ndarray:
-    """Every expert gets equally many."""
     return _dealt(sizes.tokens * sizes.top_k, place.order_E, sizes)
 
 

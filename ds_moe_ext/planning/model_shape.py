@@ -264,7 +264,6 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """Of one expert."""
         return self.products * self.width * self.expert_width
 
     def flops(self, length: int) -> float:
@@ -315,7 +314,6 @@ class ModelShape:
 
     @property
     def all_weights(self) -> int:
-        """Of the model."""
         experts = len(self.moe_layers) * self.num_experts * self.expert_weights
         return self.all_dense_weights + experts
 

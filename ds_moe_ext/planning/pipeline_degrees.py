@@ -95,7 +95,6 @@ class PipelinePlan:
 
     @property
     def time_s(self) -> float:
-        """Seconds of the layer."""
         return float(self.times_R[self.degree - 1])
 
 

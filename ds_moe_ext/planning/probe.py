@@ -36,7 +36,7 @@ from ds_moe_ext.core.hardware import Collectives, Device, Flops, Hardware, Link,
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.transfer import Part, TransferSize, gather_rounds
-from ds_moe_ext.planning.bench import Bench, LinearFit, Sweep, clock_of, fit_straight
+from ds_moe_ext.planning.bench import Bench, Sweep, clock_of, fit_straight
 from ds_moe_ext.planning.exchange_costs import PipelineLines
 from ds_moe_ext.planning.prices import FREE, Line
 from ds_moe_ext.schedule.executor import to_the_end
@@ -211,12 +211,12 @@ def least_exchange_s(level: Level, bench: Bench) -> float:
     return float(bench.seconds(pairs_sweep(level, others_CC, [1], bench.device).works_N)[0])
 
 
-def link_of(fit: LinearFit, num_sharers: int = 1) -> Link:
+def link_of(fit: Line, num_sharers: int = 1) -> Link:
     """The link of several alike that send at once, from a line over the bytes of one of them."""
     return Link(
-        bytes_per_s=_rounded(num_sharers / fit.unit_s),
-        latency_s=_rounded(fit.fixed_s),
-        r_squared=_rounded(fit.r_squared),
+        bytes_per_s=_rounded(num_sharers / fit.beta_s),
+        latency_s=_rounded(fit.alpha_s),
+        r_squared=_rounded(fit.r_squared or 0.0),
     )
 
 
@@ -331,9 +331,9 @@ def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
         width = WIDTH_ON_CUDA if is_cuda else WIDTH_ON_CPU
         fit = bench.fit(matmul_sweep(num_rows_N, width, dtype, bench.device))
         return Product(
-            multiply_adds_per_s=_rounded(1 / fit.unit_s),
-            start_s=_rounded(fit.fixed_s),
-            r_squared=_rounded(fit.r_squared),
+            multiply_adds_per_s=_rounded(1 / fit.beta_s),
+            start_s=_rounded(fit.alpha_s),
+            r_squared=_rounded(fit.r_squared or 0.0),
         )
 
     products = Products(
@@ -391,7 +391,7 @@ def measure_memory(bench: Bench) -> float:
     given_N = [torch.zeros(n * least, dtype=torch.uint8, device=bench.device) for n in (1, 2, 3)]
     works_N = [partial(torch.empty_like(given).copy_, given) for given in given_N]
     units_N = [2 * given.nbytes for given in given_N]  # read and written
-    return _rounded(1 / bench.fit(Sweep("copies within memory", units_N, works_N)).unit_s)
+    return _rounded(1 / bench.fit(Sweep("copies within memory", units_N, works_N)).beta_s)
 
 
 def expert_sweep(
@@ -403,7 +403,7 @@ def expert_sweep(
 ) -> Sweep:
     """Rows through one expert, forward and backward; units are rows.
 
-    ``Bench.fit(...).unit_s`` is then the seconds that one row costs. No gradient is accumulated.
+    ``Bench.fit(...).beta_s`` is then the seconds that one row costs. No gradient is accumulated.
 
     Args:
         forward: rows ``[R, D]`` to rows ``[R, D]``.
@@ -486,7 +486,7 @@ def measure_pipeline(
     )
 
     def shared(sweep_of: SweepOf, level: Level | None, most: int, like: Tensor) -> Line:
-        return _line(bench, sweep_of(level, _steps(most), like)) if level else FREE
+        return bench.fit(sweep_of(level, _steps(most), like), fit_straight) if level else FREE
 
     def run(num_rows: int) -> None:
         with torch.no_grad():
@@ -502,7 +502,7 @@ def measure_pipeline(
         all_to_all=shared(all_to_all_sweep, ep_ranks, payload.num_rows // num_ep_ranks, row),
         all_gather=shared(all_gather_sweep, ep_rank, payload.num_rows, row),
         reduce_scatter=shared(reduce_scatter_sweep, ep_rank, payload.num_rows, row),
-        expert=_line(bench, experts),
+        expert=bench.fit(experts, fit_straight),
         all_reduce=replace(sums, beta_s=element.itemsize * sums.beta_s),
     )
 
@@ -520,12 +520,7 @@ def measure_carrier(carrier: Carrier, num_ep_ranks: int, payload: Payload, bench
         for transfer, num in zip(transfers, num_rows_N)
     ]
     num_bytes_N = [num_ep_ranks * num * row.nbytes for num in num_rows_N]
-    return _line(bench, Sweep("all-to-all by a carrier", num_bytes_N, works))
-
-
-def _line(bench: Bench, sweep: Sweep) -> Line:
-    fit = bench.fit(sweep, fit_straight)
-    return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
+    return bench.fit(Sweep("all-to-all by a carrier", num_bytes_N, works), fit_straight)
 
 
 def _level(name: str, channel: Channel | None) -> Level | None:

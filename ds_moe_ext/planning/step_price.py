@@ -212,7 +212,6 @@ class PassSeconds(NamedTuple):
 
     @property
     def backward_s(self) -> float:
-        """The rest."""
         return self.seconds - self.forward_s
 
 
@@ -246,14 +245,12 @@ class Passes:
 
     @property
     def exposed_s(self) -> float:
-        """As of ``StepPrice``."""
         # A host that comes late may keep tasks from crowding a link, and so help.
         passed_s = min(self.device_s, self.seconds)
         return max(passed_s - (self.computed_s + self.imbalance_s), 0.0)
 
     @property
     def host_s(self) -> float:
-        """As of ``StepPrice``."""
         return max(self.seconds - self.device_s, 0.0)
 
     @property

@@ -379,14 +379,7 @@ def stacked_bars(
     *,
     limit: tuple[float, str] | None = None,
 ) -> Html:
-    """Bars of the same parts below each other, on one scale.
-
-    Args:
-        stacks: one a bar.
-        names: of the parts.
-        text: a length as a person reads it.
-        limit: a length that is marked, and what it is.
-    """
+    """Bars of the same parts below each other, on one scale."""
     legend = [*names, *([limit[1]] if limit else [])]
     top = _LINE * _legend_rows(legend, WIDE) + 8
 
@@ -639,15 +632,13 @@ def task_chart(
     lengths_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Html:
     """The tasks of some streams, a row each."""
-    streams = in_order(
-        traced_task.stream for traced_task in traced_tasks if traced_task.name != HOST_WORK
-    ) or [""]
+    streams = in_order(task.stream for task in traced_tasks if task.name != HOST_WORK) or [""]
     busy_s = dict.fromkeys(streams, 0.0)
     by_kind: dict[str, list[TracedTask]] = {}
-    for traced_task in traced_tasks:
-        by_kind.setdefault(traced_task.name, []).append(traced_task)
-        if traced_task.name != HOST_WORK:
-            busy_s[traced_task.stream] += traced_task.end_s - traced_task.start_s
+    for task in traced_tasks:
+        by_kind.setdefault(task.name, []).append(task)
+        if task.name != HOST_WORK:
+            busy_s[task.stream] += task.length_s
     names = [
         f"{stream} {100 * busy_s[stream] / max(lengths_s.get(stream, length_s), 1e-12):.0f} %"
         for stream in streams
@@ -666,12 +657,9 @@ def task_chart(
             colour = colours.get(kind, _PALE)
             for row, stream in enumerate(streams, start=first):
                 at = [
-                    (
-                        scale * (traced_task.start_s - start_s),
-                        scale * (traced_task.end_s - traced_task.start_s),
-                    )
-                    for traced_task in by_kind[kind]
-                    if traced_task.stream == stream
+                    (scale * (task.start_s - start_s), scale * task.length_s)
+                    for task in by_kind[kind]
+                    if task.stream == stream
                 ]
                 if at:
                     axes.broken_barh(

@@ -100,8 +100,8 @@ def barred(about: str, body: Html) -> Html:
 
 def facts_line(facts: Iterable[str]) -> Html:
     """What a header says in short, below its title."""
-    traced_tasks = joined(Html("<span>{}</span>").format(fact) for fact in facts)
-    return Html('<p class="facts">{}</p>').format(traced_tasks)
+    shown = joined(Html("<span>{}</span>").format(fact) for fact in facts)
+    return Html('<p class="facts">{}</p>').format(shown)
 
 
 def multiples(title: str, charts: Sequence[Html]) -> Html:

@@ -104,12 +104,7 @@ def page_of(record: RunRecord) -> Html:
 
 
 def html_document(title: str, parts: Sequence[Html]) -> Html:
-    """A page with our style, in which no script runs.
-
-    Args:
-        title: of the window, as text.
-        parts: from top to bottom.
-    """
+    """A page with our style, in which no script runs."""
     style = Html("\n{}").format(style_sheet())
     why = charts.why_none()
     missing = note(f"{why} and draw the page again by ds-moe-ext report.") if why else Html("")
@@ -137,7 +132,6 @@ the page. Attributes ``style`` give bars their widths."""
 
 
 def _sha256(text: str) -> str:
-    """A source of the policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

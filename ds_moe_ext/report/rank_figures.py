@@ -148,13 +148,10 @@ class OwnSteps:
     def saw_tasks(self, traced_tasks: Sequence[TracedTask], apart: Container[str] = ()) -> None:
         """Take the tasks of a step that all ranks time."""
         self._traced_tasks, self._apart, self._num_timed = traced_tasks, apart, self._num_timed + 1
-        for traced_task in traced_tasks:
-            self._seconds[f"{traced_task.phase}:{traced_task.name}"] += (
-                traced_task.end_s - traced_task.start_s
-            )
+        for task in traced_tasks:
+            self._seconds[f"{task.phase}:{task.name}"] += task.length_s
 
     def step_ended(self) -> None:
-        """Look at the clock."""
         self._ends_s.append(self.clock())
 
     def _bad_scores(self) -> BadScores | None:
@@ -302,13 +299,11 @@ def exposed_s(traced_tasks: Iterable[TracedTask]) -> float:
     beside what the host computes, which nobody times.
     """
     computed, sent = [], []
-    for traced_task in traced_tasks:
-        if traced_task.stream in _COMPUTING and traced_task.name not in WAITS:
-            computed.append(traced_task)
-        elif traced_task.name in WAITS or (
-            traced_task.stream in _SENDING and traced_task.name != GRADIENTS.name
-        ):
-            sent.append(traced_task)
+    for task in traced_tasks:
+        if task.stream in _COMPUTING and task.name not in WAITS:
+            computed.append(task)
+        elif task.name in WAITS or (task.stream in _SENDING and task.name != GRADIENTS.name):
+            sent.append(task)
     return _covered_s([*computed, *sent]) - _covered_s(computed)
 
 
@@ -316,7 +311,7 @@ def _covered_s(traced_tasks: Sequence[TracedTask]) -> float:
     """Seconds in which one of them ran, at least."""
     if not traced_tasks:
         return 0.0
-    times = np.array([(traced_task.start_s, traced_task.end_s) for traced_task in traced_tasks])
+    times = np.array([(task.start_s, task.end_s) for task in traced_tasks])
     start_N, end_N = times[np.argsort(times[:, 0])].T
     reached_N = np.maximum.accumulate(end_N)
     gaps_s = np.maximum(start_N[1:] - reached_N[:-1], 0.0).sum()
@@ -328,10 +323,6 @@ def exchanges_s(
 ) -> tuple[float, ...]:
     """Seconds of each exchange of rows, waiting included, in the order that a stream has them,
     which is the same on all ranks that exchange. Pure."""
-    found = [
-        traced_task
-        for traced_task in traced_tasks
-        if traced_task.name in _EXCHANGES and traced_task.layer not in apart
-    ]
-    found.sort(key=lambda traced_task: (traced_task.stream, traced_task.start_s))
-    return tuple(traced_task.end_s - traced_task.start_s for traced_task in found)
+    found = [task for task in traced_tasks if task.name in _EXCHANGES and task.layer not in apart]
+    found.sort(key=lambda task: (task.stream, task.start_s))
+    return tuple(task.length_s for task in found)

@@ -126,6 +126,10 @@ class TracedTask:
     end_s: Moment
     bound_by: Count | None = None
 
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
 
 @dataclass(frozen=True)
 class TracedRecord:
@@ -328,7 +332,6 @@ class RunRecord:
 
     @property
     def traced_s(self) -> float:
-        """How long that step was."""
         return self.traced.traced_s
 
     def balance_IL(self) -> np.ndarray:
@@ -355,7 +358,6 @@ class RunRecord:
         return balance_L(self._at_owners(self.placements.owner_ep_rank_rows_ILC))
 
     def to_json(self) -> str:
-        """The record as JSON text."""
         data = dataclasses.asdict(self)
         data |= {**data.pop("traced"), "balance_by_layer": self.balance_by_layer()}
         return json.dumps(older_names.on_disk(data), default=_listed)
@@ -472,11 +474,9 @@ def _check_replicas(key: str, to: Sequence[Sequence[Sequence[int]]], record: Run
 def _check_traced_tasks(key: str, traced_tasks: Sequence[TracedTask]) -> None:
     """A chain of tasks that waited for each other has an end."""
     ends: set[int] = set()  # of tasks whose chain has one
-    for at, traced_task in enumerate(traced_tasks):
-        if traced_task.end_s < traced_task.start_s:
-            raise ValueError(
-                f"{key}[{at}].end_s is {traced_task.end_s}, before start_s {traced_task.start_s}"
-            )
+    for at, task in enumerate(traced_tasks):
+        if task.end_s < task.start_s:
+            raise ValueError(f"{key}[{at}].end_s is {task.end_s}, before start_s {task.start_s}")
         chain: dict[int, None] = {}
         by: int | None = at
         while by is not None and by not in ends:

@@ -130,7 +130,6 @@ def looks_record(
     owners: Sequence[int],
     node_C: np.ndarray,
 ) -> LooksRecord:
-    """All looks of a run."""
     predicted_IL, by_paper_IL, left_IL, crossed_IL = np.full((4, len(looks_I), num_layers), np.nan)
     for index, looks in enumerate(looks_I):
         for layer, look in looks.items():
@@ -250,7 +249,6 @@ class _Changes:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """In the order of steps."""
         return tuple(Move(*at, num_experts) for at, num_experts in sorted(self.moved.items()))
 
     def thin(self, kept: _Kept) -> None:
@@ -361,7 +359,6 @@ class Recorder:
         return self.record().balance_by_layer()
 
     def record(self) -> RunRecord:
-        """The run up to now."""
         layers = tuple(layer.record() for layer in self.layers)
         if self._plans:  # the layers may already have the owners of the next step
             owners = (tuple(plan.owner.owner_E.tolist()) for plan in self._plans)
@@ -402,7 +399,6 @@ class Recorder:
 
     @cached_property
     def _node_C(self) -> np.ndarray:
-        """Node of each EP rank."""
         return self.layers[0].routed.layer_context.layout.node_C
 
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:
@@ -499,10 +495,8 @@ class Recorder:
         if not traced_tasks:
             return
         self._times.num_steps += 1
-        for traced_task in traced_tasks:
-            self._times.seconds[f"{traced_task.phase}:{traced_task.name}"] += (
-                traced_task.end_s - traced_task.start_s
-            )
+        for traced in traced_tasks:
+            self._times.seconds[f"{traced.phase}:{traced.name}"] += traced.length_s
         if is_traced:
             length_s = 0.0
             if ended is not None and origin is not None:
@@ -535,11 +529,6 @@ def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.nd
     return np.asarray(arrays, dtype=np.int64).reshape(shape)
 
 
-def phase_of(task: TimedTask) -> str:
-    """ "forward" or "backward"; dense gradients are nobody's adjoint, but made in backward."""
-    return "backward" if task.task.adjoint_of or task.task.op == GRADIENTS else "forward"
-
-
 def traced_tasks_of(
     timed: Iterable[TimedTask],
     origin: TimedTask,
@@ -550,33 +539,24 @@ def traced_tasks_of(
     """Tasks as the page draws them, in the order in which they began.
 
     Weights may be gathered for backward too. That is nobody's adjoint: it belongs to the phase of
-    what this rank computes next.
-
-    Args:
-        timed: the tasks.
-        origin: at whose start seconds begin.
-        layer_names: of the run.
-        has_waits: whether it is known who waited for whom.
-    """
+    what this rank computes next."""
     found = [(traced_task_of(task, origin, layer_names), task.task) for task in timed]
     found.sort(key=lambda each: each[0].start_s)
-    traced_tasks = [traced_task for traced_task, _ in found]
+    traced_tasks = [traced for traced, _ in found]
     phase = None
     for position in reversed(range(len(traced_tasks))):
-        traced_task = traced_tasks[position]
-        if traced_task.stream == COMPUTE.name:
-            phase = traced_task.phase
-        elif (traced_task.name, traced_task.stream) == (
+        traced = traced_tasks[position]
+        if traced.stream == COMPUTE.name:
+            phase = traced.phase
+        elif (traced.name, traced.stream) == (
             GATHER.name,
             PARAM.name,
         ) and phase is not None:
-            traced_tasks[position] = replace(traced_task, phase=phase)
+            traced_tasks[position] = replace(traced, phase=phase)
     if has_waits:
         tasks, moments = [task for _, task in found], [(s.start_s, s.end_s) for s in traced_tasks]
         bound = bound_by(tasks, seen_after(tasks), moments)
-        traced_tasks = [
-            replace(traced_task, bound_by=by) for traced_task, by in zip(traced_tasks, bound)
-        ]
+        traced_tasks = [replace(traced, bound_by=by) for traced, by in zip(traced_tasks, bound)]
     return traced_tasks
 
 
@@ -584,10 +564,12 @@ def traced_task_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[st
     """One task, seconds from the start of ``origin``."""
     (start_s, end_s), task = timed.seconds_from(origin), timed.task
     is_reduction = task.op == GATHER and task.adjoint_of
+    # Dense gradients are nobody's adjoint, but made in backward.
+    is_back = bool(task.adjoint_of) or task.op == GRADIENTS
     return TracedTask(
         name=REDUCTION if is_reduction else task.op.name,
         stream=task.stream.name,
-        phase=phase_of(timed),
+        phase="backward" if is_back else "forward",
         layer=HEAD_NAME if task.layer == len(layer_names) else layer_names[task.layer],
         chunk=str(task.chunk_range),
         start_s=start_s,

@@ -88,9 +88,6 @@ class ReportFiles:
         """Write what is due. Between two steps, so that the run waits for no more than is measured;
         what encodes the lists would hold Python's lock in a thread too.
 
-        Args:
-            record: makes it of the run up to now.
-
         Raises:
             OSError: it cannot be written; it is tried again when it is next due.
         """

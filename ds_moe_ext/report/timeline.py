@@ -44,11 +44,11 @@ class Pass:
 
     @property
     def start_s(self) -> float:
-        return min(traced_task.start_s for traced_task in self.traced_tasks)
+        return min(task.start_s for task in self.traced_tasks)
 
     @property
     def end_s(self) -> float:
-        return max(traced_task.end_s for traced_task in self.traced_tasks)
+        return max(task.end_s for task in self.traced_tasks)
 
     @property
     def length_s(self) -> float:
@@ -64,8 +64,8 @@ class Pass:
 def passes_of(timeline: Iterable[TracedTask]) -> list[Pass]:
     """The timeline by layer and phase, in the order in which they start."""
     held: dict[tuple[str, str], list[TracedTask]] = {}
-    for traced_task in timeline:
-        held.setdefault((traced_task.layer, traced_task.phase), []).append(traced_task)
+    for task in timeline:
+        held.setdefault((task.layer, task.phase), []).append(task)
     passes = [
         Pass(layer, phase, tuple(traced_tasks)) for (layer, phase), traced_tasks in held.items()
     ]
@@ -77,14 +77,14 @@ def stretches(timeline: Sequence[TracedTask]) -> list[Pass]:
     order in which they begin. A layer comes once a micro-batch; where tasks of many layers take
     turns, once."""
     held: list[list[TracedTask]] = []
-    for traced_task in sorted(_own(timeline), key=lambda traced_task: traced_task.start_s):
+    for task in sorted(_own(timeline), key=lambda task: task.start_s):
         if held and (held[-1][0].layer, held[-1][0].phase) == (
-            traced_task.layer,
-            traced_task.phase,
+            task.layer,
+            task.phase,
         ):
-            held[-1].append(traced_task)
+            held[-1].append(task)
         else:
-            held.append([traced_task])
+            held.append([task])
     if len(held) > _MOST_STRETCHES:
         return [one.own for one in passes_of(timeline)]
     return [
@@ -162,22 +162,20 @@ def hidden(timeline: Sequence[TracedTask]) -> str:
     """How long replicas travelled, dense gradients were reduced in slices and the next step was
     planned, and how much of each was hidden; nothing of what there was none of."""
     computed = [s for s in timeline if s.stream == COMPUTE.name and s.name not in _WAITS]
-    sent = [
-        traced_task for traced_task in timeline if traced_task.stream in (INTER.name, INTRA.name)
-    ]
+    sent = [task for task in timeline if task.stream in (INTER.name, INTRA.name)]
     text = ""
-    if travels := [traced_task for traced_task in timeline if traced_task.stream == PARAM.name]:
+    if travels := [task for task in timeline if task.stream == PARAM.name]:
         text += (
             f" Transfers of replicas and their gradients took {_beside(travels, computed)} "
             "this rank computed. They may overlap with another layer; the drawing of a layer "
             "shows all of its transfers."
         )
-    if slices := [traced_task for traced_task in timeline if traced_task.name == GRADIENTS.name]:
+    if slices := [task for task in timeline if task.name == GRADIENTS.name]:
         text += (
             f" Reducing slices of the dense gradients took {_beside(slices, computed)} this "
             "rank computed."
         )
-    if plans := [traced_task for traced_task in timeline if traced_task.name == PLAN.name]:
+    if plans := [task for task in timeline if task.name == PLAN.name]:
         text += f" The host planned the next step for {_beside(plans, sent)} token all-to-alls ran."
     return text
 
@@ -185,12 +183,12 @@ def hidden(timeline: Sequence[TracedTask]) -> str:
 def _beside(traced_tasks: Sequence[TracedTask], others: Iterable[TracedTask]) -> str:
     """How long some chunk ranges took, and which share of that others ran beside them."""
     at_s, busy_s = [0.0], [0.0]  # moments, and seconds until then during which any of others ran
-    for other in sorted(others, key=lambda traced_task: traced_task.start_s):
+    for other in sorted(others, key=lambda task: task.start_s):
         start_s = max(other.start_s, at_s[-1])
         length_s = max(other.end_s - start_s, 0.0)
         at_s += [start_s, start_s + length_s]
         busy_s += [busy_s[-1], busy_s[-1] + length_s]
-    ends = np.array([(traced_task.start_s, traced_task.end_s) for traced_task in traced_tasks])
+    ends = np.array([(task.start_s, task.end_s) for task in traced_tasks])
     beside_s = np.diff(np.interp(ends, at_s, busy_s)).sum()
     total_s = float(np.diff(ends).sum())
     share = 100 * beside_s / max(total_s, 1e-12)
@@ -199,7 +197,7 @@ def _beside(traced_tasks: Sequence[TracedTask], others: Iterable[TracedTask]) ->
 
 def critical_path(traced_tasks: Sequence[TracedTask]) -> list[TracedTask]:
     """The last task, the one that it waited for last, and so on; none where that is not known."""
-    if all(traced_task.bound_by is None for traced_task in traced_tasks):
+    if all(task.bound_by is None for task in traced_tasks):
         return []
     at: int | None = max(range(len(traced_tasks)), key=lambda at: traced_tasks[at].end_s)
     chain = []
@@ -216,8 +214,8 @@ def critical(traced_tasks: Sequence[TracedTask]) -> str:
     if not chain:
         return ""
     seconds: dict[str, float] = defaultdict(float)
-    for traced_task in chain:
-        seconds[traced_task.name] += traced_task.end_s - traced_task.start_s
+    for task in chain:
+        seconds[task.name] += task.length_s
     total_s = max(chain[0].end_s - chain[-1].start_s, 1e-12)
     parts = [
         f"{name} {100 * own_s / total_s:.0f} %"
@@ -247,10 +245,8 @@ class Step:
     def window(self) -> tuple[float, float]:
         """Where the drawing begins and how long it is: from the start of the step, or its first
         task, to its end, or that of its last task."""
-        start_s = (
-            0.0 if self.length_s else min(traced_task.start_s for traced_task in self.traced_tasks)
-        )
-        end_s = max(self.length_s, *(traced_task.end_s for traced_task in self.traced_tasks))
+        start_s = 0.0 if self.length_s else min(task.start_s for task in self.traced_tasks)
+        end_s = max(self.length_s, *(task.end_s for task in self.traced_tasks))
         return start_s, max(end_s - start_s, self.shown_s, 1e-9)
 
     def others(self) -> list[TracedTask]:
@@ -258,8 +254,8 @@ class Step:
         the step was."""
         if not self.length_s:
             return []
-        ordered = sorted(self.traced_tasks, key=lambda traced_task: traced_task.start_s)
-        streams = in_order(traced_task.stream for traced_task in ordered)
+        ordered = sorted(self.traced_tasks, key=lambda task: task.start_s)
+        streams = in_order(task.stream for task in ordered)
         stream = COMPUTE.name if COMPUTE.name in streams else streams[0]
         before, ended_s, found = None, 0.0, []
         for after in (*ordered, None):
@@ -289,10 +285,8 @@ def overview(step: Step, colours: Mapping[str, str], *, what: str = "the whole s
     """The whole step: which layer was at work, every task of every stream, the rest of the model,
     and the critical path where that is known."""
     start_s, length_s = step.window
-    short = short_names(list(dict.fromkeys(traced_task.layer for traced_task in step.traced_tasks)))
-    path = [
-        replace(traced_task, stream=CRITICAL) for traced_task in critical_path(step.traced_tasks)
-    ]
+    short = short_names(list(dict.fromkeys(task.layer for task in step.traced_tasks)))
+    path = [replace(task, stream=CRITICAL) for task in critical_path(step.traced_tasks)]
     return task_chart(
         [*step.traced_tasks, *step.others(), *path],
         colours,
@@ -315,7 +309,7 @@ def layer_chart(passes: Sequence[Pass], colours: Mapping[str, str]) -> Html:
     traced_tasks: list[TracedTask] = []
     lengths_s: dict[str, float] = {}
     for one in passes:
-        busy_s = sum(traced_task.end_s - traced_task.start_s for traced_task in one.traced_tasks)
+        busy_s = sum(task.length_s for task in one.traced_tasks)
         text += Html(
             '<p class="note"><b>{}</b> {} in {}, from {} into the step; {:.2f} streams busy '
             "on average</p>"
@@ -326,18 +320,18 @@ def layer_chart(passes: Sequence[Pass], colours: Mapping[str, str]) -> Html:
             seconds_text(one.start_s),
             busy_s / max(one.length_s, 1e-12),
         )
-        streams = in_order(traced_task.stream for traced_task in one.traced_tasks)
+        streams = in_order(task.stream for task in one.traced_tasks)
         lengths_s |= {f"{one.phase} {stream}": one.length_s for stream in streams}
         traced_tasks += [
             replace(
-                traced_task,
-                stream=f"{one.phase} {traced_task.stream}",
-                start_s=traced_task.start_s - one.start_s,
-                end_s=traced_task.end_s - one.start_s,
+                task,
+                stream=f"{one.phase} {task.stream}",
+                start_s=task.start_s - one.start_s,
+                end_s=task.end_s - one.start_s,
             )
             for stream in streams
-            for traced_task in one.traced_tasks
-            if traced_task.stream == stream
+            for task in one.traced_tasks
+            if task.stream == stream
         ]
     longest_s = max(*(one.length_s for one in passes), 1e-9)
     what = f"tasks of {passes[0].layer}"

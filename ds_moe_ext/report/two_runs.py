@@ -51,7 +51,6 @@ class Shown:
 
     @property
     def tasks_s(self) -> float:
-        """In tasks, a step."""
         return sum(self.record.seconds_by_kind.values())
 
 
@@ -226,9 +225,7 @@ def _timelines(runs: Sequence[Shown]) -> Html:
     traced = [each for each in runs if each.record.timeline]
     if not traced:
         return Html("")
-    colours = charts.colours_of(
-        traced_task.name for each in traced for traced_task in each.record.timeline
-    )
+    colours = charts.colours_of(task.name for each in traced for task in each.record.timeline)
     steps = [Step(each.record.timeline, each.record.traced_s) for each in traced]
     shown_s = max(step.window[1] for step in steps)
     body = joined(

@@ -88,11 +88,7 @@ def wide_console(*, stderr: bool = False) -> Console:
     """As wide as the terminal; in a file or a pipe wide enough for our tables.
 
     ``Console()`` takes a file to have 80 columns, and cuts what is wider: a scheduler's log would
-    have tables that nobody can read.
-
-    Args:
-        stderr: there, in place of stdout.
-    """
+    have tables that nobody can read."""
     made = Console(stderr=stderr)
     width = shutil.get_terminal_size((WIDE, 0)).columns  # as COLUMNS says, if it does
     return made if made.is_terminal else Console(width=width, stderr=stderr)

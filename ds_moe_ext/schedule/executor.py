@@ -573,12 +573,7 @@ def _tensors(reads: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def streams_for(device: torch.device, overlaps: bool) -> ScheduleStreams:
-    """The streams of one device, shared by all its layers.
-
-    Args:
-        device: where the layers compute.
-        overlaps: whether any task of the schedule may run beside another.
-    """
+    """The streams of one device, shared by all its layers."""
     if device.type == "cuda":
         return DeviceStreams(device) if overlaps else InlineDeviceStreams(device)
     return ThreadStreams() if overlaps else InlineStreams()

@@ -120,12 +120,7 @@ def recall(layer: int, after: Value) -> Task:
 
 
 def have_again(joined: Task, after: Value) -> Task:
-    """Wait for the replicas that were freed after forward.
-
-    Args:
-        joined: the adjoint of the task that joined them.
-        after: when they are needed.
-    """
+    """Wait for the replicas that were freed after forward."""
     writes = (Value(HAD_AGAIN, joined.layer),)
     return replace(joined, op=HAVE_AGAIN, reads=(after,), writes=writes)
 
@@ -295,10 +290,6 @@ class Pipeline:
 
         Slices are numbered from 0, as they are issued: slice ``i`` has the chunk range ``i``.
 
-        Args:
-            schedule: of one layer, cut already.
-            slices: reductions to put between, of the backward pass.
-
         Raises:
             ValueError: tokens are cut, or a slice stands, where this pipeline has none.
         """
@@ -388,13 +379,7 @@ def in_halves(tasks: Iterable[Task]) -> list[Task]:
 
 
 def reductions(layer: int, numbers: ChunkRange, after: tuple[Value, ...] = ()) -> list[Task]:
-    """The all-reduces of some slices, whose gradients were ready before the layer's backward began.
-
-    Args:
-        layer: beside which they run.
-        numbers: of the slices.
-        after: what they wait for besides.
-    """
+    """All-reduces of slices whose gradients were ready before the layer's backward began."""
     slices = (ChunkRange(number, number + 1) for number in range(*numbers))
     return [Task(GRADIENTS, layer, i, after, (Value(REDUCED, layer, i),)) for i in slices]
 
@@ -462,12 +447,6 @@ def programs(
     layer: int, *, gated: bool, beside: Beside = ALONE, cutting: Cutting = WHOLE
 ) -> tuple[Schedule, Schedule]:
     """Forward and backward of one layer.
-
-    Args:
-        layer: its number.
-        gated: as in ``layer_schedule``.
-        beside: what goes on beside its rows.
-        cutting: how these travel.
 
     Raises:
         ValueError: as of ``Pipeline.arranged``.

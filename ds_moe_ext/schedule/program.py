@@ -80,7 +80,7 @@ class Program:
 
     def ahead(self, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], Cut, list[Saved]]:
         """Forward, of which adjoints will come: its outputs, how tokens were cut, and what each
-        task saved. Autograd must not record."""
+        task saved. Autograd must not record, and ``saved`` is consumed."""
         cut = self.cut_of(inputs)
         run = Pass(self.bound_forward, self.streams, cut=cut, keeps=True)
         return tuple(t.detach() for t in run(inputs)), cut, run.saved
@@ -89,14 +89,7 @@ class Program:
         self, cut: Cut, saved: list[Saved], grads: Sequence[Tensor | None], arity: Arity
     ) -> list[Tensor | None]:
         """Gradients of forward's inputs, one tensor after another; None where no row came by.
-        Autograd must not record.
-
-        Args:
-            cut: of forward's tokens.
-            saved: by its tasks; consumed.
-            grads: of its outputs.
-            arity: of its inputs.
-        """
+        Autograd must not record, and ``saved`` is consumed."""
         run = Pass(self.bound_backward, self.streams, cut=cut, saved=saved)
         written = run(None if n is None else grads[n] for n in self.given_gradients)
         flat: list[Tensor | None] = []

@@ -266,13 +266,7 @@ def chrome_trace(
     ranks: Mapping[int, str] = MappingProxyType({}),
     counts: Iterable[Count] = (),
 ) -> str:
-    """Trace Event Format: a process a rank, a thread a stream, microseconds.
-
-    Args:
-        boxes: of the timeline.
-        ranks: names of row groups, where they have some.
-        counts: of rows and the like.
-    """
+    """Trace Event Format: a process a rank, a thread a stream, microseconds."""
     boxes = list(boxes)
     streams = {
         stream: number for number, stream in enumerate(in_order(box.stream for box in boxes))

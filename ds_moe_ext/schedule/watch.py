@@ -203,11 +203,7 @@ class Watch:
     @contextmanager
     def host_pass(self, where: str) -> Iterator[None]:
         """Inside the block the host runs a part of a step. Other ranks are notified of an error
-        that leaves it, and what came of an error of theirs says so.
-
-        Args:
-            where: what it is, for a person.
-        """
+        that leaves it, and what came of an error of theirs says so."""
         self._num_passes, self._pass_since_s = self._num_passes + 1, time.monotonic()
         try:
             yield

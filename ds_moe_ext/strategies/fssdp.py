@@ -16,7 +16,7 @@ from functools import cache, lru_cache, partial
 
 import numpy as np
 
-from ds_moe_ext.core.placement import Placement, even_owners
+from ds_moe_ext.core.placement import Placement, even_owners, most_replicas
 from ds_moe_ext.core.share import LevelShare, NearestReplica
 from ds_moe_ext.planning.fssdp_planner import (
     MoveCosts,
@@ -51,7 +51,6 @@ from ds_moe_ext.strategies.shares import (
     REPAIR,
     STEADY,
     Copying,
-    most_replicas,
     repaired,
     rule_seconds,
     saves,

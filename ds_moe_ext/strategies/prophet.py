@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.core.placement import Placement, most_replicas
 from ds_moe_ext.core.share import LevelShare, LocalElseOwner
 from ds_moe_ext.planning.layer_costs import (
     BACKWARD,
@@ -49,7 +49,6 @@ from ds_moe_ext.strategies.shares import (
     PAPER,
     STEADY,
     Copying,
-    most_replicas,
     repaired,
     rule_seconds,
     saves,

@@ -98,11 +98,6 @@ class Copying(Strategy):
         )
 
 
-def most_replicas(owner: Placement, target: Placement) -> int:
-    """Replicas on the EP rank that holds most."""
-    return int((target.holds_EC & ~owner.holds_EC).sum(axis=0).max())
-
-
 def _row_prices(cost_group: CostGroup, num_ep_ranks: int) -> RowPrices:
     """Of a cost group's layers; EP ranks may be unlike."""
     prices = RowPrices.of(cost_group.prices, num_ep_ranks)

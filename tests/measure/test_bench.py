@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from ds_moe_ext.planning.bench import (
     Bench,
     HostClock,
-    LinearFit,
     Sweep,
     clock_of,
     fit_line,
     fit_straight,
 )
+from ds_moe_ext.planning.prices import Line
 from tests.ranks import pool_of
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def paced(rank: int, world_size: int, seed: int) -> tuple[float, float, float]:
 
     sweep = Sweep("paced", SIZES_N, [partial(work, size) for size in SIZES_N])
     fit = Bench(clock, CPU, num_warm_ups=1, num_repeats=9).fit(sweep)
-    return fit.fixed_s, fit.unit_s, fit.r_squared
+    return fit.alpha_s, fit.beta_s, fit.r_squared
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -119,6 +119,10 @@ def test_the_hosts_clock_times_the_work_and_not_what_comes_before() -> None:
 SIZES_N_FIT = 2.0 ** np.arange(10, 25)
 
 
+def seconds_by(fit: Line, num_units: float) -> float:
+    return max(fit.least_s, fit.alpha_s + fit.beta_s * num_units)
+
+
 @settings(deadline=None, derandomize=True)
 @given(
     st.floats(0, 1e-1),
@@ -130,7 +134,7 @@ def test_a_line_is_found(fixed_s: float, unit_s: float, sizes: list[int]) -> Non
     assume(unit_s * np.ptp(units_N) > 1e-4 * fixed_s)
     fit = fit_line(units_N, fixed_s + unit_s * units_N)
     for units, seconds in zip(units_N, fixed_s + unit_s * units_N):
-        assert fit.seconds(units) == pytest.approx(seconds, rel=1e-6)
+        assert seconds_by(fit, units) == pytest.approx(seconds, rel=1e-6)
     assert fit.r_squared == pytest.approx(1, abs=1e-6)
 
 
@@ -141,9 +145,9 @@ def test_a_flat_beginning_is_set_apart(num_flat: int, unit_s: float, share: floa
     floor_s = fixed_s + 0.99 * unit_s * SIZES_N_FIT[num_flat]
     seconds_N = np.maximum(floor_s, fixed_s + unit_s * SIZES_N_FIT)
     fit = fit_line(SIZES_N_FIT, seconds_N)
-    assert fit.unit_s == pytest.approx(unit_s, rel=1e-6)
-    assert fit.floor_s == pytest.approx(floor_s, rel=1e-9)
-    assert [fit.seconds(size) for size in SIZES_N_FIT] == pytest.approx(seconds_N, rel=1e-6)
+    assert fit.beta_s == pytest.approx(unit_s, rel=1e-6)
+    assert fit.least_s == pytest.approx(floor_s, rel=1e-9)
+    assert [seconds_by(fit, size) for size in SIZES_N_FIT] == pytest.approx(seconds_N, rel=1e-6)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
@@ -151,25 +155,27 @@ def test_a_flat_beginning_is_set_apart(num_flat: int, unit_s: float, share: floa
 def test_noise_in_proportion_to_the_times(seed: int, fixed_s: float, unit_s: float) -> None:
     noise_N = np.random.default_rng(seed).normal(1, 0.02, SIZES_N_FIT.size)
     fit = fit_line(SIZES_N_FIT, (fixed_s + unit_s * SIZES_N_FIT) * noise_N)
-    assert fit.seconds(SIZES_N_FIT[-1]) == pytest.approx(
+    assert seconds_by(fit, SIZES_N_FIT[-1]) == pytest.approx(
         fixed_s + unit_s * SIZES_N_FIT[-1], rel=0.08
     )
-    assert fit.seconds(SIZES_N_FIT[0]) == pytest.approx(fixed_s + unit_s * SIZES_N_FIT[0], rel=0.08)
+    assert seconds_by(fit, SIZES_N_FIT[0]) == pytest.approx(
+        fixed_s + unit_s * SIZES_N_FIT[0], rel=0.08
+    )
 
 
 def test_a_line_from_below_zero_goes_through_zero() -> None:
     """What a burst of 100 kB sends for nothing (GROUND, section 1.1)."""
     units_N = np.array([2.0**18, 2.0**20, 2.0**22])
     fit = fit_line(units_N, (units_N - 1e5) / 50e6)
-    assert fit.fixed_s == 0.0
-    assert 50e6 < 1 / fit.unit_s < 75e6
-    assert fit.floor_s == 0.0
+    assert fit.alpha_s == 0.0
+    assert 50e6 < 1 / fit.beta_s < 75e6
+    assert fit.least_s == 0.0
 
 
 def test_one_slow_sample_in_the_middle_is_no_floor() -> None:
     seconds_N = 1e-3 + 1e-9 * SIZES_N_FIT
     seconds_N[5] *= 1.3
-    assert fit_line(SIZES_N_FIT, seconds_N).floor_s == 0.0
+    assert fit_line(SIZES_N_FIT, seconds_N).least_s == 0.0
 
 
 def test_r_squared_of_a_known_set() -> None:
@@ -177,13 +183,14 @@ def test_r_squared_of_a_known_set() -> None:
     fit = fit_line(np.array([1, 2, 3]), np.array([1.0, 2.0, 4.0]))
     slope = (1 + 1 + 3 / 4) / (1 + 1 + 9 / 16)
     rest = (1 - slope) ** 2 + (2 - 2 * slope) ** 2 + (4 - 3 * slope) ** 2
-    assert fit == LinearFit(0.0, pytest.approx(slope), pytest.approx(1 - rest / (14 / 3)))
+    known = 0.0, pytest.approx(slope), pytest.approx(1 - rest / (14 / 3))
+    assert (fit.alpha_s, fit.beta_s, fit.r_squared) == known
 
 
 @pytest.mark.parametrize("seconds", [[3.0, 2.0, 1.0], [2.0, 2.0, 2.0], [0.3, 0.3, 0.3]])
 def test_times_that_do_not_grow_give_the_largest_and_no_good_fit(seconds: list[float]) -> None:
     fit = fit_line(np.array([10, 20, 40]), np.array(seconds))
-    assert (fit.fixed_s, fit.unit_s) == (0.0, seconds[-1] / 40)
+    assert (fit.alpha_s, fit.beta_s) == (0.0, seconds[-1] / 40)
     assert fit.r_squared <= 0
 
 
@@ -210,8 +217,8 @@ def test_no_line(units: list[int], seconds: list[float], expected: str) -> None:
 def test_a_straight_line_is_found(fixed_s: float, unit_s: float) -> None:
     assume(unit_s * np.ptp(SIZES_N_FIT) > 1e-4 * fixed_s)
     fit = fit_straight(SIZES_N_FIT, fixed_s + unit_s * SIZES_N_FIT)
-    assert fit.fixed_s == pytest.approx(fixed_s, rel=1e-6, abs=1e-9 * unit_s * SIZES_N_FIT[-1])
-    assert fit.unit_s == pytest.approx(unit_s, rel=1e-6)
+    assert fit.alpha_s == pytest.approx(fixed_s, rel=1e-6, abs=1e-9 * unit_s * SIZES_N_FIT[-1])
+    assert fit.beta_s == pytest.approx(unit_s, rel=1e-6)
     assert fit.r_squared == pytest.approx(1, abs=1e-6)
 
 
@@ -219,21 +226,21 @@ def test_a_flat_beginning_is_a_start() -> None:
     """A part pays it, however small: 1 ms up to the sixth size."""
     seconds_N = np.maximum(1e-3, 1e-3 / SIZES_N_FIT[5] * SIZES_N_FIT)
     straight, bent = fit_straight(SIZES_N_FIT, seconds_N), fit_line(SIZES_N_FIT, seconds_N)
-    assert bent.fixed_s < 1e-6
-    assert straight.fixed_s > 0.5e-3
-    assert straight.floor_s == 0.0
+    assert bent.alpha_s < 1e-6
+    assert straight.alpha_s > 0.5e-3
+    assert straight.least_s == 0.0
 
 
 def test_times_that_do_not_grow_are_all_start() -> None:
     fit = fit_straight(SIZES_N_FIT[:4], np.array([2.0, 1.9, 2.1, 1.9]))
-    assert fit.fixed_s == pytest.approx(2, rel=0.05)
-    assert (fit.unit_s, fit.r_squared, fit.floor_s) == (0, 0, 0)
+    assert fit.alpha_s == pytest.approx(2, rel=0.05)
+    assert (fit.beta_s, fit.r_squared, fit.least_s) == (0, 0, 0)
 
 
 def test_a_straight_line_from_below_zero_goes_through_zero() -> None:
     fit = fit_straight(np.array([1, 2, 4]), np.array([0.5, 1.5, 3.5]))
-    assert fit.fixed_s == 0.0
-    assert 0.5 < fit.unit_s < 1
+    assert fit.alpha_s == 0.0
+    assert 0.5 < fit.beta_s < 1
 
 
 def test_a_straight_line_needs_two_growing_sizes() -> None:

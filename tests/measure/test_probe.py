@@ -256,7 +256,7 @@ def seconds_of_a_row(rank: int, world_size: int) -> float:
     sweep = expert_sweep(
         lambda rows_RD: rows_RD @ weight, (weight,), torch.randn(30, 4), num_steps=3
     )
-    return Bench(RisingClock(), CPU, 0, 3).fit(sweep).unit_s
+    return Bench(RisingClock(), CPU, 0, 3).fit(sweep).beta_s
 
 
 def test_seconds_of_a_row() -> None:

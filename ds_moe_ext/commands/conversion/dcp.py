@@ -98,7 +98,6 @@ class Folder:
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """By name."""
         saved = self._about.state_dict_metadata
         return {k: v for k, v in saved.items() if isinstance(v, TensorStorageMetadata)}
 

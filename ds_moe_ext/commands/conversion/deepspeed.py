@@ -172,7 +172,6 @@ def _objects(model: AnyModel) -> dict[str, Any]:
 
 
 def _states(model: AnyModel, module: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What DeepSpeed's file has."""
     return {
         "module": module,
         "buffer_names": [],

@@ -439,7 +439,6 @@ class _SwitchBlock(NamedTuple):
 
     @property
     def feed_forward(self) -> str:
-        """Its last layer."""
         return f"{self.name}.layer.{len(self.attentions)}."
 
 

@@ -33,7 +33,6 @@ _DTYPES = {
 
 
 def is_here(folder: Path) -> bool:
-    """Whether a folder is one."""
     return (folder / CONFIG).exists() and any(folder.glob("*.safetensors"))
 
 

@@ -96,7 +96,6 @@ def _is_of_optimizer(name: str) -> bool:
 
 
 def open_source(folder: Path, model: Model) -> Source:
-    """Its tensors."""
     checkpoint_sums.check_part(folder)
     stored = dcp.Folder(folder)
     tensors = {

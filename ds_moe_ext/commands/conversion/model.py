@@ -83,12 +83,10 @@ class Model:
 
     @property
     def is_uniform(self) -> bool:
-        """Every layer has experts."""
         return len(self.moe_layers) == self.num_layers
 
     @property
     def num_moe_layers(self) -> int:
-        """How many layers have experts."""
         return len(self.moe_layers)
 
     @property
@@ -98,7 +96,6 @@ class Model:
 
     @property
     def num_groups(self) -> int:
-        """Of the attention."""
         return self.attention.num_groups
 
     @cached_property
@@ -307,12 +304,10 @@ class ListedModel:
 
     @property
     def num_moe_layers(self) -> int:
-        """How many layers have experts."""
         return len(self.deepspeed.layers)
 
     @property
     def num_groups(self) -> int:
-        """No form joins its attention by group."""
         return 1
 
     def places(self, scope: Scope) -> Iterator[Where]:
@@ -325,7 +320,6 @@ AnyModel = Model | ListedModel
 
 
 def pieces(model: AnyModel) -> Iterator[Piece]:
-    """All of a model."""
     for part in model.shapes:
         for where in model.places(part.scope):
             yield Piece(part, where)

@@ -73,7 +73,6 @@ class Pieces:
             )
 
     def dtype(self, piece: Piece) -> torch.dtype:
-        """That it is given in."""
         piece = piece._replace(part=self._source.zeros.get(piece.part, piece.part))
         return self._source.tensors[self._cells[piece].name].dtype
 

@@ -25,7 +25,6 @@ from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, colours_of, stacked_bars
 from ds_moe_ext.report.markup import Html, facts_line, joined, legend, note, section, table
 from ds_moe_ext.report.page import html_document
-from ds_moe_ext.report.record import TracedTask
 from ds_moe_ext.report.units import bytes_text, ratio_text, seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
@@ -38,7 +37,6 @@ _ABOUT_BUBBLE = " In a pipeline these are of the slowest stage; bubble: it waits
 
 
 def write_page(path: Path, market: Market, pays: Sequence[str]) -> None:
-    """Write the page."""
     path.write_text(page_of(market, pays), "utf-8")
 
 
@@ -150,7 +148,7 @@ def _timelines(market: Market) -> list[Html]:
     for name, each in market.named:
         body = Html("")
         if stage_passes := stage_tasks(each):
-            colours = colours_of(traced_task.name for traced_task in stage_passes)
+            colours = colours_of(task.name for task in stage_passes)
             body += note("The passes per step, a row a pipeline stage.")
             body += timeline.overview(timeline.Step(stage_passes), colours)
         title = Html("Timeline of {}: {}").format(name, _name(market, each))
@@ -161,9 +159,10 @@ def _timelines(market: Market) -> list[Html]:
 def _timeline(priced: Priced) -> Html:
     names = class_names(priced)
     drawn = [traced_tasks(priced, number) for number in range(len(names))]
-    shown = sorted(range(len(names)), key=lambda number: _busy_s(drawn[number]))
+    busy_s = [sum(t.length_s for t in tasks if t.name == EXPERT.name) for tasks in drawn]
+    shown = sorted(range(len(names)), key=busy_s.__getitem__)
     shown = [shown[-1]] + ([shown[0]] if len(shown) > 1 else [])
-    colours = colours_of(traced_task.name for number in shown for traced_task in drawn[number])
+    colours = colours_of(task.name for number in shown for task in drawn[number])
     busiest = drawn[shown[0]]
     simulated = (
         "One simulated pass of a step, one line per stream, with the percentage of time that "
@@ -179,14 +178,6 @@ def _timeline(priced: Priced) -> Html:
     its = [one.own for one in passes if one.layer == middle]
     body += Html("<h3>{}, {}</h3>").format(middle, names[shown[0]])
     return body + timeline.layer_chart(its, colours)
-
-
-def _busy_s(drawn: Sequence[TracedTask]) -> float:
-    return sum(
-        traced_task.end_s - traced_task.start_s
-        for traced_task in drawn
-        if traced_task.name == EXPERT.name
-    )
 
 
 def _rests_on(market: Market) -> Html:

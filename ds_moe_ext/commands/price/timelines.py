@@ -42,12 +42,10 @@ def boxes(priced: Priced) -> Iterator[Box]:
     """One micro-batch of the last step that was priced, and what pipeline stages do in it."""
     step = priced.steps[-1]
     first_row = len(step.timeline.start_s)
-    for stage_pass, traced_task in zip(step.stage_passes, stage_tasks(priced)):
-        name = f"{traced_task.name} {stage_pass.what.micro_batch}"
+    for stage_pass, drawn in zip(step.stage_passes, stage_tasks(priced)):
+        name = f"{drawn.name} {stage_pass.what.micro_batch}"
         row = first_row + stage_pass.stage
-        yield Box(
-            name, row, traced_task.layer, stage_pass.start_s, stage_pass.end_s, traced_task.name
-        )
+        yield Box(name, row, drawn.layer, stage_pass.start_s, stage_pass.end_s, drawn.name)
     for number in range(first_row):
         moments, bound = _seen(priced, number)
         for task, (start_s, end_s), by in zip(step.schedule.tasks, moments, bound):

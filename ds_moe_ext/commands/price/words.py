@@ -18,7 +18,8 @@ from ds_moe_ext import older_names
 from ds_moe_ext.commands.price.market import BASE, OVER, SIZED, Market
 from ds_moe_ext.commands.price.timelines import boxes, row_names
 from ds_moe_ext.core.layout import Grid
-from ds_moe_ext.planning.candidates import Priced, most_replicas
+from ds_moe_ext.core.placement import most_replicas
+from ds_moe_ext.planning.candidates import Priced
 from ds_moe_ext.planning.model_shape import Training
 from ds_moe_ext.report.units import EN_DASH, bytes_text, counted, ratio_text, say, seconds_text
 from ds_moe_ext.schedule.simulator import chrome_trace
@@ -49,9 +50,13 @@ NUMBERS = (*PARTS.values(), *BUBBLE.values(), "balance")
 def about(market: Market) -> str:
     """The model, the cluster, the training."""
     shape, training, hardware = market.case.shape, market.case.training, market.case.hardware
+    clusters = " beside ".join(
+        f"{each.num_nodes} nodes of {each.ranks_per_node} {each.device.name}"
+        for each in market.case.clusters
+    )
     return (
         f"{shape.name}: {shape.all_weights / 1e9:,.1f} billion weights, {len(shape.moe_layers)} "
-        f"layers of {shape.num_experts} experts, {shape.top_k} a token; on {_clusters(market)}; "
+        f"layers of {shape.num_experts} experts, {shape.top_k} a token; on {clusters}; "
         f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
         f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
         f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
@@ -86,15 +91,7 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{times} x {number}" if times > 1 else f"{number}" for times, number in runs)
 
 
-def _clusters(market: Market) -> str:
-    return " beside ".join(
-        f"{each.num_nodes} nodes of {each.ranks_per_node} {each.device.name}"
-        for each in market.case.clusters
-    )
-
-
 def grid_text(grid: Grid) -> str:
-    """A grid for a person."""
     owners = grid.world_size // grid.size
     ranks = f" of {grid.etp_size} ranks" if grid.etp_size > 1 else ""
     return f"{counted(grid.num_ep_ranks, 'EP rank')}{ranks}" + (
@@ -174,7 +171,7 @@ def _owners(priced: Priced) -> str:
 
 
 def _replicas(priced: Priced) -> str:
-    replicas_L = [most_replicas(plan) for plan in priced.plans]
+    replicas_L = [most_replicas(plan.owner, plan.target) for plan in priced.plans]
     if not any(replicas_L):
         return "no replicas"
     text = f"{sum(map(bool, replicas_L))} of {len(replicas_L)} layers have replicas, "
@@ -254,7 +251,6 @@ def block_words(market: Market) -> list[str]:
 
 
 def assumed(market: Market) -> list[str]:
-    """What the prices rest on."""
     reached = market.case.reached
     lines = [
         "assumed where the hardware file has no measurement: products reach "

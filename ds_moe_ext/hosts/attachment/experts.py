@@ -223,7 +223,6 @@ class HostedExperts(nn.Module):
         raise no_duplicate(self.routed.name)
 
     def slots(self) -> list[Slot]:
-        """This rank's experts."""
         if not self._views:
             return [Slot(tuple(parameters)) for parameters in self._by_slot()]
         # Views are of where the stacks lie now: hosts give parameters other memory and types.

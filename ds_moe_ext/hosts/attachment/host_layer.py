@@ -67,9 +67,7 @@ class Hosted(Protocol):
     @property
     def training(self) -> bool: ...
 
-    def slots(self) -> list[Slot]:
-        """This rank's experts."""
-        ...
+    def slots(self) -> list[Slot]: ...
 
     def hold(self, slots: Sequence[Slot]) -> None:
         """Take these slots in place of the present ones."""

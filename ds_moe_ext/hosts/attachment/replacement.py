@@ -89,7 +89,6 @@ class AttachedLayer:
 
     @property
     def routed(self) -> RoutedExperts:
-        """Its program."""
         return self.hosted.routed
 
     @property
@@ -151,7 +150,6 @@ class Blueprint:
 
     @property
     def stacks(self) -> tuple[int, ...]:
-        """Of the layers."""
         return tuple(found.stack for found in self.found)
 
     @property

@@ -120,9 +120,6 @@ def load(folder: Path, parts: Mapping[str, Part], names: Iterable[str] = ()) -> 
 
     Not collective: each rank reads what it needs.
 
-    Returns:
-        The objects.
-
     Raises:
         ValueError: a file is missing or damaged.
     """

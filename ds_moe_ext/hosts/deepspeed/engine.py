@@ -290,7 +290,6 @@ class DeepSpeedHost:
         return DenseGradients.of(self._model, layers, engine.communication_data_type, group)
 
     def watch_steps(self, run: Run) -> None:
-        """A patch calls ``after_step``."""
         gradients.record_of(self.carrier).run = run
         run.planning.log(replacement.owners_line(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides

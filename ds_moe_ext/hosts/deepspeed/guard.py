@@ -53,7 +53,6 @@ def old_lock() -> Path | None:
 
 
 def extensions() -> Path:
-    """Where torch compiles extensions."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
         return Path(given)
@@ -74,7 +73,6 @@ def notice_of_old_lock() -> str:
 
 
 def log_old_lock() -> None:
-    """Say so."""
     if reported := notice_of_old_lock():
         print(f"ds_moe_ext: {reported}", flush=True)
 

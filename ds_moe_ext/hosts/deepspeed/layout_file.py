@@ -58,14 +58,8 @@ class SavedLayout:
 
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""
-        fields = older_names.on_disk(asdict(self))
-        document = {"format": FORMAT, **fields}
-        document = {
-            "format": FORMAT,
-            "crc32": whole_files.sum_of_document(document),
-            **fields,
-        }
-        whole_files.write_whole(folder / LAYOUT_FILE, json.dumps(document, indent=1))
+        document = {"format": FORMAT, **older_names.on_disk(asdict(self))}
+        whole_files.write_summed(folder / LAYOUT_FILE, document)
 
     @classmethod
     def read(cls, folder: Path) -> SavedLayout:
@@ -95,9 +89,7 @@ class SavedLayout:
             )
         try:
             if kind == FORMAT:
-                reported = document.pop("crc32", 0)  # null where a person has changed something
-                if reported is not None and reported != whole_files.sum_of_document(document):
-                    raise ValueError("its crc32 differs")
+                whole_files.check_summed(document)
             document.pop("format", None)
             return read_record(cls, {"expert_sharding_size": 1, **document}, "it")
         except (ValueError, TypeError) as error:

@@ -158,7 +158,6 @@ class HostedMoE(nn.Module):
     stacks = ()  # experts are modules, and each has its own parameters
 
     def slots(self) -> list[Slot]:
-        """This rank's experts."""
         return [
             Slot(tuple(expert.get_parameter(name) for name in self.weight_names), expert)
             for expert in self.experts.deepspeed_experts  # type: ignore[union-attr]

@@ -114,7 +114,6 @@ class Stages:
 
     @property
     def size(self) -> int:
-        """Ranks of a stage."""
         return len(self.ranks[self.own])
 
     def check(self, found: Iterable[Found]) -> None:
@@ -238,7 +237,6 @@ class RoleUnit:
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share a sequence."""
         return 1 if self.sequences is None else self.sequences.size()
 
     @property

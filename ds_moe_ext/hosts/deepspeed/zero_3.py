@@ -89,7 +89,6 @@ def _undivided(model: nn.Module) -> dict[str, Tensor]:
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole parameter."""
     sharded: Any = parameter
     return sharded.ds_shape if is_zero_param(parameter) else parameter.shape
 

@@ -105,8 +105,7 @@ def _seal(folder: Path, checksums: bool, routing: Facts | None) -> None:
         files = {name: each for theirs, _ in gathered for name, each in theirs.items()}
         routing = next((facts for _, facts in gathered if facts is not None), None)
         document = {"format": FORMAT, "files": files, "routing": routing}
-        text = json.dumps({**document, "crc32": whole_files.sum_of_document(document)}, indent=1)
-        whole_files.write_whole(folder / SUMS_FILE, text)
+        whole_files.write_summed(folder / SUMS_FILE, document)
 
 
 def _writer(name: str) -> int:
@@ -123,9 +122,7 @@ def _read(path: Path) -> tuple[Mapping[str, FileSum], Facts | None]:
         return {}, None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        crc = document.pop("crc32")
-        if crc is not None and crc != whole_files.sum_of_document(document):
-            raise ValueError("its crc32 differs")
+        whole_files.check_summed(document)
         files = {
             name: whole_files.read_sum(reported) for name, reported in document["files"].items()
         }

@@ -139,11 +139,6 @@ def _check_made_ready(model: nn.Module, found: Iterable[Found]) -> None:
 def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
     """Adopt the MoE layers of a model that is ready to be trained. Collective, over the world.
 
-    Args:
-        asked: the settings.
-        chunks: the model's parts on this rank, wrapped for data parallelism.
-        optimizer: Megatron's, of these.
-
     Returns:
         The run; None on a pipeline stage without MoE layers.
 

@@ -418,7 +418,6 @@ class MegatronExperts:
     stacks = ()  # parameters are Megatron's
 
     def slots(self) -> list[Slot]:
-        """This rank's experts."""
         return self.form.slots(self.experts, self.weight_names)
 
     def hold(self, slots: Sequence[Slot]) -> None:

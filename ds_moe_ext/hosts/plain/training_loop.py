@@ -360,7 +360,6 @@ class _Stored(NamedTuple):
         return whole_weights(part.detach()[None], self.shard, self.number, self.ep_rank)[0]
 
     def part(self, whole: Any) -> Any:
-        """This rank's."""
         has_parts = isinstance(whole, Tensor) and whole.dim() > 0
         return self.shard.of(self.number, whole) if has_parts else whole
 
@@ -426,7 +425,6 @@ def _parameters(stored: Mapping[str, _Stored]) -> set[Tensor]:
 
 
 def _with_states(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Of which it keeps something."""
     return {parameter for parameter, kept in optimizer.state.items() if kept}
 
 

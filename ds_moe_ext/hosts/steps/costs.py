@@ -112,7 +112,6 @@ class Costs:
 
     @cached_property
     def memory(self) -> MemoryTaken:
-        """Of steps under each choice."""
         return MemoryTaken(lambda: spare_bytes(self.device), self._most)
 
     def _most(self, number: int) -> int:
@@ -228,7 +227,6 @@ class Costs:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         replicas = self.layers[0].routed.replicas
         held = (parameter for layer in self.layers for parameter in layer.parameters)
         return next(held).device if replicas is None else replicas.like[0].device

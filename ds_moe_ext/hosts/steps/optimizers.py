@@ -54,7 +54,6 @@ class Stepping:
 
     @property
     def kind(self) -> str:
-        """Name of its class."""
         return type(self.optimizer).__name__
 
     @property

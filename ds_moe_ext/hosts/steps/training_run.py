@@ -293,7 +293,6 @@ def kinds_line(strategy: Strategy, devices: Sequence[str]) -> str:
 
 
 def _reported(blueprint: Blueprint) -> str:
-    """How the layers will run."""
     grid, settings = blueprint.grid, blueprint.settings
     replicas = grid.world_size // (grid.num_ep_ranks * grid.etp_size)
     roles = blueprint.strategy.roles
@@ -504,7 +503,6 @@ class Tracer:
             self._write([(self._name, self._boxes, self._counts)])
 
     def _reported(self, own: Any) -> list[Any]:
-        """What each rank gives, the first's first. Collective."""
         if self._gather is not None:
             return self._gather(own)
         return gather_objects(own, self._layout.everyone)
@@ -521,25 +519,17 @@ class Tracer:
     def _keep(self, origin: TimedTask, timed: Sequence[TimedTask]) -> None:
         names, before = [layer.name for layer in self.layers], len(self._boxes)
         ordered = sorted(timed, key=lambda each: each.seconds_from(origin)[0])
-        for each, traced_task in zip(
-            ordered, traced_tasks_of(ordered, origin, names, has_waits=True)
-        ):
+        for each, task in zip(ordered, traced_tasks_of(ordered, origin, names, has_waits=True)):
             self._boxes.append(
                 Box(
                     name=each.task.label,
                     rank=self._layout.rank,
-                    stream=traced_task.stream,
-                    start_s=self._later_s + traced_task.start_s,
-                    end_s=self._later_s + traced_task.end_s,
-                    category=traced_task.name,
-                    bound_by=None
-                    if traced_task.bound_by is None
-                    else before + traced_task.bound_by,
-                    reported={
-                        "layer": traced_task.layer,
-                        "chunk": traced_task.chunk,
-                        "phase": traced_task.phase,
-                    },
+                    stream=task.stream,
+                    start_s=self._later_s + task.start_s,
+                    end_s=self._later_s + task.end_s,
+                    category=task.name,
+                    bound_by=None if task.bound_by is None else before + task.bound_by,
+                    reported={"layer": task.layer, "chunk": task.chunk, "phase": task.phase},
                 )
             )
 
