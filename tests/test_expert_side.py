@@ -69,6 +69,7 @@ BALANCES: dict[str, tuple[str, dict[str, Any]]] = {
     "fssdp": ("fssdp", {"overlap_degree": 4, "replicas_per_rank": 2}),
     "fssdp, nearest": ("fssdp", {"share": "nearest"}),
     "fssdp, measured": ("fssdp", {}),
+    "fssdp, freed": ("fssdp", {"overlap_degree": 4, "rematerialize": True}),
     "prophet": ("prophet", {}),
     "prophet, planned": ("prophet", {"share": "planned", "scheduler": False}),
 }
@@ -89,6 +90,7 @@ def test_expert_ranks_are_balanced_and_attention_ranks_get_no_replicas(name: str
     kind = NearestReplica if "nearest" in name else LevelShare
     for plan, owner, rows_CE in zip(others, job.owners, job.rows):
         assert isinstance(plan.share, kind) and plan.owner is owner and plan.carried is None
+        assert plan.rematerialize == ("freed" in name)
         held_EC, owned_EC = (each.holds_EC[:, list(ATTENTION)] for each in (plan.target, owner))
         np.testing.assert_array_equal(held_EC, owned_EC)
         alone_C, now_C = computed(Plan.at_owner(owner), rows_CE), computed(plan, rows_CE)

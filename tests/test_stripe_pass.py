@@ -7,6 +7,7 @@ choices, N rows, E experts, D model width, F expert width.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -543,6 +545,22 @@ def test_forward_alone(threads: Threads) -> None:
         losses = step(model, batches, seeds_of(2), None, threads)
         torch.testing.assert_close(losses, [model(batch).loss for batch in batches])
     assert not any(loss.requires_grad for loss in losses)
+
+
+def test_nothing_is_kept_in_a_cycle(threads: Threads) -> None:
+    """What the model was called with is free as a step ends: workers of a data loader, of which it
+    may hold the iterator, must end before Python exits."""
+    model, batches = built(MODELS["residuals"]), batches_of(2)
+    left = list(map(ref, batches))
+    gc.collect()
+    gc.disable()
+    try:
+        step(model, batches, seeds_of(2), GradientSums().add, threads)
+        threads[0].shutdown()  # and its frames are gone
+        batches.clear()
+        assert [batch() for batch in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_blocks_that_write_over_what_they_are_given(threads: Threads) -> None:

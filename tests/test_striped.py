@@ -40,7 +40,9 @@ from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
 from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import Order
+from ds_moe_ext.moe.replica_memory import ReplicaMemory
 from ds_moe_ext.moe.route import LayerRoute, Restore, one_rank_route
+from ds_moe_ext.planning.prophet_planner import Split
 from ds_moe_ext.planning.strategy import Carried, Destination, Job, LayerContext, Plan, Strategy
 from ds_moe_ext.schedule.executor import ThreadStreams
 from ds_moe_ext.schedule.simulator import simulate
@@ -161,6 +163,7 @@ class Case(NamedTuple):
     hooks: Hooked = NO_HOOKS
     strategy: type[Strategy] = Zebra
     num_steps: int = 1
+    in_halves: bool = False  # backward comes later, as in a pipeline
 
     @property
     def roles(self) -> Roles:
@@ -212,6 +215,7 @@ class Outcome(NamedTuple):
     routed_LE: np.ndarray
     splits: list[tuple[tuple[int, ...], tuple[int, ...]]]
     traffic: Traffic
+    freed_bytes: int  # of replicas, all layers' and steps' together
 
 
 def run_case(rank: int, world_size: int, case: Case) -> Outcome:
@@ -241,7 +245,18 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             layer.allow_replicas(_like(model))
     parameters = {name: p for own in named for name, p in own.items()}
     parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
-    with ThreadPoolExecutor(16) as threads, mock.patch.object(Order, "routed", seeing()) as seen:
+    freed: list[int] = []
+    release = ReplicaMemory.release
+
+    def counted(memory: ReplicaMemory) -> None:
+        release(memory)
+        freed.append(sum(memory._sizes))
+
+    with (
+        ThreadPoolExecutor(16) as threads,
+        mock.patch.object(Order, "routed", seeing()) as seen,
+        mock.patch.object(ReplicaMemory, "release", counted),
+    ):
         stack = Stack(
             layers=routed,
             weights=weights.__getitem__,
@@ -260,6 +275,12 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             add = None if sums is None else sums.add
             stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
             with cut(model, stack.here):
+                if case.in_halves:
+                    assert add is not None
+                    ahead = stack.ahead(case.num_stripes, stripes, add, counts=True)
+                    issued = ahead.later.schedule
+                    stack.back(ahead)
+                    continue
                 issued = stack.run(case.num_stripes, stripes, add, counts=True, control=control)
     one = torch.ones(())
     taken = {} if sums is None else {name: sums.take(p, one) for name, p in parameters.items()}
@@ -271,6 +292,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
         routed_LE=np.stack([layer.rows.take().routed_CE[ep_rank] for layer in routed]),
         splits=seen.splits,
         traffic=sum((each.replicas.traffic for each in routed if each.replicas), Traffic()),
+        freed_bytes=sum(freed),
     )
 
 
@@ -681,7 +703,20 @@ class CopiedAndRevised(Copied):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Freed(CopiedAndRevised):
+    """Replicas are freed after forward; and the block before would carry them elsewhere."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        halves = Split((0, 1), (2, 3))
+        return tuple(
+            replace(plan, rematerialize=True, carried=Carried(halves, halves))
+            for plan in super().plan(job)
+        )
+
+
 HECATE = FullySharded(overlap_degree=2, replicas_per_rank=2, reshard_interval=0)
+FREEING = replace(HECATE, rematerialize=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -700,7 +735,14 @@ class OverFssdp(Zebra):
         return plans
 
 
-COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised, OverFssdp)
+@dataclass(frozen=True, kw_only=True)
+class OverFreed(OverFssdp):
+    """They are freed after forward."""
+
+    placing: Strategy = FREEING
+
+
+COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised, OverFssdp, Freed, OverFreed)
 WITH_REPLICAS = {
     "two layers": Case(1, 2, (0, 0), 2),
     "offloaded": Case(2, 2, (0, 1, 0), 2, num_pieces=2),
@@ -711,6 +753,9 @@ WITH_REPLICAS = {
     "computed again": Case(1, 2, (0, 0), 2, recomputes=True),
     "the same experts": Case(2, 2, (0, 0), 3, router="one"),
     "attention ranks last": Case(2, 2, (1, 0), 2, attention_ep_ranks=(1, 3), router="dropped"),
+    "four layers": Case(1, 2, (0, 2, 0, 0), 2, num_steps=2),
+    "in halves": Case(1, 2, (0, 1), 2, in_halves=True),
+    "four layers, computed again": Case(1, 2, (0, 0, 0, 0), 3, recomputes=True),
 }
 
 
@@ -726,6 +771,9 @@ QUICK = {
     ("attention ranks last", CopiedEverywhere),
     ("the same experts", OverFssdp),
     ("attention ranks last", OverFssdp),
+    ("four layers", Freed),
+    ("four layers, computed again", OverFreed),
+    ("in halves", Freed),
 }
 
 
@@ -740,6 +788,9 @@ QUICK = {
 def test_replicas_between_roles_equal_one_process(name: str, strategy: type[Strategy]) -> None:
     case = WITH_REPLICAS[name]
     outcomes = check(case._replace(strategy=strategy))
+    frees = strategy in (Freed, OverFreed)
+    freed_bytes = sum(outcome.freed_bytes for outcome in outcomes)
+    assert (freed_bytes > 0) == (frees and (len(case.moved) > 2 or case.in_halves))
     sent, received = (
         sum(getattr(outcome.traffic, way) for outcome in outcomes)
         for way in ("sent_bytes", "received_bytes")
@@ -790,12 +841,6 @@ def test_what_has_no_task_is_refused() -> None:
         _layer_of(zebra, revised)
     with pytest.raises(ValueError, match="Zebra plans replicas"):
         _layer_of(zebra, plan).take(revised)
-    strategy = OwnRoles(attention_size=1, expert_size=1)
-    with pytest.raises(ValueError, match=r"layer 0 frees its replicas .* leave rematerialize out"):
-        _layer_of(strategy, replace(revised, rematerialize=True))
-    carried = Carried(((), ()), ((), ()))
-    with pytest.raises(ValueError, match=r"has the block before carry .* leave carried out"):
-        _layer_of(strategy, replace(revised, carried=carried))
 
 
 # Models that call their layers in another way.

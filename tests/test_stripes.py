@@ -72,6 +72,8 @@ class Seconds:
     copied: float = 2
 
     def __call__(self, rank: int, task: Task) -> float:
+        if task.op.name == "free":
+            return self.copied if task.adjoint_of else 0
         moved = (self.moved or {}).get(task.layer, 0.0)
         forward = {
             "attention": self.attention,
@@ -136,13 +138,26 @@ def test_the_simulator_hides_replicas_behind_what_precedes_their_experts() -> No
     assert started(copied, timeline, PARAM) == "g00-1@0 g10-1@2 g'10-1@45 g'00-1@61"
 
 
+def test_freed_replicas_are_those_of_two_layers_at_a_time() -> None:
+    """They cost no time where they travel under the layer before or behind."""
+    kept = striped_step(4, 2, copied=[0, 1, 2, 3])
+    freed = striped_step(4, 2, copied=[0, 1, 2, 3], freed=[0, 1])
+    for side in SIDES:
+        own = part_of(freed, side)
+        found = " ".join(name(task)[:-3] for task in stream_of(own, PARAM))
+        assert found == "g0 g1 f0 g2 f1 g3 g'3 f'1 g'2 f'0 g'1 g'0"
+    assert makespan(freed, Seconds(copied=2)) == makespan(kept, Seconds(copied=2))
+
+
 def test_only_layers_of_the_stack_are_offloaded() -> None:
     with pytest.raises(ValueError, match=r"of which \[1, 2\] are offloaded"):
         striped_step(2, 2, offloaded=[1, 2])
     with pytest.raises(ValueError, match=r"of which \[2\] are copied"):
         striped_step(2, 2, copied=[2])
-    with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* revised are copied, too"):
+    with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* freed are copied, too"):
         striped_step(2, 2, copied=[0], revised=[1])
+    with pytest.raises(ValueError, match=r"of which \[1\] are freed; .* freed are copied, too"):
+        striped_step(2, 2, copied=[0], freed=[1])
 
 
 # G6: whole steps.
@@ -340,10 +355,9 @@ sizes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 def steps(draw: st.DrawFn) -> Schedule:
     num_layers, num_micro_batches = draw(sizes)
     offloaded, copied = (draw(st.sets(st.integers(0, num_layers - 1))) for _ in range(2))
-    revised = {layer for layer in copied if draw(st.booleans())}
-    return striped_step(
-        num_layers, num_micro_batches, offloaded=offloaded, copied=copied, revised=revised
-    )
+    revised, freed = ({layer for layer in copied if draw(st.booleans())} for _ in range(2))
+    kinds = {"offloaded": offloaded, "copied": copied, "revised": revised, "freed": freed}
+    return striped_step(num_layers, num_micro_batches, **kinds)
 
 
 whole = st.integers(0, 9)

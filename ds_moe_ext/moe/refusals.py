@@ -282,25 +282,6 @@ def check_transforms(
 def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext) -> None:
     """Raises ValueError for what stripes between ranks with roles cannot do."""
     name, plan = type(strategy).__qualname__, layer_context.plan
-    asked = (
-        (
-            plan.carried is not None,
-            "has the block before carry its replicas (carried)",
-            "the blocks of several stripes run at once; leave carried out: a gather overlaps "
-            "with what precedes its layer anyway",
-        ),
-        (
-            plan.rematerialize and plan.has_replicas,
-            "frees its replicas between forward and backward (rematerialize)",
-            "no task of a striped step gathers them a second time; leave rematerialize out",
-        ),
-    )
-    for is_asked, what, why in asked:
-        if is_asked:
-            raise ValueError(
-                f"{name} gives the ranks roles, and its plan for layer {layer_context.layer} "
-                f"{what}, but {why}"
-            )
     if plan.has_replicas and not replicates(strategy):
         raise ValueError(_without_replicas(name))
     others = _names(own.keys() - _BETWEEN_SIDES)

@@ -256,11 +256,12 @@ class ReplicaMemory(OnDevice):
         self.gathers.clear()
 
     def restore(self) -> dict[int, Weights]:
-        """Have the memory again; where the replicas go."""
+        """Have the memory again; where the replicas go. Autograd does not take what is written to
+        ``data`` for a change of what it has saved: the values are the same."""
         for tensor, size in zip(self.tensors(), self._sizes):
             tensor.untyped_storage().resize_(size)
         self._sizes, self.is_released = [], False
-        return {**self.held}
+        return {expert: tuple([w.data for w in own]) for expert, own in self.held.items()}
 
 
 # Replicas of experts that travel encoded: packed at the owner, handed on so, unpacked on arrival.

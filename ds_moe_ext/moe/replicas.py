@@ -535,13 +535,7 @@ class Prefetch:
         """Launch another gather of the same replicas, if they are not there."""
         if self.memory.is_released:
             part = self.replicas.transfers.part_to(self.target)
-            # Autograd does not take what is written to ``data`` for a change of what it has saved:
-            # the values are the same.
-            room = {
-                expert: tuple(weight.data for weight in own)
-                for expert, own in self.memory.restore().items()
-            }
-            self._gather(part, self.memory, room)
+            self._gather(part, self.memory, self.memory.restore())
 
     def have_again(self) -> None:
         """Wait for the replicas, as backward comes now."""

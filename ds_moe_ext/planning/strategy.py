@@ -170,6 +170,9 @@ class Job:
     # known
     drift: float = 1.0
     past: Past | None = None  # of strategies that choose between others; else None
+    # layers whose replicas are in memory together even where they are freed after forward; of the
+    # stripes of ranks with roles those of a layer compute while the next one's come
+    layers_at_once: int = 1
     of_layers: int = 0  # layers of the run, where these are some of them; 0: these are all
     # plans that the layers run by, made of the same owners and costs, for strategies whose plans
     # stay as long as they are good; none where all is to be planned anew

@@ -25,6 +25,12 @@ over the stripes and go to the owner when the last one has computed (``g`` gathe
     expert         j00 e00 j01 e01         ...  e'00 j'00 e'01 j'01
     param      g0      r00     r01         ...                     g'0
 
+Replicas that are freed after forward (``f``) take the memory of two layers at a time: a layer's are
+gathered when those of the layer before the one before it are free, and again (``f'``) under the
+backward of the layer behind::
+
+    param      g0      g1      f0      g2      f1   ...   f'1     g'2     f'0     g'1     g'0
+
 Nothing waits for ever: a task waits for tasks that stand before it in the schedule alone, in its
 stream or by what it reads, and each side issues its part of the schedule in that order.
 """
@@ -37,7 +43,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 
 from ds_moe_ext.schedule import task as ops
-from ds_moe_ext.schedule.orders import ARRIVED, COMPUTED, RETURNED, ROUTE, TARGET_WEIGHTS, WEIGHTS
+from ds_moe_ext.schedule.orders import (
+    ARRIVED,
+    COMPUTED,
+    RECALLED,
+    RETURNED,
+    ROUTE,
+    TARGET_WEIGHTS,
+    WEIGHTS,
+)
 from ds_moe_ext.schedule.step import LOSS, in_streams, primed
 from ds_moe_ext.schedule.task import (
     GATHER,
@@ -67,6 +81,7 @@ OFFLOADED = Op("offloaded", ATTENTION_SIDE)  # experts that attention ranks hold
 DISPATCH = replace(ops.DISPATCH, stream=A2E, back=E2A)
 COMBINE = replace(ops.COMBINE, stream=E2A, back=A2E)
 REVISE = Op("revise", PARAM)  # the gather of replicas that a stripe's rows ask for in addition
+FREE = Op("free", PARAM)  # the replicas of a layer; its adjoint gathers them again
 JOIN = replace(ops.JOIN, stream=EXPERT_SIDE)
 OFFLOADED_JOIN = Op("offloaded_join", ATTENTION_SIDE, is_wait=True)
 
@@ -78,6 +93,7 @@ OFFLOADED_WEIGHTS = Kind("offloaded_weights")
 COMPUTED_HERE = Kind("computed_here")  # outputs of experts that attention ranks hold
 REPLICAS = Kind("replicas")  # on this rank, and who holds which
 OFFLOADED_TARGET_WEIGHTS = Kind("offloaded_target_weights")
+USED = Kind("used", has_gradient=False)  # a stripe has computed with its replicas
 
 
 def striped_step(
@@ -87,6 +103,7 @@ def striped_step(
     offloaded: Collection[int] = (),
     copied: Collection[int] = (),
     revised: Collection[int] = (),
+    freed: Collection[int] = (),
 ) -> Schedule:
     """Forward and backward of a stack of MoE layers on both sides, in the order of Theorem 1.
 
@@ -104,6 +121,7 @@ def striped_step(
         offloaded: numbers of the layers some of whose experts attention ranks hold, or replicas.
         copied: of those whose experts have replicas.
         revised: of those among them that may get more once the rows of a stripe are known.
+        freed: of those that are copied, whose replicas are freed between forward and backward.
 
     Raises:
         ValueError: there is no layer or no micro-batch, or such a layer is not among them.
@@ -113,14 +131,16 @@ def striped_step(
         ("offloaded", offloaded, every),
         ("copied", copied, every),
         ("revised", revised, copied),
+        ("freed", freed, copied),
     ):
         if num_layers < 1 or num_micro_batches < 1 or not set(layers) <= set(known):
             raise ValueError(
                 f"{num_micro_batches} micro-batches of {num_layers} layers, of which "
                 f"{list(layers)} are {what}; give one of both at least, and numbers of these "
-                "layers, from 0; those that are revised are copied, too"
+                "layers, from 0; those that are revised or freed are copied, too"
             )
-    step = _Step(chunk_ranges(num_micro_batches, num_micro_batches), offloaded, copied, revised)
+    micro_batches = chunk_ranges(num_micro_batches, num_micro_batches)
+    step = _Step(micro_batches, offloaded, copied, revised, freed)
     for layer in range(num_layers):
         step.forward(layer)
     step.turn_around(num_layers)
@@ -202,10 +222,12 @@ class _Step:
         offloaded: Collection[int],
         copied: Collection[int],
         revised: Collection[int],
+        freed: Collection[int],
     ) -> None:
         self._micro_batches = micro_batches
         self._whole = ChunkRange(0, len(micro_batches))
         self._offloaded, self._copied, self._revised = offloaded, copied, revised
+        self._freed = freed
         self._tasks: list[Task] = []
         self._places: dict[tuple[Op, int, ChunkRange], int] = {}  # of forward
 
@@ -216,6 +238,7 @@ class _Step:
         micro_batches, is_offloaded = self._micro_batches, layer in self._offloaded
         if layer in self._copied:
             self._run(_gather(layer, self._whole))
+        self._free(layer - 1)
         self._run(_attention(layer, micro_batches[0]))
         for chunk_range, following in zip_longest(micro_batches, micro_batches[1:]):
             if following is not None:
@@ -249,13 +272,30 @@ class _Step:
                 )
             )
             task = replace(task, reads=(arrived, route, target))
+        if layer in self._freed:
+            task = replace(task, writes=(*task.writes, Value(USED, layer, chunk_range)))
         self._run(task)
+
+    def _free(self, layer: int) -> None:
+        """Behind all stripes, each side its own."""
+        if layer in self._freed:
+            last = self._micro_batches[-1]
+            reads = (self._replicas(layer, last), Value(USED, layer, last))
+            self._run(Task(FREE, layer, self._whole, reads, ()))
+
+    def _gather_again(self, layer: int) -> None:
+        if layer in self._freed:
+            place = (self._places[FREE, layer, self._whole],)
+            reads, writes = (Value(WEIGHTS, layer),), (Value(RECALLED, layer),)
+            self._tasks.append(Task(FREE, layer, self._whole, reads, writes, place))
 
     def _replicas(self, layer: int, chunk_range: ChunkRange) -> Value:
         return Value(REPLICAS, layer, chunk_range if layer in self._revised else None)
 
     def turn_around(self, layer: int) -> None:
         """The last stage, forward and backward of each micro-batch."""
+        self._free(layer - 1)
+        self._gather_again(layer - 1)
         for chunk_range in self._micro_batches:
             self._run(_head(layer, chunk_range))
             self._undo(HEAD, layer, chunk_range)
@@ -263,6 +303,7 @@ class _Step:
 
     def backward(self, layer: int) -> None:
         is_copied = layer in self._copied
+        self._gather_again(layer - 1)
         for chunk_range in self._micro_batches:
             self._undo(EXPERT, layer, chunk_range)
             if is_copied:
@@ -303,11 +344,13 @@ class _Step:
 
     def _undo(self, op: Op, layer: int, chunk_range: ChunkRange) -> None:
         """The adjoint: it reads the gradients of what was written, and of a loss the loss. Rows
-        that travel do so by the route that they have."""
+        that travel do so by the route that they have, and experts wait for replicas."""
         place = self._places[op, layer, chunk_range]
         task = self._tasks[place]
         route = (Value(ROUTE, layer, chunk_range),) if op in (DISPATCH, COMBINE) else ()
-        reads = (*_grads(task.writes), *route)
+        is_late = op in (EXPERT, OFFLOADED) and layer in self._freed
+        recalled = (Value(RECALLED, layer),) if is_late else ()
+        reads = (*_grads(task.writes), *route, *recalled)
         self._tasks.append(
             replace(task, reads=reads, writes=_grads(task.reads), adjoint_of=(place,))
         )

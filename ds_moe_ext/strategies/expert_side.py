@@ -78,12 +78,13 @@ class Widening:
     cost_group: CostGroup  # with what the layer's rows cost
 
     def plan(self, own: Plan, rows_CE: np.ndarray) -> SidePlan:
-        """For rows that are predicted, int64 ``[C, E]``. No block before carries replicas: their
+        """For rows that are predicted, int64 ``[C, E]``. No block before need carry replicas: their
         stream runs ahead of the stripes by itself."""
         planned = self._destination(own.destination, rows_CE, own.share)
         return SidePlan(
             self.side.owner,
             *planned,
+            rematerialize=own.rematerialize,
             revise=own.revise and partial(self._revised, own, planned),
             successor=own.successor and partial(self._next, own.successor),
             predicted_CE=None if own.predicted_CE is None else rows_CE,
@@ -134,6 +135,7 @@ def side_job(job: Job, ep_ranks: tuple[int, ...]) -> Job:
             for each in its.cost_groups
         ),
         present=tuple(present) if len(present) == len(sides) else (),
+        layers_at_once=2,
     )
 
 

@@ -548,7 +548,8 @@ class FullySharded(Copying):
 
     def _layers_in_memory(self, job: Job) -> tuple[int, int]:
         """At once: those whose replicas are, and those whose replicas' gradients are."""
-        layers_held = 1 if self.rematerialize else job.num_layers
+        at_once = min(job.layers_at_once, job.num_layers)
+        layers_held = at_once if self.rematerialize else job.num_layers
         # Gradients of replicas wait for the last micro-batch, those of all layers.
         return layers_held, layers_held if job.accumulates else 1
 

@@ -231,7 +231,7 @@ class ProProphet(Copying):
 
     def _replicas_that_fit(self, job: Job, cost_group: CostGroup, *, frees: bool) -> int:
         """Replicas of a layer that a rank has memory for, gradients with them."""
-        at_once = min(2 if self.scheduler else 1, job.num_layers)
+        at_once = min(2 if self.scheduler else job.layers_at_once, job.num_layers)
         layers_held = at_once if frees else job.num_layers
         return replicas_that_fit(
             job.free_bytes,

@@ -121,11 +121,6 @@ class Zebra(Overlay):
                 'set share to "priced" or "planned"',
             ),
             (
-                getattr(placing, "rematerialize", None),
-                f"{where}.rematerialize is true, but no task of strategy 'zebra' transfers "
-                "replicas a second time; leave rematerialize out",
-            ),
-            (
                 placing.with_owners_that_stay().intervals().shard_every,
                 f"{placing.keys.owners} is {placing.intervals().shard_every}, but under strategy "
                 "'zebra' roles and moved say where experts live; leave it out",
@@ -141,10 +136,7 @@ class Zebra(Overlay):
                 raise ValueError(why)
 
     def over(self, placing: Strategy) -> Zebra:
-        placing = placing.with_owners_that_stay()
-        if isinstance(placing, ProProphet) and placing.rematerialize is None:
-            placing = replace(placing, rematerialize=False)
-        return replace(self, placing=placing)
+        return replace(self, placing=placing.with_owners_that_stay())
 
     def _check_ep_ranks(self, ep_ranks: Sequence[int]) -> None:
         if self.attention_device is not None:

@@ -28,6 +28,7 @@ from tests.test_striped import (
     Copied,
     CopiedAndRevised,
     CopiedEverywhere,
+    Freed,
     Revised,
 )
 
@@ -90,6 +91,7 @@ COPYING: Mapping[str, tuple[str, type[Strategy], torch.dtype]] = {
     "two steps": ("two steps", Copied, torch.bfloat16),
     "no gradients": ("no gradients", Revised, torch.float64),
     "computed again": ("computed again", CopiedAndRevised, torch.bfloat16),
+    "freed": ("four layers", Freed, torch.float64),
 }
 
 

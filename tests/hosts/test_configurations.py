@@ -461,6 +461,7 @@ PROPHET: dict[str, dict[str, Any]] = {
 }
 """Of two ranks one excluded leaves one."""
 EAGER = {"planner": "shadow", "split": "half"}  # replicas the busy, whatever that costs
+FREED = {"replicas_per_rank": 2, "rematerialize": True}
 
 
 def prophet(job: Job, **keys: Any) -> Job:
@@ -695,11 +696,13 @@ def zebra_rows() -> Iterator[Row]:
         name = f"two roles with replicas, {attention}+{experts}, {family}, {', '.join(keys)}"
         yield Row(name, attention + experts, job, close_of(family), shows=(replicas,))
     for attention, experts, moved, balance, keys in (
-        (1, 2, None, "fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}),
+        (1, 2, [0] * 4, "fssdp", {"overlap_degree": 2, **FREED}),
         (2, 2, [1, 0], "prophet", EAGER),
-        (2, 2, None, "fssdp", {"overlap_degree": 1, "share": "paper", "calibrate": True}),
+        (2, 2, [0] * 3, "prophet", {**EAGER, "rematerialize": True}),
+        (2, 2, [0, 0], "fssdp", {"overlap_degree": 1, "share": "paper", "calibrate": True}),
     ):
-        job = shared(attention + experts, aux_coefficient=0.0, steps=8, evaluate=True)
+        sizes = {"steps": 8, "evaluate": True, "num_layers": len(moved)}
+        job = shared(attention + experts, aux_coefficient=0.0, **sizes)
         job = over(zebra(job, attention, experts, moved=moved), balance, **keys)
         name = f"zebra {attention}+{experts} over {balance}, {', '.join(keys)}"
         yield Row(name, attention + experts, job, shows=(replicas,), hardware=SLOW)

@@ -254,15 +254,18 @@ def test_replicas_on_either_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("balance", "keys"),
+    ("balance", "keys", "num_layers"),
     [
-        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}),
-        slow("prophet", {"planner": "shadow"}),
+        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}, 2),
+        slow("prophet", {"planner": "shadow"}, 2),
+        slow("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2, "rematerialize": True}, 4),
+        slow("prophet", {"planner": "shadow", "rematerialize": True}, 3),
     ],
 )
-def test_replicas_of_busy_experts(balance: str, keys: dict[str, Any]) -> None:
+def test_replicas_of_busy_experts(balance: str, keys: dict[str, Any], num_layers: int) -> None:
     """Until costs have been measured, and some steps more."""
-    run, skew = replace(RUN, steps=8), (3.0, 2.0, *[0.0] * (RUN.num_experts - 2))
+    run = replace(RUN, steps=8, num_layers=num_layers)
+    skew = (3.0, 2.0, *[0.0] * (RUN.num_experts - 2))
     settings = {**block(1, 2), "balance": balance, balance: keys}
     found = pool_of(3).run(train_skewed, run, settings, skew)
     expected = pool_of(1).run(train_skewed, run, None, skew)

@@ -229,7 +229,6 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
         {"balance": "tests.strategies_for_tests:Copied"},
         "balance is Copied, .* roles of its own and make it the strategy",
     ),
-    ({"balance": "fssdp", "fssdp": {"rematerialize": True}}, "fssdp.rematerialize is true, .* out"),
     (
         {"balance": "fssdp", "fssdp": {"reshard_interval": 9}},
         "fssdp.reshard_interval is 9, .* moved say where experts live; leave it out",

@@ -3,9 +3,10 @@
 ranks, experts that serve, and replicas of experts. See ``schedule/stripes.py``.
 
 What is done is done by the stages of the layer; here they are laid to the tasks of a step, where a
-rank may have no tokens, or no experts. Replicas are gathered once a step; gradients of replicas are
-summed over the stripes where they compute, and go to the owner together. Shape letters: T tokens, N
-rows sent, R rows received, D model width.
+rank may have no tokens, or no experts. Replicas are gathered once a step, or again for backward
+where they are freed in between; gradients of replicas are summed over the stripes where they
+compute, and go to the owner together. Shape letters: T tokens, N rows sent, R rows received, D
+model width.
 """
 
 from __future__ import annotations
@@ -200,7 +201,9 @@ class StripeExpert(Uncut):
         written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
         return written, (weights, rows_RD, route, state)
 
-    def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+    def backward(
+        self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor, *recalled: Any
+    ) -> tuple[Any, ...]:
         weights, kept = saved[0], saved[1:]
         if self.recomputes:
             rows_RD, route, state = kept
@@ -226,6 +229,7 @@ class Held(OnDevice):
 
     target: Placement
     replicas: Mapping[int, Weights]
+    memory: ReplicaMemory  # where these lie, and those that later stripes ask for
 
     def tensors(self) -> Iterable[Tensor]:
         return (tensor for copy in self.replicas.values() for tensor in copy)
@@ -248,11 +252,12 @@ class StripeGather:
             part = replicas.coordinates.part(held.target, wanted)
         else:
             replicas.learn_types(weights)
-            held, wanted, part = Held(plan.owner, {}), plan.target, replicas.transfers.whole
-        room = ReplicaMemory().make_room(part.received, replicas.like)
+            held = Held(plan.owner, {}, ReplicaMemory())
+            wanted, part = plan.target, replicas.transfers.whole
+        room = held.memory.make_room(part.received, replicas.like)
         there = {**replicas.by_expert(weights, plan.owner), **held.replicas}
         replicas.moved(to_the_end(sparse_all_gather(part, there, room, replicas.coordinates.group)))
-        return (Held(wanted, {**held.replicas, **room}),), (weights, wanted)
+        return (Held(wanted, {**held.replicas, **room}, held.memory),), (weights, wanted)
 
     def recut(self, chunk_range: ChunkRange, pieces: Sequence[tuple[ChunkRange, Saved]]) -> Saved:
         """That of the last one, which holds what all have gathered."""
@@ -273,6 +278,25 @@ class StripeGather:
         replicas.moved(arrived.traffic)
         for expert, grads in arrived.grads.items():
             _add_grads(self.add_grad, own[expert], grads)
+        return (None,)
+
+
+@dataclass(frozen=True, eq=False)
+class StripeFree(Uncut):
+    """Frees the replicas of a layer, when it has computed with them. Its adjoint reads the weights
+    at their owners and gathers the same replicas where they were; collective over the ZP group."""
+
+    replicas: Replicas  # of the layer
+
+    def forward(self, chunk_range: ChunkRange, held: Held, *used: Any) -> Written:
+        held.memory.release()
+        return (), (held,)
+
+    def backward(self, chunk_range: ChunkRange, saved: Saved, weights: Weights) -> tuple[Any, ...]:
+        replicas, (held,) = self.replicas, saved
+        part, room = replicas.transfers.part_to(held.target), held.memory.restore()
+        own, group = replicas.by_expert(weights, replicas.plan.owner), replicas.coordinates.group
+        replicas.moved(to_the_end(sparse_all_gather(part, own, room, group)))
         return (None,)
 
 

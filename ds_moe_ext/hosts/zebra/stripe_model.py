@@ -34,6 +34,7 @@ from ds_moe_ext.hosts.zebra.role_exchange import (
     StripeCombine,
     StripeDispatch,
     StripeExpert,
+    StripeFree,
     StripeGather,
     StripeHead,
     StripeJoin,
@@ -298,6 +299,7 @@ class _Numbers(NamedTuple):
     offloaded: frozenset[int]
     copied: frozenset[int]
     revised: frozenset[int]
+    freed: frozenset[int]
 
 
 class Half(Enum):
@@ -375,7 +377,8 @@ class Stack:
             control: over which ranks compare what they have issued; None: they do not.
         """
         half = Half.FORWARD if add_grad is None else Half.BOTH
-        schedule = _schedule_of(len(self.layers), num_stripes, self._numbers(), self._side, half)
+        numbers = self._numbers(turns_around=True)
+        schedule = _schedule_of(len(self.layers), num_stripes, numbers, self._side, half)
         layers_stages = self._layers_stages(stripes, add_grad, counts=counts)
         self._begin(schedule, layers_stages, stripes, is_graded=add_grad is not None)
         if control is not None:
@@ -387,8 +390,9 @@ class Stack:
     ) -> Ahead:
         """Forward of a step whose backward comes later, as in a stage of a pipeline. Collective
         over the ZP group. Arguments as of ``run``."""
+        numbers = self._numbers(turns_around=False)
         first, later = (
-            _schedule_of(len(self.layers), num_stripes, self._numbers(), self._side, half)
+            _schedule_of(len(self.layers), num_stripes, numbers, self._side, half)
             for half in (Half.FORWARD, Half.BACKWARD)
         )
         layers_stages = self._layers_stages(stripes, add_grad, counts=counts)
@@ -444,7 +448,9 @@ class Stack:
         head = {tasks.HEAD: StripeHead(len(layers_stages), stripes)}
         return [*layers_stages, LayerStages(head, layers_stages[-1].observers, "the end")]
 
-    def _numbers(self) -> _Numbers:
+    def _numbers(self, *, turns_around: bool) -> _Numbers:
+        """Where backward comes at once, the last two layers keep their replicas: so many are in
+        memory at a time."""
         plans, ep_ranks = (
             [layer.layer_context.plan for layer in self.layers],
             list(self.roles.attention_ep_ranks),
@@ -457,7 +463,12 @@ class Stack:
             for plan in plans
         ]
         copied = [plan.has_replicas for plan in plans]
-        kinds = (offloaded, copied, revised)
+        last = len(plans) - 2 if turns_around else len(plans)
+        freed = [
+            plan.has_replicas and plan.rematerialize and layer < last
+            for layer, plan in enumerate(plans)
+        ]
+        kinds = (offloaded, copied, revised, freed)
         return _Numbers(*(frozenset(n for n, has in enumerate(kind) if has) for kind in kinds))
 
     def _layer_stages(
@@ -494,6 +505,7 @@ class Stack:
             stages |= {
                 ops.GATHER: gather,
                 tasks.REVISE: gather,
+                tasks.FREE: StripeFree(layer.replicas),
                 tasks.JOIN: join,
                 tasks.OFFLOADED_JOIN: join,
             }

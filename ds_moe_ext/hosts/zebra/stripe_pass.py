@@ -437,7 +437,8 @@ class Coroutine:
     with a question and returns the answer; one of the threads is its own until it ends."""
 
     def __init__(self, body: Callable[[Ask], Any], threads: ThreadPoolExecutor) -> None:
-        self._body, self._threads = body, threads
+        self._body: Callable[[Ask], Any] | None = body
+        self._threads = threads
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._turns: SimpleQueue[Asked | Returned | BaseException] = SimpleQueue()
         self._is_running = False
@@ -450,7 +451,11 @@ class Coroutine:
             self._answers.put((answer, state))
         else:
             self._is_running = True
-            self._threads.submit(self._run, state)
+            # Not kept on self: it may be a method of who has the coroutine. A cycle would hold the
+            # iterator of a data loader, whose workers must end before Python exits.
+            body, self._body = self._body, None
+            assert body is not None, "it runs once"
+            self._threads.submit(self._run, body, state)
         turn_around = self._turns.get()
         if isinstance(turn_around, BaseException):
             self._is_running = False
@@ -464,10 +469,10 @@ class Coroutine:
             self._is_running = False
             self._answers.put((Abandoned(), None))
 
-    def _run(self, state: Carried) -> None:
+    def _run(self, body: Callable[[Ask], Any], state: Carried) -> None:
         try:
             with state.entered():
-                self._turns.put(Returned(self._body(self._ask)))
+                self._turns.put(Returned(body(self._ask)))
         except BaseException as error:
             self._turns.put(error)
 
