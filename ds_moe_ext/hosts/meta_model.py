@@ -86,9 +86,16 @@ class MetaModel:
 
         return replace(found, adopt=adopt)
 
-    def make_real(self, found: Sequence[Found], device: torch.device) -> str:
+    def make_real(
+        self, found: Sequence[Found], device: torch.device, *, has_dense: bool = True
+    ) -> str:
         """Give all but the experts of these layers elements, as the model itself initialises them.
         Collective.
+
+        Args:
+            found: the layers.
+            device: where.
+            has_dense: else of dense tensors buffers alone: other ranks keep the weights.
 
         Returns:
             What was done, for a person; empty if all was there.
@@ -101,6 +108,8 @@ class MetaModel:
             each.tie_weights()
         experts = {p for each in found for p in model.get_submodule(each.name).parameters()}
         empty = [*_empty(model)]
+        others = () if has_dense else (named.tensor for named in empty)
+        unmade = experts.union(each for each in others if isinstance(each, nn.Parameter))
         counts = [named.tensor._version for named in empty]
         have_run = any(hasattr(module, DONE) for module in model.modules())
         # One of torch's random numbers, of which a constructor would have taken some; rank 0's.
@@ -110,14 +119,14 @@ class MetaModel:
         for tensor in there:  # as buffers behind init_empty_weights
             if tensor not in experts:
                 tensor.data = tensor.data.to(device)
-        made = {n.tensor: _blank(n, device) for n in empty if n.tensor not in experts}
+        made = {n.tensor: _blank(n, device) for n in empty if n.tensor not in unmade}
         for module in model.modules():  # wherever they are: tied ones stay tied
             places: Iterable[dict[str, Any]] = (module._parameters, module._buffers)
             for own in places:
                 own.update((name, made[tensor]) for name, tensor in own.items() if tensor in made)
         self.sources = {real: old for old, real in made.items()}
         now = [named._replace(tensor=made.get(named.tensor, named.tensor)) for named in empty]
-        self._writes = Writes(set(map(key_of, experts)), set(map(key_of, there)))
+        self._writes = Writes(set(map(key_of, unmade)), set(map(key_of, there)))
         with _random_from(device):
             torch.manual_seed(self._seed)
             initialize(model, self._writes)

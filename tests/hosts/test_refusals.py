@@ -185,7 +185,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapters without elements": lambda: on_meta(adapted_elsewhere),
     "native experts without elements": lambda: on_meta(native),
     "parts of a model without elements": on_meta,
-    "roles of a model without elements": on_meta,
     "experts without transformers' decorator": lambda: undecorated("top_k_index", "top_k_weights"),
     "scores before ids": lambda: undecorated("routing_weights", "router_indices"),
     "experts that take rows by expert": lambda: hugging_face(

@@ -204,8 +204,6 @@ AT_1 = {"zero_optimization": {"stage": 1}}
         ({"zero_optimization": {"stage": 3}}, "stage is 3"),
         ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_grad"),
         ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "reduce_scatter is false"),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}} | AT_1, "torch_autocast.dtype"),
-        ({"torch_autocast": {"enabled": True, "dtype": "half"}} | AT_1, "autocast.dtype is 'half'"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "legacy_fusion"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),

@@ -86,21 +86,40 @@ def in_autocast(rank: int, world_size: int, job: Job, power: int) -> Scaled:
 
     def built(*given: Any) -> Any:
         engines.append(build(*given))
-        engines[0].torch_autocast_z0_gradscaler._init_scale = 2.0**power
+        if job.stage:
+            engines[0].optimizer.loss_scale = 2.0**power
+        else:
+            engines[0].torch_autocast_z0_gradscaler._init_scale = 2.0**power
         return engines[0]
 
     # DeepSpeed remembers in a module that a process has once used autocast.
     forgotten = mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False)
     with mock.patch.object(jobs, "engine_of", built), forgotten:
         result = train(rank, world_size, job)
-    return Scaled(result, engines[0].torch_autocast_z0_gradscaler.get_scale(), 0)
+    (engine,) = engines
+    scaler = engine.torch_autocast_z0_gradscaler
+    scale = engine.optimizer.loss_scale if scaler is None else scaler.get_scale()
+    return Scaled(result, scale, engine.skipped_steps)
 
 
-@pytest.mark.parametrize("strategy", ["1+1 moved", "2+2", "ep"])
-def test_autocast_in_float16(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "strategy", "stage"),
+    [
+        ("mixtral", "1+1 moved", 0),
+        ("mixtral", "2+2", 0),
+        ("mixtral", "ep", 0),
+        # Whose experts return other types than they get.
+        ("gpt_moe", "1+1 moved", 0),
+        ("gpt_moe", "1+1", 1),
+        ("mixtral", "2+2", 1),
+        ("mixtral", "1+1 moved", 2),
+        ("mixtral", "ep", 2),
+    ],
+)
+def test_autocast_in_float16(family: str, strategy: str, stage: int) -> None:
     """Ranks with other weights skip the same steps: the scale, halved each time, is one."""
     autocast = {"enabled": True, "dtype": "float16"}
-    job = Job("mixtral", 0, clip=0.5, steps=6, extra=(("torch_autocast", autocast),))
+    job = Job(family, stage, clip=0.5, steps=6, extra=(("torch_autocast", autocast),))
     ours = job if strategy == "ep" else by_zebra(strategy, job)
     ranks = pool_of(SHAPES.get(strategy, (2,))[0])
     theirs = ranks.run(train, replace(job, extra=()))[0]
@@ -111,6 +130,22 @@ def test_autocast_in_float16(strategy: str) -> None:
         if not skips:
             assert runs[0].result.losses == pytest.approx(theirs.losses, rel=2e-3)
             assert runs[0].result.norms == pytest.approx(theirs.norms, rel=2e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_autocast_in_bfloat16(stage: int) -> None:
+    """Experts of DeepSpeed's own layer return bfloat16 for float32."""
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    job = Job("gpt_moe", stage, clip=0.5, steps=6, extra=(("torch_autocast", autocast),))
+    ours = pool_of(2).run(in_bfloat16, by_zebra("1+1", job))[0]
+    theirs = pool_of(2).run(train, replace(job, extra=()))[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=5e-3)
+    assert ours.norms == pytest.approx(theirs.norms, rel=5e-2)
+
+
+def in_bfloat16(rank: int, world_size: int, job: Job) -> Result | None:
+    with mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False):
+        return train(rank, world_size, job)
 
 
 def in_two_groups(rank: int, world_size: int, job: Job) -> Result | None:

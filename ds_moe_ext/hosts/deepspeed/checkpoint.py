@@ -413,7 +413,7 @@ def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     settings = loaded.settings.get(checkpoint_contents.wrapper_name(engine))
     if settings is not None:
         _take_settings(optimizer, settings)
-    elif engine.fp16_enabled():
+    elif checkpoint_contents.has_scale(engine):
         run.planning.log(
             "the loss scale starts from its initial value: it was saved by another wrapper"
         )

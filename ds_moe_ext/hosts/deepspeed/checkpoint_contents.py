@@ -136,8 +136,12 @@ def wrapper_settings(engine: Any) -> dict[str, Any]:
 
 def wrapper_name(engine: Any) -> str:
     """Wrappers of one name keep the same settings, and mean the same by them."""
-    scaled = " with a loss scale" if engine.fp16_enabled() else ""
-    return f"{type(engine.optimizer).__name__}{scaled}"
+    return f"{type(engine.optimizer).__name__}{' with a loss scale' * has_scale(engine)}"
+
+
+def has_scale(engine: Any) -> bool:
+    """Whether its optimizer scales losses: float16 weights, or ``engine.skip_together``."""
+    return bool(engine.fp16_enabled() or getattr(engine.optimizer, "dynamic_loss_scale", False))
 
 
 # Reading: into host memory, and checked, before anything is changed.

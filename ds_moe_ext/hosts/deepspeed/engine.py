@@ -23,9 +23,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -154,13 +156,13 @@ class DeepSpeedHost:
             zero_3.check_owners(blueprint)
             blueprint = replace(blueprint, why_together=zero_3.WHY_TOGETHER)
         replacement.warn_of_what_stays(self._model, blueprint)
+        blueprint = replace(blueprint, made=self._made(blueprint))
         training = training_of(self.carrier, self.device)
         blueprint = profiled(blueprint, self._model, FINDERS, training)
         mpu = groups.mpu if self._stages is None else self.carrier.mpu
         with during(groups, mpu=mpu):  # by which they lie within stages
             groups._create_expert_and_data_parallel(blueprint.grid.size)
         _check_groups(blueprint.grid)
-        blueprint = replace(blueprint, made=self._made(blueprint))
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
         if not self._given.is_sharded:  # which gave all ranks the first one's weights
@@ -186,7 +188,9 @@ class DeepSpeedHost:
     def _made(self, blueprint: Blueprint) -> str:
         """See ``Blueprint.made``. Collective."""
         before = {id(parameter) for parameter in self._model.parameters()}
-        made = self._meta.make_real(blueprint.found, self.device)
+        roles = blueprint.strategy.roles
+        has_dense = roles is None or roles.is_attention(dist.get_rank())
+        made = self._meta.make_real(blueprint.found, self.device, has_dense=has_dense)
         self._sources.sources.update({id(n): [old] for n, old in self._meta.sources.items()})
         # Those, and of what has been tied again the weights that an optimizer may have beside.
         self._sources.discarded.update(before.difference(map(id, self._model.parameters())))
@@ -459,10 +463,29 @@ def clip_halves_by_global_norm(engine: Any) -> None:
 
 
 def skip_together(engine: Any) -> None:
-    """Let torch_autocast's scaler at ZeRO stage 0, which looks at the gradients of one rank, skip a
-    step where any rank, which has other experts, has found an overflow."""
+    """Let torch_autocast in float16 skip a step on all ranks where any rank, which has other
+    experts, has found an overflow.
+
+    Its scaler at ZeRO stage 0 looks at the gradients of one rank. At stages 1 and 2 DeepSpeed steps
+    one a parameter group, whose scale changes between the groups of a step, and clips gradients
+    that are scaled; what ``fp16.enabled`` uses there comes in its place, from the same scale on.
+    """
+    run, optimizer = run_of(engine), engine.optimizer
+    if run is None:
+        return
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.torch_autocast_gradscaler:
+        scaler, optimizer.torch_autocast_gradscaler = optimizer.torch_autocast_gradscaler, None
+        # With no least scale, and changed at the first overflow, as the other.
+        optimizer.loss_scaler = DynamicLossScaler(
+            scaler.get_scale(), scaler.get_growth_interval(), 0.0, 1, False, False
+        )
+        optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
+        run.planning.log(
+            "torch_autocast.dtype is float16: all ranks have one loss scale, changed once a step "
+            "(DeepSpeed's own changes once a parameter group of a rank)"
+        )
     scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
-    if scaler is None or run_of(engine) is None:
+    if scaler is None:
         return
     unscale = scaler._unscale_grads_
 

@@ -479,17 +479,10 @@ AT_STAGE_3 = (
 # Where ranks have roles.
 
 
-FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
 OF_ONE = "it sees the ranks of one role only; leave it out, or use a plain AdamW"
 OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 
 WITH_ROLES = (
-    _row(
-        "a model on the meta device, with roles",
-        lambda given: is_on_meta(given.model),
-        ON_META,
-        "each role would create weights that only the other keeps; build it on the CPU",
-    ),
     _row(
         "tensor or sequence parallel ranks of different roles",
         lambda given: given.mixed,
@@ -533,22 +526,6 @@ WITH_ROLES = (
         "the experts of {found} have adapters of peft",
         "roles use the stored weights, without adapters; leave experts out of "
         "target_parameters, or choose another strategy",
-    ),
-    _key(
-        "torch_autocast.dtype",
-        one_of(*FLOAT16),
-        "ZeRO changes its scale once a parameter group, of which roles have different numbers; use "
-        "bfloat16, fp16.enabled, or stage 0",
-        what="torch_autocast.dtype float16 at stage 1 or 2",
-        beside=lambda given: given.at("torch_autocast.enabled") and _has_buckets(given),
-    ),
-    _key(
-        "torch_autocast.dtype",
-        one_of(*FLOAT16),
-        "its gradients overflowed in tests, for a reason that is not known; use bfloat16, or "
-        "fp16.enabled",
-        what="torch_autocast.dtype float16 with deepspeed.moe.layer.MoE and roles",
-        beside=lambda given: given.at("torch_autocast.enabled") and given.has(MoE),
     ),
     _key("optimizer.legacy_fusion", ON, OF_ONE),
     _key(

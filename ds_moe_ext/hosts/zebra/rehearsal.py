@@ -56,8 +56,10 @@ class Scene:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def brought(self, weight: Tensor) -> Tensor:
-        """A copy of a weight as it will be."""
+        """A copy of a weight as it will be; of one on the meta device with any values."""
         dtype = self.dtype if weight.is_floating_point() else None
+        if weight.is_meta:
+            return torch.randn_like(weight, dtype=dtype, device=self.device)
         return weight.detach().to(self.device, dtype, copy=True)
 
     @contextmanager

@@ -195,11 +195,13 @@ class StripeExpert(Uncut):
         weights: tuple[Tensor, ...],
     ) -> Written:
         if self.add_grad is None or not self.recomputes:
-            written, saved = self.expert.forward(STRIPE, rows_RD, route, weights)
-            return written, (weights, *saved)
-        state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
-        written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
-        return written, (weights, rows_RD, route, state)
+            (computed_RD,), saved = self.expert.forward(STRIPE, rows_RD, route, weights)
+        else:
+            state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
+            (computed_RD,), _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
+            saved = rows_RD, route, state
+        # The type that the other side expects; autocast may have made another.
+        return (computed_RD.to(rows_RD.dtype),), (weights, *saved)
 
     def backward(
         self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor, *recalled: Any
