@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.hosts.divided_runs import Case, Learnt, Way, train
-from tests.hosts.jobs import Job
+from tests.hosts.jobs import LENGTH, Job
 from tests.hosts.varied import VARIED
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
@@ -138,6 +139,41 @@ def test_roles_learn_in_float64_what_ep_learns(
         assert own.state.keys() == like.state.keys()
         for name, weight in like.state.items():
             torch.testing.assert_close(own.state[name], weight, rtol=0, atol=1e-12)
+
+
+def profiled(rank: int, world_size: int, case: Case) -> tuple[Learnt, list[tuple[int, int]]]:
+    """Train; and of what this rank has measured before: weights that are trained, and bytes that
+    blocks keep."""
+    from ds_moe_ext.hosts.zebra import profile
+
+    found, rehearse = [], profile.rehearse_dense
+
+    def watched(*given: Any, **named: Any) -> Any:
+        dense = rehearse(*given, **named)
+        found.append((dense.num_trained, dense.blocks_bytes))
+        return dense
+
+    with mock.patch.object(profile, "rehearse_dense", watched):
+        return train(rank, world_size, case), found
+
+
+@WAYS
+def test_roles_measure_the_divided_model(way: Way) -> None:
+    """The ranks that divide it run it together; and whatever moves, it learns what ``ep`` does."""
+    job = replace(CURVE, stage=0, dtype="float64", steps=2, num_experts=12)
+    measured = {"sequence_length": LENGTH, "num_repeats": 2}
+    ((_, ((whole, bytes_of_whole),)), _) = pool_of(2).run(
+        profiled, Case(with_roles(job, 1, 1, profile=measured))
+    )
+    theirs = pool_of(4).run(train, Case(replace(job, **EP), way, 2))
+    ours = pool_of(4).run(profiled, Case(with_roles(job, profile=measured), way, 2))
+    assert [len(found) for _, found in ours] == [1, 1, 0, 0]
+    for own, like in zip(ours, theirs):
+        assert own[0].losses == pytest.approx(like.losses, rel=1e-12)
+        assert own[0].norms == pytest.approx(like.norms, rel=1e-12)
+    for num_trained, kept_bytes in (found for _, (found,) in ours[:2]):
+        assert num_trained == whole if way is ULYSSES else 0.4 * whole < num_trained < whole
+        assert 0.4 * bytes_of_whole < kept_bytes < 0.9 * bytes_of_whole
 
 
 @WAYS

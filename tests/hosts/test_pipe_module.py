@@ -8,6 +8,7 @@ import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,15 @@ class Row:
     replicas: bool = False
 
 
+class Keys(dict[str, Any]):
+    """A block in a job, whose results are remembered."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
 ESP = replace(GPT, strategy="esp", keys=(("slice_gradients", False),))
+NOT_REENTRANT = (("pipeline", Keys(activation_checkpoint_interval=2, use_reentrant=False)),)
 QUICK = {"varied", "zebra"}
 ROWS = {
     "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), replicas=True),
@@ -72,8 +81,12 @@ ROWS = {
     "zebra, 2 + 1, moved": Row(
         Pipeline(zebra(replace(GPT, micro_batches=6), 2, 1, moved=[0, 2, 0, 4])), ranks=6
     ),
-    "zebra, checkpointed": Row(
-        Pipeline(zebra(GPT), checkpoint_interval=1, is_reentrant=False), error=1e-12
+    "zebra, checkpointed": Row(Pipeline(zebra(GPT), checkpoint_interval=1)),
+    "zebra, checkpointed by torch": Row(
+        Pipeline(zebra(GPT), checkpoint_interval=1, is_reentrant=False)
+    ),
+    "zebra, checkpointed, not reentrant": Row(
+        Pipeline(zebra(replace(GPT, extra=NOT_REENTRANT), moved=[1, 0, 2, 3]), carries_aux=True)
     ),
     "zebra, recomputes": Row(Pipeline(zebra(GPT, recompute_experts=True))),
     "zebra, experts first": Row(Pipeline(zebra(GPT, attention_ep_ranks=[1]))),

@@ -115,14 +115,11 @@ def pipeline(**axes: int) -> Callable[[], nn.Module]:
 
     def model() -> nn.Module:
         from deepspeed.pipe import PipelineModule
-        from deepspeed.runtime.activation_checkpointing import checkpointing
         from deepspeed.runtime.pipe.topology import ProcessTopology
 
         model = PipelineModule.__new__(PipelineModule)  # a whole one wants a process group
         nn.Module.__init__(model)
         model._topo = ProcessTopology(list(axes), list(axes.values()))
-        model.activation_checkpoint_interval = 1
-        model.activation_checkpoint_func = checkpointing.checkpoint
         return model
 
     return model
@@ -172,7 +169,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pipeline of tensor parallel ranks": pipeline(pipe=2, data=1, model=2),
     "pipeline of strides": pipeline(data=2, pipe=2),
     "pipeline in float16": pipeline(pipe=2, data=2),
-    "pipeline of roles that is checkpointed": pipeline(pipe=2, data=2),
+    "AutoTP of a pipeline": pipeline(pipe=2, data=2),
     "pipeline of roles that are measured": pipeline(pipe=2, data=2),
     "AutoTP and DeepSpeed's own MoE": native,
     "expert tensor parallel": lambda: native(4, enable_expert_tensor_parallelism=True),

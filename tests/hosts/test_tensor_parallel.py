@@ -28,6 +28,7 @@ class Case(NamedTuple):
     folder: str | None = None
     resumes: bool = False  # from the folder, where half of the steps were saved
     roles: bool = False  # half of the ranks have experts only
+    measures: bool = False  # which experts move is chosen by a profile
 
 
 class Run(NamedTuple):
@@ -84,10 +85,12 @@ SPLIT = {
     "strategy": "esp",
     "esp": {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False},
 }
-BY_ROLES = {"strategy": "zebra", "zebra": {"attention_size": 2, "expert_size": 2}}
+SIZES: dict[str, Any] = {"attention_size": 2, "expert_size": 2}
 
 
 def _document(case: Case, replicas: int) -> dict[str, Any]:
+    profile = {"sequence_length": 8, "num_repeats": 2} if case.measures else None
+    by_roles = {"strategy": "zebra", "zebra": SIZES | {"profile": profile}}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.micro_batches // replicas,
@@ -98,7 +101,7 @@ def _document(case: Case, replicas: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
         "ds_moe_ext": {
             "enabled": True,
-            **(BY_ROLES if case.roles else SPLIT | {"expert_sharding_size": case.etp_size}),
+            **(by_roles if case.roles else SPLIT | {"expert_sharding_size": case.etp_size}),
             "sequence_parallel": case.sequence_parallel,
             "report": {"enabled": False},
             "debug": True,
@@ -131,6 +134,7 @@ def undivided() -> Run:
         slow(8, Case(1, 2, micro_batches=8)),
         slow(8, Case(1, 4, micro_batches=8)),
         slow(4, Case(2, 1, roles=True)),
+        slow(4, Case(2, 1, roles=True, measures=True)),
         slow(4, Case(2, 1, roles=True, sequence_parallel=True, stage=2)),
         slow(8, Case(2, 1, roles=True, stage=0)),
     ],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,13 +24,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
 from ds_moe_ext.core.layout import GRID, Grid
@@ -123,6 +128,8 @@ class DeepSpeedHost:
         engine = self.carrier
         strategy = startup.checked(self._given, settings, strategy)
         stages = self._stages
+        if strategy.roles is not None and stages is not None:
+            checkpoint_by_torch(engine, self._model)
         if (dist.get_world_size() if stages is None else stages.size) > 1:
             log = start_of(INITIALIZE).settled.append
             strategy = settle(SLICES, strategy, UNSLICED, engine, log)
@@ -299,6 +306,46 @@ class DeepSpeedHost:
         run.recorder.beside = None if self._role is None else self._role.both_sides
 
 
+def checkpoint_by_torch(engine: Any, model: PipelineModule) -> None:
+    """Let a stage with roles, of an engine under construction, checkpoint activations as DeepSpeed
+    would, but so that blocks go back one by one."""
+    own = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)
+    pipeline, is_deepspeeds = engine._config.pipeline, model.activation_checkpoint_func in own
+    if not is_deepspeeds and pipeline.get("use_reentrant") is not False:
+        return  # a function of the user's stays
+    pipeline["use_reentrant"] = True  # else DeepSpeed would put its own there
+    model.activation_checkpoint_func = _checkpointed
+    if pipeline["activation_checkpoint_interval"] or model.activation_checkpoint_interval:
+        start_of(INITIALIZE).settled.append(
+            "zebra: activations are checkpointed by torch.utils.checkpoint with use_reentrant "
+            "false in place of deepspeed.checkpointing, which would compute a stage's blocks again "
+            "all at once; cpu_checkpointing is kept, and partitioned or contiguous memory is not"
+        )
+
+
+def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    with save_on_cpu() if checkpointing.CPU_CHECKPOINT else nullcontext():
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Named())
+        )
+
+
+class _Named:
+    """A context in which DeepSpeed's generators with names are as they were when it was made; a
+    part of a stage with several blocks enters it for each."""
+
+    def __init__(self) -> None:
+        self._tracker = checkpointing.get_cuda_rng_tracker()
+        self._states = self._tracker.get_states()
+
+    def __enter__(self) -> None:
+        self._before = self._tracker.get_states()
+        self._tracker.set_states(dict(self._states))
+
+    def __exit__(self, *_: Any) -> None:
+        self._tracker.set_states(self._before)
+
+
 def _check_groups(grid: Grid) -> None:
     """DeepSpeed has one set of groups of a size, for all engines of a process."""
     name, rank = f"ep_size_{grid.size}", dist.get_rank()
@@ -356,12 +403,21 @@ NUM_STATES = {"sgd": 1, "lion": 1, "adagrad": 1}
 
 def training_of(engine: Any, device: torch.device) -> Training:
     """How an engine under construction is going to train, for what is measured before it does. Its
-    model has not been cast or moved yet."""
+    model has not been cast, moved or divided yet. Collective, where AutoTP divides it."""
     is_cast = engine.fp16_enabled() or engine.bfloat16_enabled()
     dtype, gradient_dtype = engine.get_data_types()
     num_states = NUM_STATES.get(optimizer_of(engine).lower(), 2)
+
+    def divide(model: nn.Module) -> None:
+        engine._apply_autotp_partitioning(model, engine.tensor_parallel_config())
+
+    scene = Scene(device, dtype if is_cast else None, partial(autocast_if_enabled, engine))
+    has_roles = rank_groups.has_roles(engine)
+    if has_roles and engine.autotp_size() > 1:
+        groups._init_tp_mesh_device(tensor_model_parallel_size=engine.autotp_size())
+        scene = replace(scene, divide=divide)
     return Training(
-        scene=Scene(device, dtype if is_cast else None, partial(autocast_if_enabled, engine)),
+        scene=scene,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         weight_bytes=WeightBytes(
             weight=dtype.itemsize,
@@ -369,6 +425,8 @@ def training_of(engine: Any, device: torch.device) -> Training:
             optimizer=4 * (num_states + is_cast),
             zero_stage=engine.zero_optimization_stage(),
         ),
+        tensor_size=engine.mpu.tensor_size if has_roles else 1,
+        sequence_size=engine.mpu.sequence_size if has_roles else 1,
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
@@ -210,27 +209,6 @@ def _scattered_stages(given: Given) -> list[list[int]]:
     return [] if are_neighbours else stages
 
 
-def _of_whole_models(given: Given) -> str:
-    """What is asked for of a ``PipelineModule`` that whole models alone have."""
-    if not given.is_pipeline:
-        return ""
-    is_measured = getattr(given.strategy, "profile", None) is not None
-    return given.autotp or (f"{BLOCK}.zebra.profile is set" if is_measured else "")
-
-
-def _checkpoints(given: Given) -> str:
-    """How a ``PipelineModule`` is asked for it."""
-    if not isinstance(given.model, PipelineModule):
-        return ""
-    key = "pipeline.activation_checkpoint_interval"
-    interval = given.at(key) or given.model.activation_checkpoint_interval
-    own = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)
-    is_deepspeeds = given.model.activation_checkpoint_func in own
-    if not interval or not (is_deepspeeds or given.at("pipeline.use_reentrant") is False):
-        return ""
-    return f"activation_checkpoint_interval is {interval}, by DeepSpeed's function"
-
-
 MESHED = (
     "DeepSpeed then reduces gradients over data parallel ranks only, so weights of sequence "
     f"parallel ranks diverge; leave it out, and {ULYSSES}"
@@ -310,6 +288,13 @@ UNSUPPORTED = (
         "{given.autotp}, and the model has a deepspeed.moe.layer.MoE",
         "gradients of its gate are not those of the undivided model; set it to 1, or use a "
         "model of transformers",
+    ),
+    _row(
+        f"{AUTOTP} above 1 with a PipelineModule",
+        lambda given: given.autotp and given.is_pipeline,
+        "{given.autotp}, and the model is a PipelineModule ({given.kind})",
+        "DeepSpeed alone hangs at the end of its first train_batch then, for AutoTP's groups have "
+        "ranks of other stages; set it to 1",
     ),
     _row(
         "mesh_param of deepspeed.initialize",
@@ -492,25 +477,10 @@ WITH_ROLES = (
         "expert_size that their number divides, and neighbouring attention_ep_ranks",
     ),
     _row(
-        f"{BLOCK}.zebra.profile with tensor or sequence parallel ranks",
-        lambda given: given.batch_size > 1 and getattr(given.strategy, "profile", None),
-        f"{BLOCK}.zebra.profile is set, and {{given.batch_size}} ranks divide the model or its "
-        "sequences",
-        "it measures the model of one rank alone; set moved instead",
-    ),
-    _row(
-        f"{AUTOTP} above 1, or {BLOCK}.zebra.profile, with a PipelineModule",
-        _of_whole_models,
-        "{found}, and the model is a PipelineModule ({given.kind})",
-        "a stage is neither divided nor measured; leave it out, and set zebra.moved yourself",
-    ),
-    _row(
-        "DeepSpeed's activation checkpointing of a PipelineModule",
-        _checkpoints,
-        "{found}",
-        "it runs a part of a stage again as a whole, but its blocks go back one by one; build the "
-        "module with activation_checkpoint_func=functools.partial(torch.utils.checkpoint."
-        "checkpoint, use_reentrant=False) and leave pipeline.use_reentrant out",
+        f"{BLOCK}.zebra.profile with a PipelineModule",
+        lambda given: given.is_pipeline and getattr(given.strategy, "profile", None),
+        f"{BLOCK}.zebra.profile is set, and the model is a PipelineModule ({{given.kind}})",
+        "a stage is not called with tokens alone; leave it out, and set zebra.moved yourself",
     ),
     _row(
         "a model compiled in place (its own compile())",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many experts of each layer move to attention ranks, measured as a run starts.
 
-HeterMoE's profiler and Algorithm 1 (spec rules 28 to 38). The first attention rank runs the model
-without experts; it and the first expert rank run an expert (``rehearsal``); every rank says how
-much memory it has. All ranks then know the same numbers and choose by them.
+HeterMoE's profiler and Algorithm 1 (spec rules 28 to 38). The first attention rank, with those that
+divide the model or its sequences with it, runs the model without experts; it and the first expert
+rank run an expert (``rehearsal``); every rank says how much memory it has. All ranks then know the
+same numbers and choose by them.
 """
 
 from __future__ import annotations
@@ -51,8 +52,15 @@ class Training:
     """How the host will train."""
 
     scene: Scene  # where, and in which types
-    micro_batch: int  # samples of a rank
+    micro_batch: int  # samples of a rank, or of neighbours that read one batch
     weight_bytes: WeightBytes  # of a weight and what belongs to it
+    tensor_size: int = 1  # neighbours that divide dense weights
+    sequence_size: int = 1  # neighbours that divide the sequence of each sample
+
+    @property
+    def batch_size(self) -> int:
+        """Neighbours that read one batch; each sends its share of the tokens to experts."""
+        return self.tensor_size * self.sequence_size
 
 
 def profiled(
@@ -103,7 +111,7 @@ class RankHere(NamedTuple):
     free_bytes: int  # of its device, or of its node, before anything was brought there
     model_bytes: int  # weights of the model that are there already
     is_shared: bool  # the ranks of a node share that memory
-    dense: Dense | None  # of the first attention rank
+    dense: Dense | None  # of the first attention ranks, which run one batch
 
 
 class Seen(NamedTuple):
@@ -158,14 +166,16 @@ class _Profiler:
 
     @property
     def num_tokens(self) -> int:
-        """Of a stripe."""
-        return self.num_samples * self.profile.sequence_length
+        """Of a stripe, that an attention rank sends to experts."""
+        tokens = self.num_samples * self.profile.sequence_length
+        return max(1, tokens // self.training.batch_size)
 
     def measure(self, model: nn.Module, finders: Sequence[Finder]) -> Seen:
         """Collective."""
         rank, roles = dist.get_rank(), self.strategy.roles
         first_attention, first_expert = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
-        here = _agreed(lambda: self._here(model, finders, rank == first_attention))
+        unit = range(first_attention, first_attention + self.training.batch_size)
+        here = _agreed(lambda: self._here(model, finders, rank in unit))
         dense = here[first_attention].dense
         assert dense is not None
         computes = rank in (first_attention, first_expert)
@@ -188,7 +198,7 @@ class _Profiler:
         there = [p.nbytes for p in model.parameters() if p.device.type == scene.device.type]
         free_bytes, dense = free_bytes_of(scene.device), None
         if runs:
-            tokens = self.num_samples, profile.sequence_length
+            tokens = self.num_samples, profile.sequence_length // self.training.sequence_size
             dense = rehearse_dense(
                 model,
                 self.blueprint,
@@ -246,7 +256,7 @@ class _Profiler:
     def _memory(self, seen: Seen) -> Memory:
         of_weights, dense = self.training.weight_bytes, seen.dense
         num_groups = self.blueprint.grid.world_size // self.blueprint.grid.size
-        num_replicas = self.group.attention_ranks * num_groups
+        num_replicas = self.group.attention_ranks * num_groups // self.training.tensor_size
         numels = {True: 0, False: 0}
         for _, shape, _, is_trained in self.blueprint.found[0].expert:
             numels[is_trained] += torch.Size(shape).numel()
@@ -304,10 +314,11 @@ def _seen_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
     num_layers = profiler.group.num_layers
     dense = seen.dense.blocks
     attention = Timed(dense.median_s / num_layers, dense.std_s / num_layers)
-    bounds = choice.bounds
+    bounds, size = choice.bounds, profiler.training.batch_size
+    together = f" (of {size} ranks together)" if size > 1 else ""
     return (
         f"zebra: {profiler.num_samples} x {profiler.profile.sequence_length} tokens through one "
-        f"layer, forward and backward: attention {_timed_text(attention)}, experts "
+        f"layer, forward and backward: attention {_timed_text(attention)}{together}, experts "
         f"{_timed_text(seen.experts)} on an expert rank, {_timed_text(seen.on_attention)} on an "
         f"attention rank; expert ranks have no room for {bounds.least} experts, each attention "
         f"rank has room for {bounds.most}"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
@@ -30,7 +31,7 @@ from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.hosts.attachment.block_hooks import block_of
 from ds_moe_ext.hosts.attachment.host_layer import Found, RoutedOf
-from ds_moe_ext.hosts.attachment.modules import unwrapped
+from ds_moe_ext.hosts.attachment.modules import during, unwrapped
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.hosts.attachment.router_gates import host, routers_of
 from ds_moe_ext.moe.expert import ExpertFunction
@@ -54,6 +55,8 @@ class Scene:
     dtype: torch.dtype | None  # of weights; None: as the model has them
     # in which the host calls the model, as autocast
     context: Callable[[], AbstractContextManager[None]] = nullcontext
+    # divides the dense weights of a model among ranks, in place, as the host will
+    divide: Callable[[nn.Module], object] = lambda _: None
 
     def brought(self, weight: Tensor) -> Tensor:
         """A copy of a weight as it will be; of one on the meta device with any values."""
@@ -141,6 +144,7 @@ def rehearse_dense(
     with scene.entered():
         hollow, layers = _hollow(model, blueprint, finders)
         _bring(hollow, scene)
+        scene.divide(hollow)
         hollow.train()
         weights = [*hollow.parameters()]
         calls: list[_Call] = []
@@ -214,7 +218,8 @@ def _shell(
     """A copy of all modules and buffers, which has the weights of the model itself; and its
     layers."""
     same = {id(parameter): parameter for parameter in model.parameters()}
-    shell = copy.deepcopy(unwrapped(model), same)
+    with during(dist.ProcessGroup, __deepcopy__=lambda group, _: group):
+        shell = copy.deepcopy(unwrapped(model), same)
     names = {found.name for found in blueprint.found}
     return shell, [found for finder in finders for found in finder(shell, names.__contains__)]
 
