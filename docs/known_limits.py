@@ -20,7 +20,6 @@ from ds_moe_ext.hosts.megatron.checkpoint import UNMOVABLE
 from ds_moe_ext.hosts.plain import plain_host as plain
 from ds_moe_ext.hosts.steps import optimizers
 from ds_moe_ext.hosts.steps.host import UNLIKE
-from ds_moe_ext.hosts.zebra.profile import EARLY
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 
@@ -132,7 +131,6 @@ SECTIONS = (
     Section(
         "Under Megatron-core, where ranks have roles (`zebra`)",
         (
-            *EARLY,
             *megatron.BLOCKS,
             *megatron.DIVIDED,
             *megatron.WITH_ROLES,

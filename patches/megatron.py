@@ -82,8 +82,11 @@ def _distributed_data_parallel(original: Any, self: Any, *args: Any, **kwargs: A
     if asked is not None and asked.worlds is not None:
         from ds_moe_ext.hosts.megatron import roles
 
-        model = _arguments(original, self, *args, **kwargs)["module"]
-        roles.keep_own(model, asked.worlds, asked.strategy)
+        given = _arguments(original, self, *args, **kwargs)
+        asked = roles.measured(asked, given["module"], given["ddp_config"])
+        active_settings.set_chosen(asked)
+        assert asked.worlds is not None
+        roles.keep_own(given["module"], asked.worlds, asked.strategy)
     original(self, *args, **kwargs)
 
 

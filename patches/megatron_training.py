@@ -51,22 +51,10 @@ def _validate_args(original: Any, args: Any, *given: Any, **named: Any) -> Any:
 
     parted = active_settings.worlds()
     if parted is not None:
-        from ds_moe_ext.hosts.attachment.notices import refuse
-        from ds_moe_ext.hosts.megatron.refusals import DIVIDED, Divided
-        from ds_moe_ext.hosts.megatron.roles import OF_EXPERT_RANKS
+        from ds_moe_ext.hosts.megatron import roles
 
-        refuse(DIVIDED, Divided(parted.roles, vars(args)))
-        if not parted.is_attention:
-            vars(args).update(OF_EXPERT_RANKS, **UNDIVIDED)
+        roles.settle_arguments(parted, args)
     return original(args, *given, **named)
-
-
-UNDIVIDED: dict[str, Any] = {
-    "tp_comm_overlap": False,
-    "distribute_saved_activations": False,
-    "cp_comm_type": ["p2p"],
-}
-"""Arguments that are refused without tensor and context parallelism, or some ways of it."""
 
 
 PATCHES = (
@@ -82,7 +70,7 @@ PATCHES = (
         "megatron.training.arguments:validate_args",
         ">=0.12",
         "where ranks have roles, those of experts count samples without tensor and context "
-        "parallelism, which attention ranks alone have",
+        "parallelism, which attention ranks alone have; fusion and background saves are off",
         by(_validate_args),
     ),
 )

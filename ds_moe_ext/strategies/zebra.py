@@ -42,7 +42,7 @@ MOST = 2**20  # ranks, and stripes
 class Profile:
     """What is measured at the start of a run, to choose the experts that move (rules 34 to 38)."""
 
-    sequence_length: int  # tokens of a sample
+    sequence_length: int | None = None  # tokens of a sample; null: Megatron's --seq-length
     # of a stripe; null: those of train_micro_batch_size_per_gpu, as stripes cut them
     samples: int | None = None
     # measurements, of which the median is taken; 20 or more for a run that matters
@@ -242,8 +242,8 @@ class Zebra(Overlay):
         return (
             *stated,
             f"expert ranks have all experts, because {WHERE}.moved and {WHERE}.profile are "
-            "null (no Asym-EA); if attention ranks wait for experts, set moved, or under DeepSpeed "
-            'set profile to {"sequence_length": tokens of a sample}, which measures it at start; '
+            "null (no Asym-EA); if attention ranks wait for experts, set moved, or set "
+            'profile to {"sequence_length": tokens of a sample}, which measures it at start; '
             "ds-moe-ext plan mixed-cluster predicts both",
         )
 

@@ -86,7 +86,10 @@ def assert_as_stock(
 def _assert_as_stock(
     world_size: int, num_attention: int, run: MegatronRun, settings: dict[str, Any]
 ) -> None:
-    found = pool_of(world_size).run(train_whole, run, settings)
+    assert_stock(pool_of(world_size).run(train_whole, run, settings), num_attention, run)
+
+
+def assert_stock(found: list[Trained], num_attention: int, run: MegatronRun) -> None:
     # Up to version 0.18 whole experts of stock Megatron drift apart where it has EP 1 and TP.
     expected = stock(num_attention, replace(run, ep=run.tp))
     for rank in found:
@@ -211,6 +214,86 @@ def test_experts_on_attention_ranks(
     attention: int, expert: int, num_groups: int, run: MegatronRun, moved: list[int]
 ) -> None:
     assert_as_stock(attention, expert, run, num_groups=num_groups, moved=moved)
+
+
+SECONDS = {True: (8.0, 9.0, 2.0), False: (6.0,)}
+"""As if measured on attention ranks, of blocks, the whole model and experts; on expert ranks."""
+
+
+def train_profiled(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any], is_real: bool
+) -> tuple[Trained, list[str]]:
+    """And what it reports; times are measured, or ``SECONDS``."""
+    from ds_moe_ext.hosts.zebra import profile
+    from ds_moe_ext.hosts.zebra.rehearsal import Scene
+    from ds_moe_ext.planning.zebra_planner import Timed
+
+    lines: list[str] = []
+    logger = mock.patch.object(profile, "line_logger", lambda settings, rank: lines.append)
+    sizes = settings["zebra"]
+    is_attention = rank % (sizes["attention_size"] + sizes["expert_size"]) < sizes["attention_size"]
+    real = Scene.timed
+    left = list(SECONDS[is_attention])
+
+    def timed(scene: Scene, work: Callable[[], object], num_repeats: int) -> Timed:
+        found = real(scene, work, num_repeats)
+        return found if is_real else Timed(left.pop(0), 0.0)
+
+    with logger, mock.patch.object(Scene, "timed", timed):
+        return train_whole(rank, world_size, run, settings), lines
+
+
+PROFILE = {"sequence_length": RUN.length, "samples": RUN.batch, "num_repeats": 2}
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "run", "is_real", "gives"),
+    [
+        (1, RUN, False, [0, 1]),
+        slow(1, RUN, True, None),
+        slow(1, replace(RUN, tp=2, etp=1, swiglu=True, shared_ffn=32), False, [0, 1]),
+        slow(1, replace(RUN, cp=2, optimizer="distributed"), False, [0, 1]),
+        slow(2, PIPELINE, False, [0, 1]),
+    ],
+)
+def test_experts_that_move_by_what_is_measured(
+    num_groups: int, run: MegatronRun, is_real: bool, gives: list[int] | None
+) -> None:
+    settings = block(2, 2, profile=PROFILE, num_micro_batches=2)
+    found = pool_of(4 * num_groups).run(train_profiled, run, settings, is_real)
+    assert_stock([trained for trained, _ in found], 2 * num_groups, run)
+    for _, (seen, chosen) in found:
+        assert f"zebra: {RUN.batch} x {RUN.length} tokens through one layer" in seen
+        assert gives is None or f"each expert rank leaves {gives} of the 2 experts" in chosen
+
+
+DROPOUT = replace(
+    RUN,
+    aux_coefficient=0.0,
+    config=(
+        ("hidden_dropout", 0.2),
+        ("attention_dropout", 0.2),
+        ("moe_router_enable_expert_bias", True),
+        ("moe_router_score_function", "sigmoid"),
+    ),
+)
+
+
+@pytest.mark.slow
+def test_measuring_leaves_no_trace() -> None:
+    """Of random numbers, of what routers count and of gradients."""
+    keys: dict[str, Any] = {"num_micro_batches": 2}
+    measured = block(2, 2, profile=PROFILE, **keys)
+    found = pool_of(4).run(train_profiled, DROPOUT, measured, False)
+    expected = pool_of(4).run(train_whole, DROPOUT, block(2, 2, moved=[0, 1], **keys))
+    for (one, _), other in zip(found, expected):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+
+
+def test_a_profile_without_a_length_is_refused() -> None:
+    """No script of Megatron-LM says it."""
+    for stated in pool_of(2).run(built, RUN, block(1, 1, profile={"samples": 1})):
+        assert "zebra.profile.sequence_length is null" in stated and "set it" in stated
 
 
 def by_device(rank: int, world_size: int) -> tuple[float, ...]:
@@ -735,10 +818,12 @@ def saved_by_rank(rank: int, world_size: int) -> str:
 # Refusals.
 
 
-def built(rank: int, world_size: int, run: MegatronRun) -> str:
+def built(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None = None
+) -> str:
     """What was stated as a model was built."""
     try:
-        with megatron(run, block(2, 1)):
+        with megatron(run, settings or block(2, 1)):
             Training(run)
     except ValueError as error:
         return str(error)
@@ -749,8 +834,8 @@ def built(rank: int, world_size: int, run: MegatronRun) -> str:
     ("run", "reported"),
     [
         (replace(RUN, ep=2), "--expert-model-parallel-size 2; attention ranks are tensor, context"),
-        (replace(RUN, tp=2, cp=2, etp=1), r"\(2 x 2, of 2 attention ranks\): .*; choose other"),
-        (replace(RUN, etp=2), r"\(2\): .*; give --expert-tensor-parallel-size 1"),
+        (replace(RUN, tp=2, cp=2, etp=1), r"\(2 x 2, of 2 attention ranks\): .*; choose sizes"),
+        (replace(RUN, etp=2), r"\(2\): .*whole experts.* --expert-tensor-parallel-size 1"),
         (
             replace(
                 RUN,
@@ -778,7 +863,6 @@ def test_a_file_a_rank_is_refused() -> None:
     [
         ({"log_straggler": True}, "--log-straggler: it keeps the state of one .*; leave it out"),
         ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
-        ({"save": "here", "async_save": True}, "and leave out --async-save"),
     ],
 )
 def test_arguments_of_the_script_are_refused(given: dict[str, Any], reported: str) -> None:
@@ -804,9 +888,26 @@ def test_expert_ranks_of_a_script_are_undivided(
     validated = _validate_args(lambda args, defaults: args, args, {})
     size = 2 if is_attention else 1
     assert {vars(validated)[name] for name in sizes} == {size}
-    args = SimpleNamespace(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)
-    with pytest.raises(ValueError, match="give --expert-tensor-parallel-size 1"):
+    args = SimpleNamespace(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"whole experts; .*--expert-tensor-parallel-size 1"):
         _validate_args(lambda args, defaults: args, args, {})
+
+
+def test_defaults_of_a_script_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_moe_ext.hosts.megatron import roles
+
+    said: list[str] = []
+    asked = SimpleNamespace(start=SimpleNamespace(settled=said))
+    monkeypatch.setattr(roles, "chosen", lambda: asked)
+    worlds: Any = SimpleNamespace(roles=Roles.first(4, 1), is_attention=True)
+    asks = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None}
+    args = SimpleNamespace(**asks, gradient_accumulation_fusion=True, async_save=True)
+    roles.settle_arguments(worlds, args)
+    assert args.expert_tensor_parallel_size == 1
+    assert not args.gradient_accumulation_fusion and not args.async_save
+    whole, fusion, save = said
+    assert "--expert-tensor-parallel-size is 1" in whole
+    assert "fusion is off" in fusion and "--async-save is off" in save
 
 
 def test_another_torch_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

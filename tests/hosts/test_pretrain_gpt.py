@@ -14,6 +14,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ FLAGS = """
 --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights
 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
---transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+--transformer-impl local --distributed-backend gloo
 --no-persist-layer-norm --no-masked-softmax-fusion
 --mock-data --tokenizer-type NullTokenizer --vocab-size 4097
 --log-interval 1 --eval-iters 1 --eval-interval 1000 --save-interval 10
@@ -51,6 +52,8 @@ def start(
     world_size: int, *arguments: str, config: Path | None, iterations: int, is_loaded: bool = True
 ) -> str:
     """What a run of ``ITERATIONS`` prints, up to this one."""
+    has_roles = config is not None and config.name == "zebra.json"  # which go on without fusion
+    fusion = () if has_roles else ("--no-gradient-accumulation-fusion",)
     named = [] if config is None else ["--ds-moe-ext-config", str(config)]
     done = subprocess.run(
         [
@@ -58,7 +61,7 @@ def start(
             *("--standalone", "--nproc_per_node", str(world_size)),
             str(ROOT / "launch/megatron_on_cpu.py"),
             *(("-m", "ds_moe_ext.run") if is_loaded else ()),
-            *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named),
+            *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *fusion, *named),
             *("--expert-model-parallel-size", str(world_size)),
             *("--train-iters", str(ITERATIONS), "--exit-interval", str(iterations)),
             *arguments,  # the last word
@@ -124,23 +127,27 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 WHOLE = ("--expert-tensor-parallel-size", "1")
 
 
-@pytest.mark.parametrize(("world_size", "flags"), [(2, ()), (4, ()), (4, (*TENSOR, *WHOLE))])
+@pytest.mark.parametrize(
+    ("world_size", "flags", "profile"), [(2, (), None), (4, (), {}), (4, TENSOR, {})]
+)
 def test_zebra_follows_its_attention_ranks_alone(
-    world_size: int, flags: tuple[str, ...], tmp_path: Path
+    world_size: int, flags: tuple[str, ...], profile: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """Half of the ranks have attention, half experts, which draw them as expert parallel ranks do;
-    both roles log."""
+    both roles log. A profile takes its sizes from the flags."""
     size, unsplit = world_size // 2, ("--expert-model-parallel-size", "1")
     config = tmp_path / "zebra.json"
-    zebra = {"attention_size": size, "expert_size": size}
+    zebra = {"attention_size": size, "expert_size": size, "profile": profile}
     block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
     config.write_text(json.dumps({"ds_moe_ext": block}))
     printed = start(world_size, *unsplit, *flags, config=config, iterations=ITERATIONS)
+    assert ("2 x 32 tokens through one layer" in printed) == (profile is not None)
+    assert "ds_moe_ext: gradient accumulation fusion is off" in printed
     reported = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
     assert len(reported) == 2 * ITERATIONS
     reported.sort(key=lambda line: int(line[0]))
     for of_a_role in (reported[::2], reported[1::2]):
-        check_close([float(loss) for _, loss in of_a_role], stock(size, *flags))
+        check_close([float(loss) for _, loss in of_a_role], stock(size, *flags, *WHOLE))
 
 
 def test_without_the_flag_a_run_is_as_without_the_package() -> None:

@@ -38,7 +38,6 @@ from ds_moe_ext.hosts.attachment.startup_check import Description, Start, is_fir
 from ds_moe_ext.hosts.megatron import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS, by_device, refuse_with_roles
 from ds_moe_ext.hosts.steps.host import device_names
-from ds_moe_ext.hosts.zebra.profile import refuse_early
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.settings import BLOCK, Settings, misspelt, read_file, read_settings
 
@@ -114,10 +113,8 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
         )
         return None
     refuse(SETTINGS, settings)
-    if strategy.has_roles:
-        refuse_early(settings, strategy)
-        if not by_device(strategy):
-            assert strategy.roles is not None, "which says what it lacks"
+    if strategy.has_roles and not by_device(strategy):
+        assert strategy.roles is not None, "which says what it lacks"
         refuse_with_roles(settings, strategy)
     return Chosen(settings, strategy, startup_check.settings_of(settings, document[BLOCK]))
 
@@ -297,6 +294,7 @@ def with_roles(asked: Chosen) -> Chosen:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         settled = asked.strategy.settled(lambda: device_names(device), None)
         asked = replace(asked, strategy=settled)
+        refuse_with_roles(asked.settings, settled)
     assert asked.strategy.roles is not None, "else nobody asks"
     return replace(asked, worlds=part(asked.strategy.roles, asked.agree))
 

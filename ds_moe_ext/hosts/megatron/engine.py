@@ -58,6 +58,7 @@ from ds_moe_ext.hosts.steps.host import (
 )
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Event, Record, Run
+from ds_moe_ext.hosts.zebra.profile import wants_profile
 from ds_moe_ext.hosts.zebra.stage_model import moved_by
 from ds_moe_ext.moe.replica_memory import Accumulation, KeptMeanwhile
 from ds_moe_ext.planning.strategy import Strategy
@@ -108,8 +109,8 @@ def constructed(layer: Any, collection: Any) -> None:
 
 
 def offloads(strategy: Strategy) -> bool:
-    """Whether attention ranks keep experts (Asym-EA)."""
-    return any(moved_by(strategy) or ())
+    """Whether attention ranks keep experts (Asym-EA), or may, once that has been measured."""
+    return any(moved_by(strategy) or ()) or wants_profile(strategy)
 
 
 def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:

@@ -345,13 +345,12 @@ WITH_ROLES = (
     ),
     *_alike(
         "it counts on one backward pass through a layer, which comes in parts here",
-        ("gradient accumulation fusion", "gradient_accumulation_fusion"),
+        ("gradient_accumulation_fusion of your own config", "gradient_accumulation_fusion"),
         (
             "--recompute-modules layernorm or mla_up_proj",
             lambda config: _recomputed(config, "layernorm", "mla_up_proj"),
         ),
         ("--distribute-saved-activations", "distribute_saved_activations"),
-        remedy="leave it out; against fusion give --no-gradient-accumulation-fusion",
     ),
     *_refusals(
         (
@@ -382,24 +381,19 @@ def _beyond_group(asked: Divided) -> str:
 
 
 def _split_experts(asked: Divided) -> object:
-    size = asked.sizes.get("expert_tensor_parallel_size") or asked.tp
+    size = asked.sizes.get("expert_tensor_parallel_size") or 1
     return size if size > 1 else None
 
 
-DIVIDED = _refusals(
+DIVIDED = _alike(
+    "attention ranks of one ZP group have parts of a sample, and expert ranks have whole experts",
     (
         "--tensor-model-parallel-size times --context-parallel-size that does not divide "
         "zebra.attention_size",
         _beyond_group,
-        "the ranks that have parts of a sample are of one ZP group",
-        "choose other sizes, or another attention_size",
     ),
-    (
-        "--expert-tensor-parallel-size above 1, which is by default --tensor-model-parallel-size",
-        _split_experts,
-        "an expert rank has whole experts",
-        "give --expert-tensor-parallel-size 1",
-    ),
+    ("--expert-tensor-parallel-size above 1", _split_experts),
+    remedy="choose sizes whose product divides attention_size, and --expert-tensor-parallel-size 1",
 )
 """Of what ``Divided`` says."""
 
@@ -416,36 +410,30 @@ def by_device(strategy: Strategy) -> bool:
     return getattr(strategy, "attention_device", None) is not None
 
 
-def _other_group(block: Block) -> object:
-    size = block.settings.expert_parallel_size
-    if size is None or by_device(block.strategy):
-        return size
-    roles = block.strategy.roles
-    return size if roles is not None and size != roles.size else None
+def _unlike_roles(key: str, own: Callable[[Strategy], object], unless: str = "") -> Refusal:
+    """A key that may be null, or the value that roles give it."""
 
-
-def _ranks_of_an_ep_rank(block: Block) -> object:
-    size = block.settings.expert_sharding_size
-    return size if size not in (None, 1) else None
-
-
-def _unlike_roles(key: str, value: Callable[[Block], object]) -> Refusal:
     def asked(block: Block) -> str:
-        return f"{BLOCK}.{key} is {value(block)!r}" if value(block) else ""
+        value = getattr(block.settings, key)
+        return "" if value in (None, own(block.strategy)) else f"{BLOCK}.{key} is {value!r}"
 
-    return Refusal(f"{BLOCK}.{key}", asked, "zebra's sizes say which ranks have what", _OUT)
+    return Refusal(f"{BLOCK}.{key}{unless}", asked, "zebra's sizes say which ranks have what", _OUT)
 
 
 BLOCKS = (
-    _unlike_roles("moe_layer_pattern", lambda block: block.settings.moe_layer_pattern),
-    _unlike_roles("expert_sharding_size", _ranks_of_an_ep_rank),
-    _unlike_roles("expert_parallel_size", _other_group),
+    _unlike_roles("moe_layer_pattern", lambda strategy: None),
+    _unlike_roles("expert_sharding_size", lambda strategy: 1, " above 1"),
+    _unlike_roles(
+        "expert_parallel_size",
+        lambda strategy: getattr(strategy.roles, "size", None),
+        " other than attention_size + expert_size",
+    ),
 )
 
 
 def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
-    """Raises ValueError where the block of a run with roles asks for what only other strategies, or
-    DeepSpeed, can do."""
+    """Raises ValueError where the block of a run with roles, which are known, asks for what only
+    other strategies, or DeepSpeed, can do."""
     context = f"{BLOCK}.strategy is {settings.strategy!r} under Megatron"
     refuse(BLOCKS, Block(settings, strategy), context=context)
 
@@ -454,16 +442,13 @@ ARGUMENTS = (
     *_alike(_ONE, ("--log-straggler", "log_straggler")),
     *_refusals(
         (
-            "--save with --async-save, or without --ckpt-format torch_dist",
+            "--save without --ckpt-format torch_dist",
             lambda given: (
                 getattr(given, "save", None)
-                and (
-                    getattr(given, "async_save", None)
-                    or getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
-                )
+                and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
             ),
             "both roles write one checkpoint, together",
-            "use --ckpt-format torch_dist, and leave out --async-save",
+            "use --ckpt-format torch_dist",
         ),
     ),
 )

@@ -15,8 +15,9 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from ds_moe_ext.hosts.attachment.host_layer import Found
 from ds_moe_ext.hosts.attachment.notices import refuse
 from ds_moe_ext.hosts.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.attachment.startup_check import start_of
-from ds_moe_ext.hosts.megatron.active_settings import Chosen, Worlds
+from ds_moe_ext.hosts.megatron.active_settings import Chosen, Worlds, chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
     Grids,
@@ -47,6 +48,7 @@ from ds_moe_ext.hosts.megatron.engine import (
     check_wrapped,
     offloads,
     watch_steps,
+    whole,
 )
 from ds_moe_ext.hosts.megatron.layers import leave_experts
 from ds_moe_ext.hosts.megatron.refusals import (
@@ -56,10 +58,12 @@ from ds_moe_ext.hosts.megatron.refusals import (
     refuse_arguments,
     script_variables,
 )
+from ds_moe_ext.hosts.megatron.rehearsal import moved_of
 from ds_moe_ext.hosts.megatron.striped_steps import ModelRecord, StripedSteps
 from ds_moe_ext.hosts.steps.host import Built, ModelGrids, of_stage, run_on
 from ds_moe_ext.hosts.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.hosts.steps.training_run import RECORD, Run, Tracer
+from ds_moe_ext.hosts.zebra.profile import wants_profile
 from ds_moe_ext.hosts.zebra.stage_model import of_its_stage
 from ds_moe_ext.hosts.zebra.stripe_model import (
     BothSides,
@@ -110,7 +114,9 @@ class RolesHost(MegatronHost):
         self._beside = group_among(parts, backend="gloo")  # the ranks with the same layers
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
-        """All has been refused by the arguments."""
+        """All has been refused by the arguments, or settled."""
+        asked = chosen()
+        start_of(OPTIMIZER).settled.extend([] if asked is None else asked.start.settled)
         own = self._own_grids
         layers = sum(isinstance(module, MoELayer) for module in self.model.modules())
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -217,6 +223,54 @@ OF_EXPERT_RANKS = {
 }
 """Sizes that attention ranks take as given; Megatron's groups and arguments have these names."""
 
+UNDIVIDED: dict[str, Any] = {
+    "tp_comm_overlap": False,
+    "distribute_saved_activations": False,
+    "cp_comm_type": ["p2p"],
+}
+"""Arguments that are refused without tensor and context parallelism, or some ways of it."""
+
+
+def settle_sizes(worlds: Worlds, sizes: dict[str, Any]) -> None:
+    """Experts are whole where nobody has said otherwise: Megatron would divide them as the rest.
+    ``sizes`` have Megatron's names. Raises ValueError where they do not suit roles."""
+    divided = Divided(worlds.roles, sizes)
+    refuse(DIVIDED, divided)
+    if sizes.get("expert_tensor_parallel_size") is None and divided.tp > 1:
+        _say("--expert-tensor-parallel-size is 1: an expert rank has whole experts")
+    sizes["expert_tensor_parallel_size"] = 1
+
+
+SETTLED = {
+    "gradient_accumulation_fusion": (
+        "gradient accumulation fusion is off: it counts on one backward pass through a layer, "
+        "which comes in parts here"
+    ),
+    "async_save": (
+        "--async-save is off: both roles write one checkpoint, together, and wait until it is there"
+    ),
+}
+"""Arguments of Megatron-LM's scripts that are false with roles."""
+
+
+def settle_arguments(worlds: Worlds, given: Any) -> None:
+    """Let a script's arguments, not validated yet, be those of the rank's role. Raises ValueError
+    where they do not suit roles."""
+    settle_sizes(worlds, vars(given))
+    for name, line in SETTLED.items():
+        if getattr(given, name, False):
+            setattr(given, name, False)
+            _say(line)
+    if not worlds.is_attention:
+        vars(given).update(OF_EXPERT_RANKS, **UNDIVIDED)
+
+
+def _say(line: str) -> None:
+    """Show a line when the run starts."""
+    asked = chosen()
+    if asked is not None:
+        asked.start.settled.append(line)
+
 
 def with_sizes(
     worlds: Worlds, strategy: Strategy, initialize: Callable[..., Any]
@@ -244,7 +298,7 @@ def with_sizes(
                 f"{num_groups} ZP groups of {worlds.roles}, and each is in one stage; launch "
                 f"{worlds.roles.size * num_stages} ranks or a multiple of that, or choose a divisor"
             )
-        refuse(DIVIDED, Divided(worlds.roles, bound.arguments))
+        settle_sizes(worlds, bound.arguments)
         if not worlds.is_attention:
             taken = inspect.signature(initialize).parameters
             bound.arguments |= {n: size for n, size in OF_EXPERT_RANKS.items() if n in taken}
@@ -254,6 +308,31 @@ def with_sizes(
         return initialize(*bound.args, **bound.kwargs)
 
     return initialize_model_parallel
+
+
+def measured(asked: Chosen, model: nn.Module, ddp_config: Any) -> Chosen:
+    """The same, with the experts that move by what is measured of a model that is about to be
+    wrapped, where that is asked for. Collective, over the ranks of both roles. Raises ValueError on
+    all of them where it cannot be measured."""
+    strategy, worlds = cast(Any, asked.strategy), asked.worlds
+    if worlds is None or not wants_profile(strategy):
+        return asked
+    with worlds.together():
+        grids = _grids(worlds)
+        stages = grids.beside or (grids.own,)
+        group = group_among([each.ranks.flatten().tolist() for each in stages], backend="gloo")
+    found: list[int] | str
+    try:
+        found = moved_of(asked, whole([model]), ddp_config, grids.own, group)
+    except ValueError as error:
+        found = str(error)
+    moved: dict[int, list[int]] = {}
+    for stage, own in gather_objects((grids.stage, found), worlds.whole):
+        if isinstance(own, str):
+            raise ValueError(own)
+        moved[stage] = own
+    of_all = [number for stage in sorted(moved) for number in moved[stage]]
+    return replace(asked, strategy=replace(strategy, moved=of_all, profile=None))
 
 
 def keep_own(model: nn.Module, worlds: Worlds, strategy: Strategy) -> None:

@@ -12,18 +12,26 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.hosts.attachment.notices import Refusal, refuse
 from ds_moe_ext.hosts.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.hosts.steps.training_run import line_logger
-from ds_moe_ext.hosts.zebra.rehearsal import Dense, Experts, Scene, rehearse_dense, rehearse_experts
+from ds_moe_ext.hosts.zebra.rehearsal import (
+    Dense,
+    Experts,
+    Scene,
+    first_expert,
+    rehearse_dense,
+    rehearse_experts,
+)
+from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.hooked import row_bytes
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
@@ -39,7 +47,6 @@ from ds_moe_ext.planning.zebra_planner import (
 )
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.stripes import default_stripes
-from ds_moe_ext.strategies.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
 
 HEAD_REPLICAS = 2  # what head and loss keep, and its gradient
@@ -52,15 +59,32 @@ class Training:
     """How the host will train."""
 
     scene: Scene  # where, and in which types
-    micro_batch: int  # samples of a rank, or of neighbours that read one batch
+    micro_batch: int | None  # of one batch, in samples; None where only ``profile.samples`` says
     weight_bytes: WeightBytes  # of a weight and what belongs to it
     tensor_size: int = 1  # neighbours that divide dense weights
     sequence_size: int = 1  # neighbours that divide the sequence of each sample
+    # Where micro-batches are stripes already, how many; None: a rank's batch is cut into stripes.
+    num_stripes: int | None = None
+    sequence_length: int | None = None  # that the host was given; None: it was given none
+    group: dist.ProcessGroup | None = None  # the ranks that have these layers; None: all
 
     @property
     def batch_size(self) -> int:
         """Neighbours that read one batch; each sends its share of the tokens to experts."""
         return self.tensor_size * self.sequence_size
+
+
+class Rehearsal(NamedTuple):
+    """What a host can measure of its model."""
+
+    dense: Callable[..., Dense]  # called with ``tokens`` and ``num_repeats``
+    first: Callable[[], tuple[ExpertFunction, tuple[Tensor, ...]]]  # an expert and its weights
+    together: bool = False  # all attention ranks meet in collectives, so that all run it
+
+
+def wants_profile(strategy: Strategy) -> bool:
+    """Whether the experts that move are to be chosen by what is measured."""
+    return isinstance(strategy, Zebra) and strategy.profile is not None
 
 
 def profiled(
@@ -79,10 +103,19 @@ def profiled(
     Raises:
         ValueError: on every rank: it cannot be measured, or the model does not fit.
     """
+    of_model = model, blueprint, tuple(finders), training.scene
+    own = Rehearsal(partial(rehearse_dense, *of_model), partial(first_expert, *of_model))
+    return profiled_by(own, blueprint, model, training)
+
+
+def profiled_by(
+    rehearsal: Rehearsal, blueprint: Blueprint, model: nn.Module, training: Training
+) -> Blueprint:
+    """The same, as a host can measure it. Collective over ``training.group``."""
     strategy = blueprint.strategy
     if not isinstance(strategy, Zebra) or strategy.profile is None:
         return blueprint
-    log = line_logger(blueprint.settings, dist.get_rank())
+    log = line_logger(blueprint.settings, rank_in(training.group))
     moved = [0] * len(blueprint.found)
     attention, expert = len(strategy.roles.attention_ep_ranks), len(strategy.roles.expert_ep_ranks)
     if attention % expert and expert % attention:
@@ -92,13 +125,18 @@ def profiled(
         )
     else:
         profiler = _Profiler.of(blueprint, strategy, strategy.profile, training)
-        seen = profiler.measure(model, tuple(finders))
+        seen = profiler.measure(model, rehearsal)
         training.scene.clear()
         choice = profiler.choose(seen)
         moved = list(choice.moved_L)
         log(_seen_text(profiler, seen, choice))
         log(_choice_text(profiler, seen, choice))
     return replace(blueprint, strategy=replace(strategy, moved=moved, profile=None))
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank among those of a group, in whatever world it is; None: in the world."""
+    return dist.get_rank() if group is None else group.rank()
 
 
 # Measuring and choosing.
@@ -136,6 +174,7 @@ class _Profiler:
     group: ZebraGroup
     num_stripes: int  # of an attention rank
     num_samples: int  # of a stripe
+    length: int  # tokens of a sample
 
     @classmethod
     def of(
@@ -145,10 +184,23 @@ class _Profiler:
             len(strategy.roles.attention_ep_ranks),
             len(strategy.roles.expert_ep_ranks),
         )
-        batch = training.micro_batch * (attention + expert)
-        num_stripes = strategy.num_micro_batches or default_stripes(attention, expert, batch)
-        shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=num_stripes)
-        num_samples = profile.samples or shape.stripe_samples(batch)
+        length, num_stripes = profile.sequence_length or training.sequence_length, 0
+        num_samples = profile.samples or training.micro_batch
+        for key, size in (("sequence_length", length), ("samples", num_samples)):
+            if size is None:
+                raise ValueError(
+                    f"{WHERE}.profile.{key} is null, which needs a script of Megatron-LM whose "
+                    "flags say it; set it"
+                )
+        assert length is not None and num_samples is not None
+        if training.num_stripes is not None:
+            num_stripes = training.num_stripes
+        elif training.micro_batch is not None:
+            batch = training.micro_batch * (attention + expert)
+            num_stripes = strategy.num_micro_batches or default_stripes(attention, expert, batch)
+            ranks = {"attention_ranks": attention, "expert_ranks": expert}
+            shape = ZebraShape(**ranks, num_stripes=num_stripes)
+            num_samples = profile.samples or shape.stripe_samples(batch)
         alike = {(found.num_experts, found.expert) for found in blueprint.found}
         if len(alike) > 1:  # Algorithm 1 takes all layers to be alike
             counts = ", ".join(f"{found.name}: {found.num_experts}" for found in blueprint.found)
@@ -162,25 +214,25 @@ class _Profiler:
             attention_ranks=attention,
             expert_ranks=expert,
         )
-        return cls(blueprint, strategy, profile, training, group, num_stripes, num_samples)
+        return cls(blueprint, strategy, profile, training, group, num_stripes, num_samples, length)
 
     @property
     def num_tokens(self) -> int:
         """Of a stripe, that an attention rank sends to experts."""
-        tokens = self.num_samples * self.profile.sequence_length
-        return max(1, tokens // self.training.batch_size)
+        return max(1, self.num_samples * self.length // self.training.batch_size)
 
-    def measure(self, model: nn.Module, finders: Sequence[Finder]) -> Seen:
+    def measure(self, model: nn.Module, rehearsal: Rehearsal) -> Seen:
         """Collective."""
-        rank, roles = dist.get_rank(), self.strategy.roles
-        first_attention, first_expert = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
-        unit = range(first_attention, first_attention + self.training.batch_size)
-        here = _agreed(lambda: self._here(model, finders, rank in unit))
-        dense = here[first_attention].dense
+        among, roles = self.training.group, self.strategy.roles
+        rank = rank_in(among)
+        firsts = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
+        unit = range(firsts[0], firsts[0] + self.training.batch_size)
+        runs = roles.is_attention(rank) if rehearsal.together else rank in unit
+        here = _agreed(lambda: self._here(model, rehearsal if runs else None), among)
+        dense = here[firsts[0]].dense
         assert dense is not None
-        computes = rank in (first_attention, first_expert)
-        experts = _agreed(lambda: self._expert(model, finders, dense) if computes else None)
-        there, on_attention = experts[first_expert], experts[first_attention]
+        experts = _agreed(lambda: self._expert(rehearsal, dense) if rank in firsts else None, among)
+        on_attention, there = (experts[each] for each in firsts)
         assert there is not None and on_attention is not None
         free = least_free_bytes(here)
         is_attention = [roles.is_attention(other) for other in range(len(here))]
@@ -193,32 +245,23 @@ class _Profiler:
             expert_free_bytes=min(own for own, is_in in zip(free, is_attention) if not is_in),
         )
 
-    def _here(self, model: nn.Module, finders: Sequence[Finder], runs: bool) -> RankHere:
-        scene, profile = self.training.scene, self.profile
+    def _here(self, model: nn.Module, rehearsal: Rehearsal | None) -> RankHere:
+        scene, num_repeats = self.training.scene, self.profile.num_repeats
         there = [p.nbytes for p in model.parameters() if p.device.type == scene.device.type]
         free_bytes, dense = free_bytes_of(scene.device), None
-        if runs:
-            tokens = self.num_samples, profile.sequence_length // self.training.sequence_size
-            dense = rehearse_dense(
-                model,
-                self.blueprint,
-                finders,
-                scene,
-                tokens=tokens,
-                num_repeats=profile.num_repeats,
-            )
+        if rehearsal is not None:
+            tokens = self.num_samples, self.length // self.training.sequence_size
+            dense = rehearsal.dense(tokens=tokens, num_repeats=num_repeats)
         is_shared = scene.device.type == "cpu"
         return RankHere(socket.gethostname(), free_bytes, sum(there), is_shared, dense)
 
-    def _expert(self, model: nn.Module, finders: Sequence[Finder], dense: Dense) -> Experts:
+    def _expert(self, rehearsal: Rehearsal, dense: Dense) -> Experts:
         """On rows like those of one expert rank, a layer and a stripe: ``B = M T k / N``."""
         group = self.group
         num_rows = group.attention_ranks * self.num_tokens * dense.top_k / group.expert_ranks
         shape = max(1, round(num_rows)), dense.width
         return rehearse_experts(
-            model,
-            self.blueprint,
-            finders,
+            rehearsal.first,
             self.training.scene,
             torch.empty(shape, dtype=dense.row_dtype, device="meta"),
             num_repeats=self.profile.num_repeats,
@@ -232,7 +275,7 @@ class _Profiler:
         stripes = Stripes(
             num_stripes=self.num_stripes,
             num_tokens=self.num_tokens,
-            head_s=max(0.0, dense.whole.median_s - dense.blocks.median_s),
+            head_s=max(0.0, dense.parts.whole.median_s - dense.parts.blocks.median_s),
             top_k=dense.top_k,
             row_bytes=row_bytes(self.blueprint.settings.hooks, row_1D).between,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
@@ -248,13 +291,13 @@ class _Profiler:
     def times(self, seen: Seen) -> LayerTimes:
         """Of one layer and stripe."""
         return LayerTimes(
-            attention_s=seen.dense.blocks.median_s / self.group.num_layers,
+            attention_s=seen.dense.parts.blocks.median_s / self.group.num_layers,
             expert_s=seen.experts.median_s,
             expert_on_attention_s=seen.on_attention.median_s,
         )
 
     def _memory(self, seen: Seen) -> Memory:
-        of_weights, dense = self.training.weight_bytes, seen.dense
+        of_weights, dense = self.training.weight_bytes, seen.dense.parts
         num_groups = self.blueprint.grid.world_size // self.blueprint.grid.size
         num_replicas = self.group.attention_ranks * num_groups // self.training.tensor_size
         numels = {True: 0, False: 0}
@@ -270,14 +313,14 @@ class _Profiler:
         )
 
 
-def _agreed(measure: Callable[[], RecordT]) -> list[RecordT]:
-    """What every rank has measured, in the order of the ranks. Collective. Raises ValueError, on
-    every rank, where one of them failed."""
+def _agreed(measure: Callable[[], RecordT], group: dist.ProcessGroup | None) -> list[RecordT]:
+    """What every rank has measured, in the order of the ranks. Collective over them. Raises
+    ValueError, on every rank, where one of them failed."""
     try:
         own: RecordT | str = measure()
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
-    gathered = gather_objects(own, None)
+    gathered = gather_objects(own, group)
     faults = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if isinstance(each, str)]
     if faults:
         raise ValueError(
@@ -312,12 +355,12 @@ def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
 def _seen_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
     """What was measured."""
     num_layers = profiler.group.num_layers
-    dense = seen.dense.blocks
+    dense = seen.dense.parts.blocks
     attention = Timed(dense.median_s / num_layers, dense.std_s / num_layers)
     bounds, size = choice.bounds, profiler.training.batch_size
     together = f" (of {size} ranks together)" if size > 1 else ""
     return (
-        f"zebra: {profiler.num_samples} x {profiler.profile.sequence_length} tokens through one "
+        f"zebra: {profiler.num_samples} x {profiler.length} tokens through one "
         f"layer, forward and backward: attention {_timed_text(attention)}{together}, experts "
         f"{_timed_text(seen.experts)} on an expert rank, {_timed_text(seen.on_attention)} on an "
         f"attention rank; expert ranks have no room for {bounds.least} experts, each attention "
@@ -352,23 +395,3 @@ def _choice_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
         f"has of each layer to attention ranks; a step takes {after} in place of {before}, "
         f"simulated ({choice.after_s / choice.before_s - 1:+.1%})"
     )
-
-
-# Keys that need what is not known where roles are given as a flag is read.
-
-
-EARLY = (
-    Refusal(
-        f"{WHERE}.profile",
-        lambda strategy: f"{WHERE}.profile is {strategy.profile!r}" if strategy.profile else "",
-        "owners are set before there is a model to measure",
-        "leave it out, and set moved as a run under DeepSpeed or ds-moe-ext plan chooses it",
-    ),
-)
-
-
-def refuse_early(settings: Settings, strategy: Strategy) -> None:
-    """Raises ValueError where keys of zebra ask for what is not known, or done, under Megatron;
-    those of another strategy are its own to check."""
-    if isinstance(strategy, Zebra):
-        refuse(EARLY, strategy, context=f"{BLOCK}.strategy is {settings.strategy!r} under Megatron")

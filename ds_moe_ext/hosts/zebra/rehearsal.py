@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.core.layout import Grid, ParallelLayout
 from ds_moe_ext.core.placement import Placement
@@ -115,18 +116,24 @@ class Scene:
 # All but experts.
 
 
-class Dense(NamedTuple):
+class Parts(NamedTuple):
     """All of a model but experts, for one stripe."""
 
     blocks: Timed  # seconds of all of them, forward and backward
     whole: Timed  # of all of the model
     blocks_bytes: int  # that they keep for backward
     others_bytes: int  # that embeddings, head and loss keep
+    num_trained: int  # weights that are trained
+    num_frozen: int  # weights that are not
+
+
+class Dense(NamedTuple):
+    """The same, and what experts would be given."""
+
+    parts: Parts
     top_k: int  # rows of a token
     width: int  # elements of a row
     row_dtype: torch.dtype
-    num_trained: int  # weights that are trained
-    num_frozen: int  # weights that are not
 
 
 def rehearse_dense(
@@ -142,40 +149,46 @@ def rehearse_dense(
     of it. Blocks are the elements of lists of modules in which a layer with experts is. Raises
     ValueError where it cannot be called with tokens alone."""
     with scene.entered():
-        hollow, layers = _hollow(model, blueprint, finders)
+        hollow, (routed, *_) = _hollow(model, blueprint, finders)
         _bring(hollow, scene)
         scene.divide(hollow)
         hollow.train()
-        weights = [*hollow.parameters()]
-        calls: list[_Call] = []
-
-        def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves = pytree.tree_map_only(
-                Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs)
-            )
-            calls.append(_Call(block, *leaves))
-
-        blocks = _blocks(hollow, [found.name for found in blueprint.found])
-        watches = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
         inputs = token_inputs(hollow, tokens, scene.device)
-        whole_bytes = scene.kept_bytes(lambda: hollow(**inputs), weights)
-        for watch in watches:
-            watch.remove()
-        blocks_bytes = scene.kept_bytes(lambda: [call() for call in calls], weights)
-        times = [
-            scene.timed(partial(_both_ways, each), num_repeats)
-            for each in (calls, [_Call(hollow, (), inputs)])
-        ]
-    routed = layers[0]
+        blocks = blocks_of(hollow, [found.name for found in blueprint.found])
+        parts = parts_of(PartCall(hollow, (), inputs), blocks, scene, num_repeats)
+    return Dense(parts, routed.rows.top_k, routed.row_width, routed.row_dtype)
+
+
+def parts_of(
+    whole: PartCall,
+    blocks: Iterable[nn.Module],
+    scene: Scene,
+    num_repeats: int,
+    *,
+    recomputes: bool = False,
+) -> Parts:
+    """Run a model without experts, and each block of it by itself with what it was called with;
+    ``recomputes``: the host has it compute a second time in backward."""
+    weights, calls = [*whole.part.parameters()], list[Callable[..., Any]]()
+
+    def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = pytree.tree_map_only(
+            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs)
+        )
+        call = PartCall(block, *leaves)
+        calls.append(partial(checkpoint, call, use_reentrant=False) if recomputes else call)
+
+    watches = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
+    whole_bytes = scene.kept_bytes(whole, weights)
+    for watch in watches:
+        watch.remove()
+    blocks_bytes = scene.kept_bytes(lambda: [call() for call in calls], weights)
     trained = [weight.numel() for weight in weights if weight.requires_grad]
-    return Dense(
-        blocks=times[0],
-        whole=times[1],
+    return Parts(
+        blocks=scene.timed(partial(_both_ways, calls), num_repeats),
+        whole=scene.timed(partial(_both_ways, [whole]), num_repeats),
         blocks_bytes=blocks_bytes,
         others_bytes=max(0, whole_bytes - blocks_bytes),
-        top_k=routed.rows.top_k,
-        width=routed.row_width,
-        row_dtype=routed.row_dtype,
         num_trained=sum(trained),
         num_frozen=sum(weight.numel() for weight in weights) - sum(trained),
     )
@@ -233,7 +246,7 @@ def _alone(found: Found, function: ExpertFunction, options: LayerOptions) -> Rou
     return lambda _: RoutedExperts(strategy, layer_context, function, options=options)
 
 
-def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+def blocks_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """The lists that layers of these names are in, element by element; or else the model."""
     lists = {block_of(model, name).rpartition(".")[0]: None for name in names}
     elements = [model.get_submodule(name) for name in lists]
@@ -242,18 +255,19 @@ def _blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [block for each in elements for block in each.children()]
 
 
-class _Call(NamedTuple):
-    """A call of a block, with inputs that end the graph."""
+@dataclass(frozen=True, eq=False)
+class PartCall:
+    """A call of a model or a block, with inputs that end the graph."""
 
-    block: nn.Module
+    part: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def __call__(self) -> Any:
-        return self.block(*self.args, **self.kwargs)
+        return self.part(*self.args, **self.kwargs)
 
 
-def _both_ways(calls: Iterable[_Call]) -> None:
+def _both_ways(calls: Iterable[Callable[[], Any]]) -> None:
     """Forward and backward of each."""
     for call in calls:
         leaves = pytree.tree_leaves(call())
@@ -294,18 +308,17 @@ class Experts(NamedTuple):
 
 
 def rehearse_experts(
-    model: nn.Module,
-    blueprint: Blueprint,
-    finders: Iterable[Finder],
+    first: Callable[[], tuple[ExpertFunction, tuple[Tensor, ...]]],
     scene: Scene,
     rows_RD: Tensor,
     *,
     num_repeats: int,
     recomputes: bool,
 ) -> Experts:
-    """Run the first expert of the first layer: time depends on rows, not on whose they are."""
+    """Run the first expert of the first layer, and its weights: time depends on rows, not on whose
+    they are."""
     with scene.entered():
-        function, weights = _first_expert(model, blueprint, finders, scene)
+        function, weights = first()
         rows_RD = torch.randn_like(rows_RD, device=scene.device)
         slots = SlotRows.of(np.array([rows_RD.shape[0]]), scene.device)
 
@@ -328,9 +341,10 @@ def rehearse_experts(
     return Experts(seconds=seconds, kept_bytes=max(kept_bytes, rows_RD.nbytes))
 
 
-def _first_expert(
+def first_expert(
     model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder], scene: Scene
 ) -> tuple[ExpertFunction, tuple[Tensor, ...]]:
+    """Of a model whose layers are not replaced yet, on a copy."""
     _, (first, *_) = _shell(model, blueprint, finders)
     functions: list[ExpertFunction] = []
 
