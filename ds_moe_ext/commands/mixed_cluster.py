@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -64,8 +64,8 @@ class Mixed:
 
     @cached_property
     def zebra(self) -> ZebraPrice | str:
-        """What zebra takes, or why it cannot be. Under Megatron no experts move."""
-        return self.case.zebra(self.case.rows(self.loads), moves=not self.is_megatron)
+        """What zebra takes, or why it cannot be."""
+        return self.case.zebra(self.case.rows(self.loads), is_megatron=self.is_megatron)
 
     @property
     def sides(self) -> tuple[Hardware, Hardware]:
@@ -123,18 +123,21 @@ class Mixed:
             return f"use zebra: {times:.2f} times as fast as the next, {best.name}"
         return f"zebra does not pay: {best.name} is {1 / times:.2f} times as fast; use that"
 
-    def block(self, zebra: ZebraPrice) -> Mapping[str, Any]:
-        """Keys of ``ds_moe_ext``, over what the job's file has."""
+    def block(self, zebra: ZebraPrice, device: str | None) -> Mapping[str, Any]:
+        """Keys of ``ds_moe_ext``, over what the job's file has; roles by a device, if it is one."""
         before = self.asked.document.get(BLOCK) or {}
         roles: dict[str, Any] = {
             "attention_size": zebra.shape.attention_ranks,
             "expert_size": zebra.shape.expert_ranks,
             "num_micro_batches": zebra.shape.num_stripes,
+            "recompute_experts": self.case.training.recomputes,
         }
-        if not self.is_megatron:
-            # Measured at start, since what is priced rests on datasheets.
+        if device is not None:
+            roles["attention_device"] = device
+        if self.is_megatron:
+            roles["moved"] = list(zebra.moved_L)
+        else:  # measured at start, since what is priced rests on datasheets
             roles["profile"] = {"sequence_length": self.case.training.length}
-            roles["recompute_experts"] = self.case.training.recomputes
         kept = {key: value for key, value in before.items() if key not in NOT_WITH_ROLES}
         return {**kept, "enabled": True, "strategy": "zebra", "zebra": roles}
 
@@ -151,8 +154,37 @@ class Mixed:
         }
         if not self.asked.document:
             written |= {"zero_optimization": {"stage": training.zero_stage}}
+        if not self.asked.document or self.no_longer:
             written |= {training.number_type: {"enabled": True}}
-        return written
+        return written | {kind: {"enabled": False} for kind in self.no_longer}
+
+    @property
+    def no_longer(self) -> list[str]:
+        """The job's number type, where one of the devices lacks it."""
+        asked, taken = self.asked.sizes.get("number_type"), self.case.training.number_type
+        return [] if asked in (None, taken) else [asked]
+
+    def flags(self, zebra: ZebraPrice, out: Path | None) -> str:
+        """Of Megatron, over those of the job, and those of the job that have to go."""
+        shape, training, before = zebra.shape, self.case.training, self.asked.sizes
+        group = training.micro_batch * (shape.attention_ranks + shape.expert_ranks)
+        samples = group * zebra.num_groups * training.micro_batches // training.parallel.sharers
+        added = [
+            f"--micro-batch-size {shape.stripe_samples(group)} --global-batch-size {samples}",
+            *[f"--{training.number_type}" for _ in self.no_longer],
+        ]
+        if training.length != before.get("length"):
+            added.append(f"--seq-length {training.length}")
+        if training.recomputes and not before.get("recomputes"):
+            added.append(
+                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+            )
+        if out is not None:
+            added.append(f"--ds-moe-ext-config {out}")
+        dropped = [f"--{kind}" for kind in self.no_longer]
+        if "expert_parallel_size" in (self.asked.document.get(BLOCK) or {}):
+            dropped.append("--expert-model-parallel-size")
+        return " ".join(added) + (f"; leave out {', '.join(dropped)}" if dropped else "")
 
 
 def _rival(name: str, market: Market, training: Training) -> Rival:
@@ -176,17 +208,16 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
     lines = [f"{each.name}: not priced: {each.why}" for each in mixed.rivals if each.why]
     written: list[tuple[Any, str]] = []
     if isinstance(zebra, ZebraPrice):
-        block = mixed.block(zebra)
-        read_settings(document := mixed.document(block))
         order = _rank_order(zebra, mixed, hosts)
-        lines += [*_words(mixed, zebra), f"ranks: {order.text}", json.dumps({BLOCK: block})]
-        if given.hostfile is not None and order.hostfile is None:
-            raise ValueError(
-                f"--hostfile is {str(given.hostfile)!r}, but groups divide the GPUs of a node, so "
-                f"that no hostfile has their order; start each process with its RANK: {order.text}"
-            )
+        block = mixed.block(zebra, order.device)
+        read_settings(document := mixed.document(block))
+        lines += [
+            *_words(mixed, zebra, given.out),
+            f"ranks: {order.text}",
+            json.dumps({BLOCK: block}),
+        ]
         written = [(given.out, json.dumps(document, indent=2) + "\n")]
-        written += [(given.hostfile, order.hostfile or "")]
+        written += [(given.hostfile, order.hostfile)]
     lines += [
         "assumed: zebra and DistEP by zebra's simulator, where the host takes no time and a rank "
         "sends everything by its network card; EP as ds-moe-ext price does",
@@ -210,26 +241,29 @@ def _read(given: argparse.Namespace) -> Mixed:
             f"--hardware has devices {', '.join(names) or 'none'}; give two files, or names of "
             f"configs/hardware, with different devices: {', '.join(names_of('hardware'))}"
         )
-    asked = _usual(clusters) if given.job is None else read_job(given.job)
+    asked = AskedJob({}, None, {}) if given.job is None else read_job(given.job)
     shape = asked.shape if given.model is None else read_model(given.model)
     if shape is None:
         raise ValueError("--model is missing; name a config.json, or one of configs/models")
     sizes = ("length", "micro_batch", "micro_batches", "recomputes")
     num_ranks = sum(each.num_ranks for each in clusters)
-    training = training_of(asked, shape, num_ranks, {name: vars(given)[name] for name in sizes})
+    stated = {name: vars(given)[name] for name in sizes}
+    stated["number_type"] = _number_type(clusters, asked.sizes.get("number_type"))
+    training = training_of(asked, shape, num_ranks, stated)
     settings, _ = read_settings(asked.document)
     case = Case(tuple(clusters), shape, training, hooks=settings.hooks)
     return Mixed(asked, case, given.loads)
 
 
-def _usual(clusters: Sequence[Hardware]) -> AskedJob:
-    """Where no file is given: a number type that both devices have."""
-    for name in NUMBER_TYPES:
+def _number_type(clusters: Sequence[Hardware], asked: str | None) -> str:
+    """What the job asks for; in place of bf16, or where there is no job, one that both devices
+    have."""
+    for name in NUMBER_TYPES if asked in (None, NUMBER_TYPES[0]) else [asked]:
         if all(each.device.product(name) for each in clusters):
-            return AskedJob({}, None, {"number_type": name})
+            return name
     raise ValueError(
-        f"{clusters[0].name!r} and {clusters[1].name!r} have no number type in common; add "
-        "'device.flops_per_s' to their files"
+        f"{clusters[0].name!r} and {clusters[1].name!r} do not both multiply in "
+        f"{asked or 'one number type'} by their files; add 'device.flops_per_s' there"
     )
 
 
@@ -259,7 +293,7 @@ def _table(mixed: Mixed) -> Table:
     return table
 
 
-def _words(mixed: Mixed, zebra: ZebraPrice) -> list[str]:
+def _words(mixed: Mixed, zebra: ZebraPrice, out: Path | None) -> list[str]:
     """The group, the experts that move, memory, and what Megatron's flags are."""
     (new, old), shape, training = mixed.sides, zebra.shape, mixed.case.training
     group = training.micro_batch * (shape.attention_ranks + shape.expert_ranks)
@@ -269,13 +303,17 @@ def _words(mixed: Mixed, zebra: ZebraPrice) -> list[str]:
         f"{shape.expert_ranks}: attention on {new.device.name}, experts on {old.device.name}; "
         f"R = {shape.num_stripes} stripes of {counted(stripe, 'sample')}",
         "Asym-EA, experts that each expert rank gives to attention ranks, by layer: "
-        f"moved = {list(zebra.moved_L)}" + "; not under Megatron" * mixed.is_megatron,
+        f"moved = {list(zebra.moved_L)}",
         "memory: attention rank "
         f"{_of(zebra.attention_bytes, new)}, expert rank {_of(zebra.expert_bytes, old)}",
     ]
+    if mixed.no_longer:
+        lines.append(
+            f"number type: {training.number_type}, since one of the devices has no "
+            f"{mixed.no_longer[0]} by its hardware file"
+        )
     if mixed.is_megatron:
-        samples = group * zebra.num_groups * training.micro_batches
-        lines.append(f"flags: --micro-batch-size {stripe} --global-batch-size {samples}")
+        lines.append(f"flags: {mixed.flags(zebra, out)}")
     return lines
 
 
@@ -291,7 +329,8 @@ class RankOrder(NamedTuple):
     """Which GPU has which rank."""
 
     text: str
-    hostfile: str | None  # DeepSpeed's; None where groups divide nodes
+    hostfile: str  # DeepSpeed's
+    device: str | None  # of attention ranks, where neighbours make no group
 
 
 def _hosts(given: Sequence[str] | None, mixed: Mixed) -> list[list[str]]:
@@ -314,33 +353,23 @@ def _hosts(given: Sequence[str] | None, mixed: Mixed) -> list[list[str]]:
 
 
 def _rank_order(zebra: ZebraPrice, mixed: Mixed, hosts: Sequence[Sequence[str]]) -> RankOrder:
-    """Group by group, its attention ranks first: by a launcher that counts hosts one after the
-    other where it can be."""
+    """Hosts group by group, those of its attention ranks first; where groups divide nodes, all
+    hosts with attention first."""
     new, old = zebra.attention, 1 - zebra.attention
-    gpus = [
-        [(host, gpu) for host in hosts[i] for gpu in range(mixed.case.clusters[i].ranks_per_node)]
-        for i in (new, old)
+    clusters, shape = mixed.case.clusters, zebra.shape
+    slots = {host: clusters[i].ranks_per_node for i in (new, old) for host in hosts[i]}
+    size, of_new = shape.attention_ranks + shape.expert_ranks, clusters[new].device.name
+    per_group = [
+        divmod(ranks, clusters[i].ranks_per_node)
+        for i, ranks in ((new, shape.attention_ranks), (old, shape.expert_ranks))
     ]
-    sizes = zebra.shape.attention_ranks, zebra.shape.expert_ranks
-    ordered = [
-        place
-        for group in range(zebra.num_groups)
-        for side, size in zip(gpus, sizes)
-        for place in side[group * size : (group + 1) * size]
-    ]
-    runs = [(host, [gpu for _, gpu in run]) for host, run in groupby(ordered, lambda at: at[0])]
-    if len({host for host, _ in runs}) == len(runs):
-        text = (
-            f"hosts in the order {','.join(host for host, _ in runs)}; the first {sizes[0]} of "
-            f"each {sum(sizes)} ranks have attention, so that attention_ep_ranks stays null"
-        )
-        return RankOrder(text, "".join(f"{host} slots={len(own)}\n" for host, own in runs))
-    said, rank = [], 0
-    for host, own in runs:
-        said.append(f"{_range(rank, len(own))} on {host} GPU {_range(own[0], len(own))}")
-        rank += len(own)
-    return RankOrder(f"{'; '.join(said)} (RANK and LOCAL_RANK; no hostfile has this order)", None)
-
-
-def _range(first: int, count: int) -> str:
-    return f"{first}" if count == 1 else f"{first}-{first + count - 1}"
+    if any(rest for _, rest in per_group):
+        ordered, device = [*hosts[new], *hosts[old]], of_new
+        how = f"devices whose name has {of_new!r} have attention, and each group takes the next"
+    else:
+        sides, device = [(hosts[i], n) for i, (n, _) in zip((new, old), per_group)], None
+        groups = range(zebra.num_groups)
+        ordered = [host for g in groups for own, n in sides for host in own[g * n : g * n + n]]
+        how = f"the first {shape.attention_ranks} of each {size} ranks have attention"
+    lines = "".join(f"{host} slots={slots[host]}\n" for host in ordered)
+    return RankOrder(f"hosts in the order {','.join(ordered)}; {how}", lines, device)

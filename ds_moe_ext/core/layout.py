@@ -29,6 +29,8 @@ class Roles:
     # places in the group, ascending, whose ranks have attention, gates, embeddings and head
     attention_ep_ranks: tuple[int, ...]
     expert_ep_ranks: tuple[int, ...]  # those whose ranks have experts only
+    # the ranks of the world, group by group and ascending in each; none: neighbours make a group
+    order: tuple[int, ...] = ()
 
     @classmethod
     def first(cls, attention_size: int, expert_size: int) -> Roles:
@@ -45,9 +47,19 @@ class Roles:
     def size(self) -> int:
         return len(self.attention_ep_ranks) + len(self.expert_ep_ranks)
 
+    @property
+    def firsts(self) -> tuple[int, int]:
+        """The first group's first attention rank and first expert rank."""
+        first, last = self.attention_ep_ranks[0], self.expert_ep_ranks[0]
+        return (self.order[first], self.order[last]) if self.order else (first, last)
+
+    def place(self, rank: int) -> int:
+        """Of a rank of the world, where those of a group follow each other."""
+        return self.order.index(rank) if self.order else rank
+
     def is_attention(self, rank: int) -> bool:
         """Whether a rank of the world has attention."""
-        return rank % self.size in self.attention_ep_ranks
+        return self.place(rank) % self.size in self.attention_ep_ranks
 
     def ranks_like(self, rank: int, world_size: int) -> list[int]:
         """The ranks of the world that have the role of a rank."""
@@ -175,8 +187,8 @@ class Grid:
     world_size: int  # ranks that run the same layers
     num_ep_ranks: int  # EP ranks of a grid
     etp_size: int = 1  # ranks of an ETP group
-    # these ranks in the order of the axes, where they are a part of all, as a pipeline stage is;
-    # none: all, in their own order
+    # these ranks in the order of the axes, where they are a part of all, as a pipeline stage is, or
+    # groups are not of neighbours; none: all, in their own order
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -21,7 +21,14 @@ from ds_moe_ext.core.hardware import Collectives, Device, Hardware, Products
 from ds_moe_ext.core.layout import Grid, divisors
 from ds_moe_ext.planning.described_run import KEPT_DENSE, LOGIT_BYTES, RUNTIME, DescribedRun
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
-from ds_moe_ext.planning.model_shape import MASTER_AND_STATES, ModelShape, OnItsWay, Training
+from ds_moe_ext.planning.model_shape import (
+    ALONE,
+    MASTER_AND_STATES,
+    ModelParallel,
+    ModelShape,
+    OnItsWay,
+    Training,
+)
 from ds_moe_ext.planning.zebra_costs import MOST_STRIPES, LayerTimes, ZebraShape, card_of
 from ds_moe_ext.planning.zebra_planner import (
     USABLE,
@@ -115,7 +122,7 @@ def price_zebra(
     *,
     passes: int,
     on_its_way: OnItsWay | None = None,
-    moves: bool = True,
+    is_megatron: bool = False,
 ) -> ZebraPrice:
     """The fastest step, of all ways to divide the ranks into groups and samples into stripes.
 
@@ -129,27 +136,29 @@ def price_zebra(
         rows_LE: rows of a pass, of all ranks.
         passes: as of ``Reached``.
         on_its_way: what rows weigh as they travel; None: what they do in memory.
-        moves: experts may move to attention ranks (Asym-EA).
+        is_megatron: whether Megatron runs it. There experts move only where attention ranks divide
+            those of a layer, and stripes, its micro-batches, are of equally many samples.
 
     Raises:
         ValueError: no groups fit the ranks, or the model does not fit into memory.
     """
 
-    def run(hardware: Hardware, num_ep_ranks: int) -> DescribedRun:
-        own = replace(training, num_ranks=hardware.num_ranks)
+    def run(hardware: Hardware, num_ep_ranks: int, parallel: ModelParallel = ALONE) -> DescribedRun:
+        own = replace(training, num_ranks=hardware.num_ranks, parallel=parallel)
         grid = Grid(hardware.num_ranks, num_ep_ranks)
         return DescribedRun(hardware=hardware, shape=shape, training=own, grid=grid, passes=passes)
 
     fast, slow = sorted(clusters, key=lambda each: -run(each, 1).product.multiply_adds_per_s)
-    new = run(fast, 1)  # with attention
+    new = run(fast, 1, training.parallel)  # with attention
     link = min(map(card_of, clusters), key=attrgetter("bytes_per_s"))
     row_bytes = on_its_way.row.between if on_its_way else new.row_bytes
-    rounds = FORWARD + new.backward_rounds
-    dense_s = sum(new.window_s) / len(new.window_s) / training.tokens
+    window_s = (*new.window_s, *new.back_window_s)
+    dense_s = sum(window_s) / len(new.window_s) / training.tokens
 
     def price(attention: int, expert: int, num_groups: int, num_stripes: int) -> ZebraPrice:
+        _check_divided(training, attention, expert, num_stripes, is_megatron=is_megatron)
         old = run(slow, expert)  # with experts
-        samples = training.micro_batch * (attention + expert)
+        samples = training.micro_batch * (attention + expert)  # of a group, times sharers
         rows_LN = rows_LE.reshape(len(rows_LE), expert, -1).sum(axis=2)
         imbalance = float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
         # The busiest expert rank's card, over that of an attention rank where it is busier.
@@ -164,15 +173,18 @@ def price_zebra(
         def cut(num_stripes: int) -> tuple[LayerTimes, Stripes]:
             """Of a stripe: tokens of an attention rank, rows that an expert rank computes."""
             tokens = -(-samples // (attention * num_stripes)) * training.length
+            tokens //= training.parallel.sharers
             rows = imbalance * tokens * shape.top_k * (attention / expert)
             return LayerTimes(
-                attention_s=rounds * tokens * dense_s,
+                attention_s=tokens * dense_s,
                 expert_s=rows * _row_s(old),
                 expert_on_attention_s=rows * _row_s(new),
             ), Stripes(
                 num_stripes=num_stripes,
                 num_tokens=tokens,
-                head_s=(FORWARD + BACKWARD) * tokens * new.head_s / training.tokens,
+                head_s=tokens
+                * ((FORWARD + BACKWARD) * new.head_s + sum(new.head_sent_s))
+                / training.tokens,
                 top_k=shape.top_k,
                 row_bytes=busiest * row_bytes,
                 link=link,
@@ -189,11 +201,13 @@ def price_zebra(
                 "ranks, fewer samples, or recompute activations"
             )
         homeless = moved_bounds(group, memory, num_stripes).least
+        moves = not is_megatron or shape.num_experts % attention == 0
         if homeless and not moves:
             raise ValueError(
                 f"the model does not fit: {expert} expert ranks lack memory for {homeless} of "
                 f"{group.num_layers * group.num_experts} experts beside the rows of a step, and "
-                "none may move; take more of these ranks, or fewer or shorter samples"
+                f"none may move, since {attention} attention ranks do not divide "
+                f"{shape.num_experts}, as Megatron needs; take more expert ranks"
             )
         bounded = memory if moves else replace(memory, attention_free_bytes=0)
         choice = choose_moved(group, times, stripes, bounded)
@@ -231,6 +245,26 @@ def price_zebra(
     if not found:
         raise refused[0]
     return min(found, key=lambda each: each.step_s)
+
+
+def _check_divided(
+    training: Training, attention: int, expert: int, num_stripes: int, *, is_megatron: bool
+) -> None:
+    """Raises ValueError where ranks of a group do not share samples as the host needs."""
+    sharers, samples = training.parallel.sharers, training.micro_batch * (attention + expert)
+    if attention % sharers:
+        raise ValueError(
+            f"tensor x context parallelism of {sharers} ranks does not divide {attention} "
+            "attention ranks; give other sizes, or other --nodes"
+        )
+    stripe, rest = divmod(samples, attention * num_stripes)
+    if is_megatron and (rest or samples * training.micro_batches % (stripe * expert * sharers)):
+        raise ValueError(
+            f"Megatron's micro-batches are stripes, and {num_stripes} of them on each of "
+            f"{attention} attention ranks, and {expert} expert ranks, do not both divide the "
+            f"{samples * training.micro_batches // sharers} samples of a group; give another "
+            "--micro-batch"
+        )
 
 
 def _groups(fast: Hardware, slow: Hardware, num_experts: int) -> list[tuple[int, int, int]]:
@@ -291,7 +325,10 @@ def _memory(
     return Memory(
         expert_bytes=trained.of(model.expert_weights, 0, num_groups),
         rows_bytes=int(rows * of_row * training.element_bytes),
-        dense_bytes=trained.of(model.all_dense_weights, 0, new.grid.world_size) + tokens * states,
+        dense_bytes=tokens * states
+        + trained.of(
+            model.held_dense_weights(training.parallel.tensor), 0, training.dense_replicas
+        ),
         expert_free_bytes=free_bytes[0],
         attention_free_bytes=free_bytes[1],
     )

@@ -77,6 +77,8 @@ class Zebra(Overlay):
     recompute_experts: bool = False
     # places of the attention ranks in a group; null: as stated above
     attention_ep_ranks: list[int] | None = None
+    # ranks of the run, group by group, where devices pair ranks that are no neighbours
+    order: tuple[int, ...] = field(default=(), metadata=NOT_A_KEY)
     # which experts get replicas, and on which expert ranks
     placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
@@ -171,7 +173,8 @@ class Zebra(Overlay):
             return Roles.first(self.attention_size, self.expert_size)
         ep_ranks = range(self.attention_size + self.expert_size)
         own = tuple(sorted(self.attention_ep_ranks))
-        return Roles(own, tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in own))
+        others = tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in own)
+        return Roles(own, others, self.order)
 
     def uses(self) -> tuple[tuple[str, Stream], ...]:
         rows = (("ep", INTER), ("ep", A2E), ("ep", E2A))
@@ -189,8 +192,7 @@ class Zebra(Overlay):
     def _by_device(self, devices: Sequence[str]) -> Zebra:
         assert self.attention_device is not None
         sizes = (self.attention_size, self.expert_size)
-        size = None if None in sizes else sum(each or 0 for each in sizes)
-        roles = roles_by_device(devices, self.attention_device, size)
+        roles = roles_by_device(devices, self.attention_device, sizes)
         found = (len(roles.attention_ep_ranks), len(roles.expert_ep_ranks))
         for name, asked, counted in zip(("attention_size", "expert_size"), sizes, found):
             if asked not in (None, counted):
@@ -203,6 +205,7 @@ class Zebra(Overlay):
             attention_size=found[0],
             expert_size=found[1],
             attention_ep_ranks=list(roles.attention_ep_ranks),
+            order=roles.order,
             attention_device=None,
         )
 
@@ -273,9 +276,14 @@ def _name_of(placing: Strategy) -> str:
     return next(names, "options")
 
 
-def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
-    """The roles that follow from the devices."""
-    size = len(devices) if size is None else size
+def roles_by_device(
+    devices: Sequence[str], attention_device: str, sizes: tuple[int | None, int | None]
+) -> Roles:
+    """The roles that follow from the devices, in groups of these attention and expert ranks or of
+    all: neighbours make a group where all such groups are alike, else the next attention ranks and
+    the next expert ranks of the run."""
+    attention, expert = sizes
+    size = len(devices) if attention is None or expert is None else attention + expert
     if len(devices) % size:
         raise ValueError(
             f"{WHERE} makes groups of {size} ranks, which do not divide the "
@@ -283,27 +291,55 @@ def roles_by_device(devices: Sequence[str], attention_device: str, size: int | N
             f"divides {len(devices)}, or leave them out"
         )
     found = [attention_device.lower() in device.lower() for device in devices]
-    patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
-    if len(patterns) > 1:
+    if all(found) or not any(found):
+        raise ValueError(
+            f"{WHERE}.attention_device is {attention_device!r}, which "
+            f"{'all' if all(found) else 'no'} ranks have: "
+            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
+            "attention_device out and give attention_size and expert_size"
+        )
+    order = tuple(range(len(devices)))
+    if (pattern := _pattern(found, order, size)) is None:
+        num_groups = len(devices) // size
+        new, old = ([r for r in order if found[r] == has] for has in (True, False))
+        if len(new) != num_groups * (attention or 0):
+            raise ValueError(
+                f"{WHERE}.attention_device is {attention_device!r}, which {len(new)} of the "
+                f"{len(devices)} ranks have, but {num_groups} groups of {attention} attention and "
+                f"{expert} expert ranks need {num_groups * (attention or 0)}: the ranks have "
+                f"{', '.join(devices)}; choose sizes that divide each kind"
+            )
+        sizes_of = (len(new) // num_groups, new), (len(old) // num_groups, old)
+        order = tuple(
+            rank
+            for g in range(num_groups)
+            for rank in sorted(r for m, ranks in sizes_of for r in ranks[g * m : g * m + m])
+        )
+        pattern = _pattern(found, order, size)
+    else:
+        order = ()
+    if pattern is None:
         raise ValueError(
             f"{WHERE}.attention_device is {attention_device!r}, but these devices are at "
             f"different places in the groups of {size} ranks: the ranks have "
             f"{', '.join(devices)}; order the hostfile so that all groups have the same device "
-            "order"
-        )
-    (pattern,) = patterns
-    if all(pattern) or not any(pattern):
-        raise ValueError(
-            f"{WHERE}.attention_device is {attention_device!r}, which "
-            f"{'all' if all(pattern) else 'no'} ranks have: "
-            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
-            "attention_device out and give attention_size and expert_size"
+            "order, or one kind comes first"
         )
     ep_ranks = range(size)
     return Roles(
         tuple(ep_rank for ep_rank in ep_ranks if pattern[ep_rank]),
         tuple(ep_rank for ep_rank in ep_ranks if not pattern[ep_rank]),
+        order,
     )
+
+
+def _pattern(found: Sequence[bool], order: Sequence[int], size: int) -> tuple[bool, ...] | None:
+    """Which ranks of each group have attention; None where groups differ."""
+    patterns = {
+        tuple(found[rank] for rank in order[first : first + size])
+        for first in range(0, len(order), size)
+    }
+    return patterns.pop() if len(patterns) == 1 else None
 
 
 def asymmetric_owner(num_experts: int, roles: Roles, moved: int) -> Placement:

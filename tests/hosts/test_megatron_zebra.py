@@ -199,6 +199,22 @@ def test_stages_of_a_pipeline_around_groups(
     assert_as_stock(attention, expert, run, num_groups=num_groups, **keys)
 
 
+def by_device_paired(rank: int, world_size: int, run: MegatronRun) -> Trained:
+    """Two groups, where ranks of one kind come first."""
+    settings = block(1, 1, attention_device="A40", moved=[0, 1] * (run.num_layers // 2))
+    with mock.patch.object(active_settings, "device_names", lambda _: ["A40"] * 2 + ["T4"] * 2):
+        return train(rank, world_size, run, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [RUN, PIPELINE])
+def test_groups_of_ranks_that_are_no_neighbours(run: MegatronRun) -> None:
+    expected = stock(2, run)[0]
+    for rank in pool_of(4).run(by_device_paired, run):
+        torch.testing.assert_close(rank.losses, expected.losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(rank.norms, expected.norms, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("attention", "expert", "num_groups", "run", "moved"),
     [

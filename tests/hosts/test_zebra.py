@@ -6,19 +6,24 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.attachment.replacement import Blueprint
 from ds_moe_ext.strategies.zebra import Zebra
 from tests.hosts.copied_runs import plain
 from tests.hosts.jobs import Job, Result, document_of, model_of, train
+from tests.hosts.pipelines import forget_groups
 from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
 from tests.ranks import pool_of
 
 NUM_EXPERTS = {2: 4, 3: 6, 4: 4, 6: 12, 8: 8}
 """By ranks: a number that the ranks divide, and the expert ranks too."""
+A40S_FIRST = ("NVIDIA A40", "NVIDIA A40", "Tesla V100", "Tesla V100")
 
 
 def job_of(world_size: int, family: str = "mixtral", **named: Any) -> Job:
@@ -48,6 +53,31 @@ def test_long_run(family: str) -> None:
     theirs = plain(4, job)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
     assert ours.losses[-1] < ours.losses[0]
+
+
+def by_device(rank: int, world_size: int, job: Job, devices: tuple[str, ...]) -> Result | None:
+    """The run where ranks have these, in a process that keeps no groups."""
+    from ds_moe_ext.hosts.deepspeed import startup
+
+    forget_groups()
+    with mock.patch.object(startup, "device_names", lambda _: list(devices)):
+        result = train(rank, world_size, job)
+    forget_groups()
+    return result
+
+
+@pytest.mark.parametrize("devices", [A40S_FIRST, slow(A40S_FIRST[::-1])])
+@pytest.mark.parametrize("stage", [0, slow(1)])
+def test_groups_of_ranks_that_are_no_neighbours(stage: int, devices: tuple[str, ...]) -> None:
+    """All ranks of one kind come first, of which two groups take one each."""
+    job = job_of(4, stage=stage, dtype="float32" if stage else "float64")
+    paired = zebra(job, 1, 1, attention_device="A40", moved=[0, 1])
+    ours: Result = pool_of(4).run(by_device, paired, devices)[0]
+    theirs = plain(4, job)
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-5 if stage else 1e-11)
+    assert ours.norms == pytest.approx(theirs.norms, rel=2e-4 if stage else 1e-9)
+    if not stage:
+        torch.testing.assert_close(ours.state, theirs.state, rtol=1e-9, atol=1e-12)
 
 
 # Before anything is built.
@@ -156,15 +186,14 @@ def test_stripes_that_a_batch_has_samples_for(
     assert blueprint.strategy.num_micro_batches == num_stripes
 
 
-A40S_FIRST = ("NVIDIA A40", "NVIDIA A40", "Tesla V100", "Tesla V100")
-
-
 @pytest.mark.parametrize(
     ("device", "sizes", "roles"),
     [
         ("A40", (None, None), Roles((0, 1), (2, 3))),
         ("v100", (None, 2), Roles((2, 3), (0, 1))),
         ("A40", (2, 2), Roles((0, 1), (2, 3))),
+        ("A40", (1, 1), Roles((0,), (1,), order=(0, 2, 1, 3))),
+        ("V100", (1, 1), Roles((1,), (0,), order=(0, 2, 1, 3))),
     ],
 )
 def test_roles_by_device(
@@ -177,13 +206,29 @@ def test_roles_by_device(
 
 
 @pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ("NVVV", "1 of the 4 ranks have, but 2 groups of 1 attention and 1 expert ranks need 2"),
+        ("NVVN", "different places in the groups of 2 ranks: .*; order the hostfile so that"),
+    ],
+)
+def test_devices_that_pair_no_ranks(
+    devices: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported_devices(monkeypatch, *devices)
+    with pytest.raises(ValueError, match=expected):
+        drawn(zebra(job_of(4), 1, 1, attention_device="N"), monkeypatch, 4)
+
+
+@pytest.mark.parametrize(
     ("device", "sizes", "expected"),
     [
         ("H100", (None, None), "'H100', which no ranks have: NVIDIA A40, Tesla V100; name one"),
         ("", (None, None), "'', which all ranks have: NVIDIA A40, Tesla V100; name one"),
         ("A40", (1, 3), "attention_size is 1, but 2 ranks of a group .* set it to null"),
         ("A40", (2, 1), "groups of 3 ranks, .* the 4 ranks of the run; choose .* divides 4"),
-        ("A40", (1, 1), "groups of 2 ranks: .* NVIDIA A40, Tesla V100.*; order the hostfile"),
+        ("A40", (1, 2), "groups of 3 ranks, .* the 4 ranks of the run; choose .* divides 4"),
+        ("A40", (3, 1), "attention_size is 3, but 2 ranks of a group .* set it to null"),
     ],
 )
 def test_devices_that_cannot_work(

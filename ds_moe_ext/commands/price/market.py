@@ -99,10 +99,8 @@ class Case:
         """Whether it is two clusters of unlike devices, to which zebra would give roles."""
         return len(self.clusters) == len(self._device_names) == 2
 
-    def zebra(self, rows: Loads, *, moves: bool = True) -> ZebraPrice | str:
-        """What zebra would take, or why it cannot be; ``moves`` as of ``price_zebra``."""
-        if self.training.parallel.is_any:
-            return "roles exclude tensor, context and pipeline parallelism"
+    def zebra(self, rows: Loads, *, is_megatron: bool = False) -> ZebraPrice | str:
+        """What zebra would take, or why it cannot be; ``is_megatron`` as of ``price_zebra``."""
         if self.hooks.transforms:
             return "roles exclude transforms of tokens"
         if self.training.zero_stage > 2:
@@ -115,7 +113,7 @@ class Case:
                 rows.rows_ILCE[-1].sum(axis=1),
                 passes=self.reached.passes,
                 on_its_way=self._on_its_way(etp_size=1),
-                moves=moves,
+                is_megatron=is_megatron,
             )
         except ValueError as error:
             return str(error)

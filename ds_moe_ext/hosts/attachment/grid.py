@@ -142,6 +142,12 @@ def _grid_of_roles(
             f"{BLOCK}.{settings.strategy} makes groups of {roles}, which do not divide the "
             f"{world_size} ranks of the run; choose sizes whose sum divides {world_size}"
         )
+    if len(roles.order) not in (0, world_size):
+        raise ValueError(
+            f"{BLOCK}.{settings.strategy} makes groups of {roles} by device, of ranks of "
+            f"{len(roles.order)} that are no neighbours, but a pipeline stage has {world_size} of "
+            "them; order the hostfile so that the ranks of a group are neighbours"
+        )
     for layer in found:
         if layer.num_ep_ranks != 1:
             raise ValueError(
@@ -149,7 +155,7 @@ def _grid_of_roles(
                 f"ep_size {layer.num_ep_ranks}, so that no rank has all experts; build it with "
                 "ep_size 1"
             )
-    return Grid(world_size, roles.size)
+    return Grid(world_size, roles.size, members=roles.order)
 
 
 def sizes_with_owners(fewest: int, max_ep_ranks: int) -> list[int]:

@@ -79,7 +79,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         return save_rest(**arguments)
     folder = Path(arguments["save_dir"]) / str(arguments["tag"])
     roles, rank = run.blueprint.strategy.roles, dist.get_rank()
-    is_writer = rank == (0 if roles is None else roles.attention_ep_ranks[0])
+    is_writer = rank == (0 if roles is None else roles.firsts[0])
     if is_writer:
         whole_files.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
     gather_objects(None, None)  # nobody writes before

@@ -168,7 +168,7 @@ class DeepSpeedHost:
         blueprint = profiled(blueprint, self._model, FINDERS, training)
         mpu = groups.mpu if self._stages is None else self.carrier.mpu
         with during(groups, mpu=mpu):  # by which they lie within stages
-            groups._create_expert_and_data_parallel(blueprint.grid.size)
+            rank_groups.make_expert_groups(blueprint.grid, blueprint.strategy.roles)
         _check_groups(blueprint.grid)
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
@@ -355,7 +355,7 @@ def _check_groups(grid: Grid) -> None:
         raise ValueError(
             f"DeepSpeed's groups {name} are of ranks {made} here, as an earlier engine of this "
             f"process made them, but this engine's experts lie on ranks {own}: an engine with "
-            "other pipeline stages needs a new process"
+            "other pipeline stages or roles needs a new process"
         )
 
 

@@ -29,7 +29,7 @@ from deepspeed.utils.bwc import (
 from torch import Tensor, nn
 
 from ds_moe_ext.core.comm import gather_objects, max_in_place, sum_in_place
-from ds_moe_ext.core.layout import Roles, group_among
+from ds_moe_ext.core.layout import GRID, Grid, Roles, group_among
 from ds_moe_ext.hosts.attachment.host_layer import Found
 from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.steps.host import Passes, Schedules
@@ -91,6 +91,21 @@ def make_groups(engine: Any) -> None:
     elif engine.autotp_size() > 1:
         groups._init_tp_mesh_device(tensor_model_parallel_size=engine.autotp_size())
         engine.mpu = groups
+
+
+def make_expert_groups(grid: Grid, roles: Roles | None) -> None:
+    """Let DeepSpeed have its groups of experts, of which it makes those of neighbours itself.
+    Collective."""
+    name = f"ep_size_{grid.size}"
+    if roles is not None and roles.order and name not in groups._EXPERT_PARALLEL_GROUP:
+        for axis, made, known in (
+            (GRID, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+            ("edp", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+        ):
+            lists = grid.along(axis)
+            made[name] = group_among(lists)
+            known[name] = next(ranks for ranks in lists if dist.get_rank() in ranks)
+    groups._create_expert_and_data_parallel(grid.size)
 
 
 # Stages of a pipeline.
@@ -221,11 +236,10 @@ class RoleUnit:
         rank, world = dist.get_rank(), range(dist.get_world_size())
         parts = (tuple(world),) if stages is None else stages.ranks
         own = next(ranks for ranks in parts if rank in ranks)
-        firsts = (roles.attention_ep_ranks[0], roles.expert_ep_ranks[0])
         of_roles = [
             [ranks[place] for place in roles.ranks_like(first, len(ranks))]
             for ranks in parts
-            for first in firsts
+            for first in roles.firsts
         ]
         reducing = [ranks[place::tensor_size] for ranks in of_roles for place in range(tensor_size)]
         group, group_ranks = group_among(reducing), next(r for r in reducing if rank in r)
@@ -300,7 +314,7 @@ class RoleUnit:
         rank of the role for dense weights, or the first of each part of a divided one; the first
         ZP group for experts."""
         if is_moe_param(parameter):
-            return self.rank < self.roles.size
+            return self.roles.place(self.rank) < self.roles.size
         return self.group.rank() == 0 and self.counts(parameter)
 
     def counts(self, parameter: nn.Parameter) -> bool:

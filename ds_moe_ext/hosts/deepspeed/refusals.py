@@ -109,7 +109,8 @@ class Given:
         size, roles = self.batch_size, None if self.strategy is None else self.strategy.roles
         if roles is None:
             return []
-        units = ([*range(first, first + size)] for first in range(0, roles.size, size))
+        order = roles.order or range(roles.size)
+        units = ([*order[first : first + size]] for first in range(0, len(order), size))
         return next((ranks for ranks in units if len({*map(roles.is_attention, ranks)}) > 1), [])
 
     @property

@@ -193,16 +193,17 @@ def _grids(worlds: Worlds) -> Grids:
     """The ZP groups of each pipeline stage, a grid. Collective, in the world of all."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stages = gather_objects(stage, None)
-    ranks = [[r for r, own in enumerate(stages) if own == n] for n in range(max(stages) + 1)]
-    size = worlds.roles.size
-    if any(len(set(stages[i : i + size])) > 1 for i in range(0, worlds.size, size)):
+    order, size = worlds.roles.order or range(worlds.size), worlds.roles.size
+    ranks = [[rank for rank in order if stages[rank] == n] for n in range(max(stages) + 1)]
+    groups = (order[first : first + size] for first in range(0, worlds.size, size))
+    if any(len({stages[rank] for rank in group}) > 1 for group in groups):
         raise ValueError(
             "the ranks of a ZP group are in several pipeline stages; leave "
             "--use-tp-pp-dp-mapping out"
         )
     if len(ranks) == 1:
-        return Grids(Grid(worlds.size, worlds.roles.size), (), 0)
-    made = tuple(Grid(len(own), worlds.roles.size, members=tuple(own)) for own in ranks)
+        return Grids(Grid(worlds.size, size, members=worlds.roles.order), (), 0)
+    made = tuple(Grid(len(own), size, members=tuple(own)) for own in ranks)
     return Grids(made[stage], made, stage)
 
 
@@ -345,7 +346,7 @@ def keep_own(model: nn.Module, worlds: Worlds, strategy: Strategy) -> None:
     strategy = of_its_stage(strategy, len(layers), stages)
     owners = strategy.first_owners(num_experts, alone, worlds.roles.size)
     for layer, owner in zip(layers, owners):
-        own = owner.experts_of(worlds.rank % worlds.roles.size).tolist()
+        own = owner.experts_of(worlds.roles.place(worlds.rank) % worlds.roles.size).tolist()
         if own != list(layer.local_expert_indices):
             leave_experts(layer, own)
     if not worlds.is_attention:

@@ -4,12 +4,14 @@ is reported, its end, the routing of its checkpoints, its monitor and its trace.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,8 @@ from rich.table import Table
 from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.core.comm import gather_objects
-from ds_moe_ext.core.layout import ParallelLayout
+from ds_moe_ext.core.hardware import read_hardware, shipped_for
+from ds_moe_ext.core.layout import ParallelLayout, divisors
 from ds_moe_ext.hosts.attachment.host_layer import TOP_K, TOP_KS, Facts, differences
 from ds_moe_ext.hosts.attachment.notices import ENDINGS, Default, Refusal, log_line, or_warn, settle
 from ds_moe_ext.hosts.attachment.replacement import AttachedLayer, Blueprint, bytes_of, way_line
@@ -50,7 +53,7 @@ from ds_moe_ext.schedule.executor import Mark, ScheduleStreams, streams_for
 from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.schedule.simulator import Box, Count, chrome_trace
 from ds_moe_ext.schedule.task import ORDER
-from ds_moe_ext.strategies.settings import Settings
+from ds_moe_ext.strategies.settings import BLOCK, Settings
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
 
@@ -155,7 +158,7 @@ class Run:
             expected_line(blueprint),
             way_line(blueprint.strategy, layout),
             settings.hooks.rule,
-            kinds_line(blueprint.strategy, devices),
+            kinds_line(blueprint.strategy, devices, {e.num_experts for e in blueprint.found}),
         )
         for line in (*reported, *planning.notices, blueprint.why_grid, blueprint.made):
             planning.log(line)
@@ -281,15 +284,33 @@ def expected_line(blueprint: Blueprint) -> str:
     return f"{_strategy(blueprint.settings)}: {expected}" if expected else ""
 
 
-def kinds_line(strategy: Strategy, devices: Sequence[str]) -> str:
-    """Where ranks have two kinds of device, but no roles: what says whether roles pay. Pure."""
-    kinds = sorted(set(devices))
+def kinds_line(strategy: Strategy, devices: Sequence[str], num_experts: Collection[int]) -> str:
+    """Where ranks have two kinds of device, but no roles: the block that gives them roles, in the
+    largest groups whose expert ranks divide the layers' experts, and what says whether it pays."""
+    kinds = sorted(set(devices), key=lambda kind: (-_speed(kind), kind))
     if strategy.roles is not None or len(kinds) != 2:
         return ""
+    new, old = map(list(devices).count, kinds)
+    groups = divisors(math.gcd(new, old))
+    fitting = (n for n in groups if not any(number % (old // n) for number in num_experts))
+    if (num_groups := next(fitting, None)) is None:
+        return ""
+    sizes = {"attention_size": new // num_groups, "expert_size": old // num_groups}
+    zebra = {"attention_device": kinds[0], **sizes}
+    block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
+    other = "" if all(map(_speed, kinds)) else f" (exchange roles if {kinds[1]} is faster)"
     return (
-        f"ranks have {kinds[0]} and {kinds[1]}: zebra, which divides them by role at start, may be "
-        "faster; ds-moe-ext plan mixed-cluster prices it and writes its JSON"
+        f"ranks have {' and '.join(kinds)}: zebra may be faster, which gives them roles at start: "
+        f"{json.dumps({BLOCK: block})}{other}, and the hosts in an order in which each kind's "
+        "follow each other; ds-moe-ext plan mixed-cluster prices it before, with stripes and moved"
     )
+
+
+def _speed(device: str) -> float:
+    """Of a device with a shipped hardware file, in half precision; else 0."""
+    file = shipped_for(device)
+    line = None if file is None else read_hardware(file).device.product("fp16")
+    return 0.0 if line is None else line.multiply_adds_per_s
 
 
 def _reported(blueprint: Blueprint) -> str:
@@ -301,7 +322,8 @@ def _reported(blueprint: Blueprint) -> str:
     gate = "" if settings.gate is None else f", gate {settings.gate}"
     cells = f"{counted(grid.num_ep_ranks, 'EP rank')}{split}" if roles is None else f"({roles})"
     groups = f"{replicas} x" if roles is not None else f"{counted(replicas, 'EP group')} x"
-    first = f" from {min(grid.members)}" if grid.members else ""  # where they are not all
+    is_part = grid.members and not (roles and roles.order)
+    first = f" from {min(grid.members)}" if is_part else ""
     ranks = f"{grid.world_size} ranks{first}"
     return f"strategy {_strategy(settings)}, {ranks} = {groups} {cells}, {drops}{gate}"
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -224,10 +225,12 @@ class _Profiler:
     def measure(self, model: nn.Module, rehearsal: Rehearsal) -> Seen:
         """Collective."""
         among, roles = self.training.group, self.strategy.roles
-        rank = rank_in(among)
-        firsts = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
-        unit = range(firsts[0], firsts[0] + self.training.batch_size)
-        runs = roles.is_attention(rank) if rehearsal.together else rank in unit
+        places = np.argsort(self.blueprint.grid.ranks, axis=None).tolist()  # of ranks, ascending
+        is_attention = [place % roles.size in roles.attention_ep_ranks for place in places]
+        first, last = roles.attention_ep_ranks[0], roles.expert_ep_ranks[0]
+        firsts, rank = (places.index(first), places.index(last)), rank_in(among)
+        unit = range(first, first + self.training.batch_size)
+        runs = is_attention[rank] if rehearsal.together else places[rank] in unit
         here = _agreed(lambda: self._here(model, rehearsal if runs else None), among)
         dense = here[firsts[0]].dense
         assert dense is not None
@@ -235,7 +238,6 @@ class _Profiler:
         on_attention, there = (experts[each] for each in firsts)
         assert there is not None and on_attention is not None
         free = least_free_bytes(here)
-        is_attention = [roles.is_attention(other) for other in range(len(here))]
         return Seen(
             dense=dense,
             experts=there.seconds,
