@@ -415,7 +415,7 @@ def _in_turns(pieces: Sequence[StripePass], local: Local, seeds: Sequence[float]
             grads.append(piece.turn_around(seed))
     for layer in reversed(range(len(computed) if grads else 0)):
         grads_TD = [local.backward(*pair) for pair in zip(computed[layer], grads)]
-        grads = [piece.backward(layer, grad) for piece, grad in zip(pieces, grads_TD)]
+        grads = [piece.backward(layer, (grad, None)) for piece, grad in zip(pieces, grads_TD)]
     return [piece.output.loss for piece in pieces]
 
 

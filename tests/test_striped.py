@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ds_moe_ext.core.comm import Traffic
+from ds_moe_ext.core.comm import Traffic, all_to_all_rows
 from ds_moe_ext.core.layout import Grid, ParallelLayout, Roles, group_among
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.core.share import LocalElseOwner, NearestReplica
@@ -33,9 +35,11 @@ from ds_moe_ext.hosts.zebra import stripe_model
 from ds_moe_ext.hosts.zebra.role_exchange import GradientSums
 from ds_moe_ext.hosts.zebra.stripe_model import Stack
 from ds_moe_ext.hosts.zebra.stripe_pass import Answer, Here, Stripe, StripePass
+from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import drop_over_capacity
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
 from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
@@ -49,6 +53,7 @@ from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.stripes import SHARED, striped_step
 from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, ChunkRange, Op, Schedule
+from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_owner
 from tests.marks import slow
@@ -60,6 +65,7 @@ from tests.test_stripe_pass import (
     TOP_K,
     VOCABULARY,
     Block,
+    D,
     Experts,
     Grads,
     Model,
@@ -164,6 +170,8 @@ class Case(NamedTuple):
     strategy: type[Strategy] = Zebra
     num_steps: int = 1
     in_halves: bool = False  # backward comes later, as in a pipeline
+    capacity: int | None = None  # rows of an expert from a stripe, padded
+    once: int | None = None  # ranks of a node, to each of which a token's row goes once
 
     @property
     def roles(self) -> Roles:
@@ -173,11 +181,12 @@ class Case(NamedTuple):
         others = tuple(ep_rank for ep_rank in ep_ranks if ep_rank not in self.attention_ep_ranks)
         return Roles(self.attention_ep_ranks, others)
 
-    def model(self) -> Model:
+    def model(self, capacity: int | None = None) -> Model:
+        """Args: capacity: what is above it, the model itself drops."""
         torch.manual_seed(2)
         model = Model(*(self.kinds or (Block,) * len(self.moved))).double()
         for moe in (module for module in model.modules() if isinstance(module, Moe)):
-            moe.experts.forward = partial(_rerouted, moe.experts.forward, self.router)
+            moe.experts.forward = partial(_rerouted, moe.experts.forward, self, capacity)
         return model
 
     def batch(self, ep_rank: int, stripe: int, piece: int) -> Tensor:
@@ -195,13 +204,16 @@ class Case(NamedTuple):
 
 
 def _rerouted(
-    forward: Any, router: str, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor
+    forward: Any, case: Case, capacity: int | None, x_TD: Tensor, *choices: Tensor
 ) -> Tensor:
-    if router == "one":
+    expert_TK, score_TK = choices
+    if case.router == "one":
         expert_TK = torch.arange(TOP_K).expand_as(expert_TK) + 1
-    if router == "dropped":
+    if case.router == "dropped":
         odd_T1 = torch.arange(len(expert_TK))[:, None] % 2 == 1
         expert_TK = expert_TK.masked_fill(odd_T1, -1)
+    if capacity is not None:
+        expert_TK = drop_over_capacity(expert_TK, EXPERTS, capacity)
     out: Tensor = forward(x_TD, expert_TK, score_TK)
     return out
 
@@ -224,7 +236,12 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     strategy = case.strategy(attention_size=case.attention, expert_size=case.experts)
     if isinstance(strategy, Zebra) and case.attention_ep_ranks:
         strategy = replace(strategy, attention_ep_ranks=list(case.attention_ep_ranks))
-    layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
+    if isinstance(strategy, Zebra) and case.capacity is not None:
+        strategy = strategy.over(ExpertParallel(static_capacity=case.capacity))
+    if isinstance(strategy, Zebra) and case.once is not None:
+        strategy = strategy.over(ExpertParallel(send_once=True))
+    grid = Grid(world_size, roles.size)
+    layout = ParallelLayout.build(grid, strategy.uses(), ranks_per_node=case.once)
     owners = [asymmetric_owner(EXPERTS, roles, moved) for moved in case.moved]
     plans = strategy.plan(Job.at_start(owners, layout.node_C))
     routed = [
@@ -373,7 +390,7 @@ def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) 
 @functools.cache
 def expected(case: Case) -> tuple[dict[int, list[float]], Grads]:
     """Losses of each attention rank and gradients of all, by plain autograd in one process."""
-    model = case.model()
+    model = case.model(case.capacity)
     for _ in range(1, case.num_steps):
         grow(model.parameters())
     total, losses = torch.zeros(()), {}
@@ -404,7 +421,8 @@ def check(case: Case) -> list[Outcome]:
     if case.is_graded:
         assert worst(found, grads) < 1e-12
     assert len({outcome.issued for outcome in outcomes}) == 1
-    _check_rows(case, outcomes)
+    if case.capacity is None:
+        _check_rows(case, outcomes)
     return outcomes
 
 
@@ -452,6 +470,126 @@ def test_cases_equal_one_process(name: str) -> None:
     if CASES[name].router == "one":
         received = np.array([outcome.splits for outcome in outcomes])[:, :, 1].sum(axis=(1, 2))
         assert 0 in received  # a rank that no row comes to
+
+
+PADDED = {
+    "some are dropped": Case(2, 2, (0, 1), 3, capacity=5, num_steps=2),
+    "expert ranks first, more of them": Case(1, 2, (0, 0), 2, capacity=3, attention_ep_ranks=(2,)),
+    "one layer moved": Case(2, 1, (4, 0), 2, capacity=5, recomputes=True),
+    "pieces": Case(2, 2, (0, 1), 2, capacity=60, num_pieces=3),
+    "no gradients": Case(2, 2, (0, 1), 2, capacity=4, is_graded=False),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_static_capacity_equals_one_process(name: str) -> None:
+    """Each expert takes as many tokens of a stripe, padded or the first."""
+    case = PADDED[name]
+    outcomes = check(case)
+    pieces = chain.from_iterable(map(case.pieces, case.roles.attention_ep_ranks))
+    num_chosen = case.num_steps * TOP_K * sum(case.batch(*numbers).numel() for numbers in pieces)
+    computed_L = sum(outcome.routed_LE for outcome in outcomes).sum(axis=1)
+    assert (computed_L < num_chosen).all() if name != "pieces" else (computed_L == num_chosen).all()
+
+
+ONCE = {
+    "to ranks": Case(2, 2, (0, 1), 2, once=1, num_steps=2),
+    "to nodes": Case(2, 2, (0, 0), 3, once=2, num_steps=2),
+    "to nodes, moved": Case(2, 2, (1, 0), 2, once=2, recomputes=True, router="dropped"),
+    "to nodes of both roles": Case(
+        2, 2, (0, 1), 2, once=2, num_pieces=2, attention_ep_ranks=(1, 2)
+    ),
+    "more expert ranks": Case(1, 2, (0, 0), 2, once=2, router="one"),
+    "no gradients": Case(2, 2, (0, 1), 2, once=2, is_graded=False),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_rows_that_are_sent_once_equal_one_process(name: str) -> None:
+    """Scores weigh them at the experts, and have their gradients from there."""
+    check(ONCE[name])
+
+
+def bytes_between_nodes(rank: int, world_size: int, case: Case) -> tuple[int, int]:
+    """That this rank sends to the other node of two: of rows, and with what goes along."""
+    counted = Counter[bool]()
+
+    def seen(rows_ND: Tensor, sent: Any, received: Any, group: dist.ProcessGroup) -> Tensor:
+        ranks = dist.get_process_group_ranks(group)
+        away = sum(n for n, other in zip(sent, ranks) if other // 2 != rank // 2)
+        width = rows_ND.shape[1] * rows_ND.itemsize
+        counted[width == 8 * D] += away * width
+        return all_to_all_rows(rows_ND, sent, received, group)
+
+    names = ("all_to_all_rows", "all_to_all_by_pairs")
+    with mock.patch.multiple(dispatch, **dict.fromkeys(names, seen)):
+        run_case(rank, world_size, case)
+    return counted[True], counted.total()
+
+
+def test_a_row_that_goes_once_crosses_once() -> None:
+    """Of two choices, in both directions, forward and backward; scores and their gradients, which
+    go along, are a number each."""
+    case = Case(2, 2, (0, 0), 2)
+    once, twice = (
+        np.sum(pool_of(4).run(bytes_between_nodes, each), axis=0)
+        for each in (case._replace(once=2), case)
+    )
+    assert 2 * once[0] == twice[0] == twice[1]
+    num_rows = twice[0] // (8 * D)
+    assert num_rows == 4 * 2 * TOP_K * sum(
+        case.batch(*numbers).numel() for ep_rank in (0, 1) for numbers in case.pieces(ep_rank)
+    )
+    assert once[1] - once[0] <= num_rows * 2 * 8
+
+
+class Waiting(TorchFunctionMode):
+    """Counts what makes the host wait on a GPU; threads take it over."""
+
+    NAMES = ("item", "tolist", "numpy", "cpu", "nonzero", "bincount", "unique", "masked_select")
+    NAMES += ("__int__", "__bool__", "__float__", "__index__", "is_nonzero", "equal", "argwhere")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        is_mask = name == "__getitem__" and getattr(args[1], "dtype", None) == torch.bool
+        if name in self.NAMES or is_mask:
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of(rank: int, world_size: int, case: Case) -> list[int]:
+    """Of the host, step by step."""
+    found, run = [], Stack.run
+
+    def counting(stack: Stack, *args: Any, **kwargs: Any) -> Schedule:
+        with Waiting() as waiting:
+            issued = run(stack, *args, **{**kwargs, "control": None})
+        found.append(waiting.waits.total())
+        return issued
+
+    with mock.patch.object(Stack, "run", counting):
+        run_case(rank, world_size, case)
+    return found
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_a_static_capacity_leaves_no_wait_by_stripe_and_layer(num_pieces: int) -> None:
+    """A layer more is no wait more, but for the first step, which asks what its rows are like."""
+
+    def of_two_layers(capacity: int | None) -> list[list[int]]:
+        case = Case(1, 1, (0,), 3, num_pieces=num_pieces, num_steps=3, capacity=capacity)
+        more = case._replace(moved=(0, 1, 0))
+        one, three = (pool_of(2).run(waits_of, each) for each in (case, more))
+        return [[b - a for a, b in zip(*steps)] for steps in zip(one, three)]
+
+    assert of_two_layers(40) == [[2, 0, 0]] * 2
+    attention, expert = of_two_layers(None)
+    assert min(attention) >= 2 * 3 * num_pieces
+    assert min(expert) >= 2 * 3
 
 
 def test_order_of_theorem_1() -> None:

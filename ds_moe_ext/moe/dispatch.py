@@ -189,21 +189,32 @@ class OrderOnce(SavesAlike):
 
     order: Stage  # the common stage, set to count pairs
     wire: Wire  # straight from each EP rank to each, with rows as they are
+    back_wire: Wire  # of the stream in which gradients return
 
-    def forward(self, chunk_range: ChunkRange, expert_TK: Tensor, score_TK: Tensor) -> Done:
-        (counted,), _ = self.order.forward(chunk_range, expert_TK)
+    def forward(
+        self,
+        chunk_range: ChunkRange,
+        expert_TK: Tensor,
+        score_TK: Tensor,
+        x_TD: Tensor | None = None,
+    ) -> Done:
+        """Hidden states as of ``Order``: only they say there what ranks without tokens expect."""
+        (counted,), _ = self.order.forward(chunk_range, expert_TK, x_TD)
+        dtype = score_TK.dtype
+        if counted.none_0D is not None:
+            score_TK = score_TK.to(torch.promote_types(counted.none_0D.dtype, torch.float32))
         parts = counted.deduplicated.number_TK(), score_TK.detach()
         reported_XB = torch.cat([_bytes(part) for part in parts], dim=1)
         reported_NB = reported_XB.index_select(0, counted.on(chunk_range).choice_N)
         reported_RB = self.wire.out(reported_NB, chunk_range, counted)
         sizes = [part.itemsize for part in parts]
         pair_R, score_R = map(_of_bytes, reported_RB.split(sizes, dim=1), parts)
-        return (counted.reported(pair_R), score_R), (counted,)
+        return (counted.reported(pair_R), score_R), (counted, dtype)
 
     def backward(self, chunk_range: ChunkRange, saved: Saved, grad_R: Tensor) -> tuple[Any, ...]:
-        (counted,) = saved
-        grad_N1 = self.wire.take_back(grad_R[:, None], chunk_range, counted)
-        return (counted.on(chunk_range).spread(grad_N1).squeeze(2),)
+        counted, dtype = saved
+        grad_N1 = self.back_wire.take_back(grad_R[:, None], chunk_range, counted)
+        return (counted.on(chunk_range).spread(grad_N1).squeeze(2).to(dtype),)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ class BatchSignature(NamedTuple):
         cast = DTYPES.index(torch.get_autocast_dtype(kind)) if casts else 0
         return cls(x_TD.shape[-1], DTYPES.index(x_TD.dtype), top_k, int(casts), cast)
 
+    def __str__(self) -> str:
+        return f"{DTYPES[self.dtype]} of {self.width} elements and {self.top_k} choices"
+
     def nothing(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         x_TD = torch.empty(0, self.width, dtype=DTYPES[self.dtype], device=device)
         expert_TK = torch.empty(0, self.top_k, dtype=torch.int64, device=device)

@@ -190,6 +190,7 @@ class RoutedExperts:
         self._moves_rows_itself = not own.keys().isdisjoint(MOVES_ROWS)
         self._computes_itself = EXPERT in own
         self._gate = gate
+        self._padding: Padding | None = None  # by the present plan
         self._started: Weights | None = None  # of the pass that has begun
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
@@ -555,9 +556,15 @@ class RoutedExperts:
             kind=lambda: kind,
             has_sides=True,
         )
-        there, back = (Wire.between(layout, stream, device) for stream in (A2E, E2A))
+        straight = [Wire.between(layout, stream, device) for stream in (A2E, E2A)]
+        there, back = straight
+        if self._way_by_nodes() is not None:
+            way = self.layer_context.plan.way
+            there, back = (Wire.between(layout, e, device, way).by_nodes() for e in (A2E, E2A))
         exchanges = self._exchanges(there, back, self.rows.are_sent if counts else lambda: None)
-        common = {ORDER: order, **exchanges, EXPERT: Expert(self.function)}
+        once = self.layer_context.sends_once
+        ordering = OrderOnce(order, *straight) if once else order
+        common = {ORDER: ordering, **exchanges, EXPERT: Expert(self.function)}
         return LayerStages(self._with_own(common), (self.tasks, self.meter), self.name)
 
     def _stages(self, device: torch.device, streams: ScheduleStreams) -> Mapping[Op, Stage]:
@@ -575,12 +582,15 @@ class RoutedExperts:
             self.layer_context.plan,
             self._strategy,
             self.layer_context.layout,
-            None,
+            self._padding,
         )
         coordinates = RankCoordinates(layout.index("ep"), layout.index("esp"), layout.grid.etp_size)
-        if strategy.static_capacity is not None:
-            by_masks = strategy.orders_by_masks
-            padding = Padding(strategy.static_capacity, plan.target, coordinates, by_masks)
+        capacity = strategy.static_capacity
+        if capacity is not None and (padding is None or padding.target is not plan.target):
+            by_masks, roles = strategy.orders_by_masks, strategy.roles
+            senders = None if roles is None else roles.attention_ep_ranks
+            padding = Padding(capacity, plan.target, coordinates, by_masks, senders)
+            self._padding = padding
         return Order(
             destination=plan.destination,
             coordinates=coordinates,
@@ -659,7 +669,7 @@ class RoutedExperts:
         }
         if self.layer_context.sends_once:
             straight = Wire.between(layout, INTER, device)
-            stages |= {ORDER: OrderOnce(present, straight), RESTORE: RestoreOnce()}
+            stages |= {ORDER: OrderOnce(present, straight, straight), RESTORE: RestoreOnce()}
         if layout.grid.etp_size > 1:
             ep_rank = EtpWire(layout.group("esp", INTRA), wire.all_to_all)
             of_gather, of_scatter = self._hooks.of_gather, self._hooks.of_scatter

@@ -8,7 +8,7 @@ ranks, P places of an ETP group, E experts, N rows sent, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache, partial
@@ -191,9 +191,13 @@ class Order(SavesAlike):
     ) -> Done:
         """Hidden states are None where there are two sides and this one has none."""
         if self.padding is not None:
+            none_0D = None
+            if self.has_sides:
+                none_0D, none_0K, _ = self._signature(expert_TK, x_TD).nothing(expert_TK.device)
+                expert_TK = none_0K if x_TD is None else expert_TK
             route, kept = self.padding.route(expert_TK)
             self.on_rows(kept, route.top_k, self.destination)
-            return (route,), ()
+            return (replace(route, none_0D=none_0D),), ()
         cut = Cut.equal(expert_TK.shape[0], chunk_range.stop - chunk_range.start)
         num_experts = self.destination.target.num_experts
         if self.capacity_factor is not None:
@@ -245,22 +249,17 @@ class Order(SavesAlike):
         )
         if self.group is not None:
             check_kinds(known[:, 0, num_experts])
+        deduplicated = none_0D = None
         if goals is not None:
-            num_CFX = known[
-                self.coordinates.etp_rank :: self.coordinates.etp_size,
-                :,
-                num_experts + len(reported) :,
-            ]
+            num_CFX = known[self.coordinates.etp_rank :: self.coordinates.etp_size, :, width:]
             deduplicated = Deduplicated(
                 goals, cut, num_CFX, self.coordinates.ep_rank, self.by_nodes
             )
-            return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), deduplicated=deduplicated)
-        if not self.has_sides:
-            return self.routed(by_key_N, rows_CPFE, cut, top_k, ahead)
-        like = BatchSignature(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
-        route = self.routed(by_key_N, rows_CPFE, cut, like.top_k, ahead)
-        none_0D, _, _ = like.nothing(expert_TK.device)
-        return replace(route, none_0D=none_0D)
+        if self.has_sides:
+            like = BatchSignature(*known[:, 0, num_experts + 1 : width].max(axis=0).tolist())
+            top_k, (none_0D, _, _) = like.top_k, like.nothing(expert_TK.device)
+        route = self.routed(by_key_N, rows_CPFE, cut, top_k, ahead)
+        return replace(route, none_0D=none_0D, deduplicated=deduplicated)
 
     def _ahead(self, by_key_N: Tensor, cut: Cut, top_k: int, x_TD: Tensor | None) -> Ahead | None:
         """What needs no counts, where rows are sent in the order of their keys."""
@@ -278,6 +277,29 @@ class Order(SavesAlike):
         if not self.has_sides:
             return (self.kind(),)
         return self.kind(), *(BatchSignature() if x_TD is None else BatchSignature.of(x_TD, top_k))
+
+    def _signature(self, expert_TK: Tensor, x_TD: Tensor | None) -> BatchSignature:
+        """What rows are like that come padded: asked in the first pass of a kind, in which the host
+        waits. Raises ValueError where they have become otherwise."""
+        assert self.padding is not None
+        signatures, device = self.padding.signatures, expert_TK.device
+        kind, *own = self._reported(x_TD, expert_TK.shape[1])
+        casts = torch.is_autocast_enabled(device.type)
+        asked = kind, casts, torch.get_autocast_dtype(device.type)
+        if asked not in signatures:
+            own_1X = on_device(np.array([[kind, *own]], np.int32), device)
+            gathered = counts_to_host(all_gather_counts(own_1X, self.group), self.group)
+            known_CX = gathered.ready().numpy()[:, 0]
+            check_kinds(known_CX[:, 0])
+            signatures[asked] = BatchSignature(*known_CX[:, 1:].max(axis=0).tolist())
+        known = signatures[asked]
+        if x_TD is not None and known != BatchSignature(*own):
+            raise ValueError(
+                f"tokens of an MoE layer are {BatchSignature(*own)}, but were {known} in its first "
+                "pass, which ranks without tokens go by under a static capacity; keep them alike, "
+                "or leave the static capacity out"
+            )
+        return known
 
     @cached_property
     def _place_E(self) -> np.ndarray | None:
@@ -389,6 +411,9 @@ class Padding:
     target: Placement  # where experts compute; one holder each
     coordinates: RankCoordinates  # this rank's
     by_masks: bool = False  # rows are put in place by products with a mask, and not by an index
+    senders: Collection[int] | None = None  # the EP ranks that have tokens; None: all
+    # what rows are like, for ranks without any, by the kind of pass and its autocast
+    signatures: dict[tuple[Any, ...], BatchSignature] = field(default_factory=dict)
     _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
     _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
 
@@ -400,7 +425,7 @@ class Padding:
                 last in GShard's order are dropped.
         """
         (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
-        num_rows, num_choices = self.capacity * self.target.num_experts, expert_TK.numel()
+        num_rows, num_choices = int(self._rows.sent_FC.sum()), expert_TK.numel()
         # Choice-major, GShard's priority: first choices of all tokens before second ones.
         expert_N, by_expert_N = expert_TK.T.flatten().sort(stable=True)
         expert_E1 = numbers(self.target.num_experts + 1, device)
@@ -435,23 +460,30 @@ class Padding:
             by_key_N=choice_N,
             rows=rows,
             etp_rank=self.coordinates.etp_rank,
-            count_between=lambda: np.repeat(
-                rows.sent_FC[:, None], self.target.num_ep_ranks, axis=1
-            ),
+            count_between=lambda: self._between_CC[None],
             _routes={WHOLE: route},
         )
         return layer_route, SlotRows.ending(end_E, num_rows)
 
-    @property
+    @cached_property
     def _rows(self) -> RowSplits:
-        sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
-        received_1C = np.full_like(sent_1C, self.capacity * self._num_slots)
-        shape_PC1S = self.coordinates.etp_size, self.target.num_ep_ranks, 1, self._num_slots
-        return RowSplits(sent_1C, received_1C, np.full(shape_PC1S, self.capacity))
+        ep_rank, capacity_C11 = self.coordinates.ep_rank, self._capacity_C[:, None, None]
+        num_slots, between_CC = len(self.target.experts_of(ep_rank)), self._between_CC
+        received_PC1S = np.tile(capacity_C11, (self.coordinates.etp_size, 1, 1, num_slots))
+        return RowSplits(between_CC[ep_rank][None], between_CC[:, ep_rank][None], received_PC1S)
 
     @property
-    def _num_slots(self) -> int:
-        return len(self.target.experts_of(self.coordinates.ep_rank))
+    def _between_CC(self) -> np.ndarray:
+        """Rows from each EP rank to each, int64."""
+        return np.outer(self._capacity_C, np.diff(self.target.held_C1))
+
+    @cached_property
+    def _capacity_C(self) -> np.ndarray:
+        """Rows that each EP rank sends to each expert, int64."""
+        has_tokens = [
+            self.senders is None or c in self.senders for c in range(self.target.num_ep_ranks)
+        ]
+        return self.capacity * np.array(has_tokens, dtype=np.int64)
 
     def _first_row_E(self, device: torch.device) -> Tensor:
         """Where each expert's rows begin in send order, int64 ``[E]``; made once."""

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.moe.transforms import AFTER_COMBINE, BEFORE_COMBINE
 from ds_moe_ext.planning.exchange_costs import Way
-from ds_moe_ext.planning.strategy import LayerContext, Strategy, replicates
+from ds_moe_ext.planning.strategy import LayerContext, Plan, Strategy, replicates
 from ds_moe_ext.schedule.orders import QUEUED, ROW_SCORES
 from ds_moe_ext.schedule.stages import Stage
 from ds_moe_ext.schedule.task import (
@@ -58,6 +58,12 @@ def check_plan(
     own: Mapping[Op, Stage], strategy: Strategy, layer_context: LayerContext, hooks: Hooked
 ) -> None:
     """Args: own: the strategy's own stages, where they have not been looked at yet."""
+    if strategy.static_capacity is not None and not _is_plain(layer_context.plan):
+        raise ValueError(
+            f"{type(strategy).__qualname__} has a static capacity "
+            f"({strategy.keys.static_capacity} is {strategy.static_capacity}), but plans replicas "
+            "of experts or cuts tokens, so token counts are not known in advance; leave that out"
+        )
     if layer_context.plan.sends_once:
         _check_send_once(own, strategy, layer_context)
     if hooks.transforms:
@@ -81,14 +87,7 @@ def check_schedules(
     """
     plan, ops = layer_context.plan, forward.once(_ops)
     who = type(strategy).__qualname__
-    is_plain = plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
-    if strategy.static_capacity is not None and not is_plain:
-        raise ValueError(
-            f"{who} has a static capacity ({strategy.keys.static_capacity} is "
-            f"{strategy.static_capacity}), but plans replicas of experts or cuts tokens, so "
-            "token counts are not known in advance; leave that out"
-        )
-    if strategy.cuda_graphs and not is_plain:
+    if strategy.cuda_graphs and not _is_plain(plan):
         raise ValueError(
             f"{strategy.keys.cuda_graphs} is true, but {who} plans replicas of experts or "
             "cuts tokens, so that passes differ; leave that out"
@@ -119,6 +118,10 @@ def check_schedules(
             "exchange within ETP groups; set expert_sharding_size to 1, or leave schedules to "
             "the base class"
         )
+
+
+def _is_plain(plan: Plan) -> bool:
+    return plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
 
 
 def _ops(schedule: Schedule) -> frozenset[Op]:
@@ -177,11 +180,6 @@ def _check_static_capacity(strategy: Strategy, capacity_factor: float | None) ->
             f"{key} is {capacity} and capacity_factor is {capacity_factor}; both limit the "
             "tokens of an expert from one rank: leave one of them out"
         )
-    if strategy.has_roles:
-        raise ValueError(
-            f"{key} is {capacity}, but {type(strategy).__qualname__} gives the ranks roles, whose "
-            "stripes are of any length; leave it out"
-        )
 
 
 def _check_graphs(
@@ -233,11 +231,6 @@ def _check_send_once(
             not plan.target.is_single or plan.revise is not None,
             "experts have replicas, which share the tokens of an expert one by one",
             "leave it out, or the replicas",
-        ),
-        (
-            strategy.has_roles,
-            "its ranks have roles, and tokens are weighted on attention ranks",
-            "leave it out",
         ),
         (
             bool(names),

@@ -33,7 +33,7 @@ from ds_moe_ext.core.rows import (
     starts_of,
     sums_of_groups,
 )
-from ds_moe_ext.moe.deduplicated import ChunkPairs, Deduplicated
+from ds_moe_ext.moe.deduplicated import ChunkPairs, Deduplicated, NodeTransfer
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.stages import Done, Saved
@@ -350,7 +350,9 @@ class LayerRoute(OnDevice):
             self._tables.transfers[chunk_range] = self.deduplicated.transfer(
                 chunk_range, deduplicated.leaving, channels
             )
-        return self._tables.transfers[chunk_range]
+        made = self._tables.transfers[chunk_range]
+        assert isinstance(made, NodeTransfer)
+        return replace(made, channels=channels)  # back in a stream of its own, between roles
 
     def computed(self, chunk_range: ChunkRange) -> SlotRows:
         """Rows of each slot that this rank computes with its part of the experts."""

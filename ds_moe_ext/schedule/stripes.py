@@ -49,6 +49,7 @@ from ds_moe_ext.schedule.orders import (
     RECALLED,
     RETURNED,
     ROUTE,
+    ROW_SCORES,
     TARGET_WEIGHTS,
     WEIGHTS,
 )
@@ -104,6 +105,7 @@ def striped_step(
     copied: Collection[int] = (),
     revised: Collection[int] = (),
     freed: Collection[int] = (),
+    once: bool = False,
 ) -> Schedule:
     """Forward and backward of a stack of MoE layers on both sides, in the order of Theorem 1.
 
@@ -122,6 +124,7 @@ def striped_step(
         copied: of those whose experts have replicas.
         revised: of those among them that may get more once the rows of a stripe are known.
         freed: of those that are copied, whose replicas are freed between forward and backward.
+        once: each token's row goes once to an EP rank or node, so that rows are weighed there.
 
     Raises:
         ValueError: there is no layer or no micro-batch, or such a layer is not among them.
@@ -140,7 +143,7 @@ def striped_step(
                 "layers, from 0; those that are revised or freed are copied, too"
             )
     micro_batches = chunk_ranges(num_micro_batches, num_micro_batches)
-    step = _Step(micro_batches, offloaded, copied, revised, freed)
+    step = _Step(micro_batches, offloaded, copied, revised, freed, once=once)
     for layer in range(num_layers):
         step.forward(layer)
     step.turn_around(num_layers)
@@ -223,8 +226,10 @@ class _Step:
         copied: Collection[int],
         revised: Collection[int],
         freed: Collection[int],
+        *,
+        once: bool,
     ) -> None:
-        self._micro_batches = micro_batches
+        self._micro_batches, self._scores = micro_batches, (ROW_SCORES,) if once else ()
         self._whole = ChunkRange(0, len(micro_batches))
         self._offloaded, self._copied, self._revised = offloaded, copied, revised
         self._freed = freed
@@ -243,18 +248,18 @@ class _Step:
         for chunk_range, following in zip_longest(micro_batches, micro_batches[1:]):
             if following is not None:
                 self._run(_attention(layer, following))
-            self._run(_dispatch(layer, chunk_range))
+            self._run(_dispatch(layer, chunk_range, self._scores))
             if layer in self._revised:
                 self._run(_revise(layer, chunk_range))
             self._compute(_expert(layer, chunk_range), JOIN, TARGET_WEIGHTS)
             if not is_offloaded:
-                self._run(_combine(layer, chunk_range, is_offloaded=False))
+                self._run(_combine(layer, chunk_range, (COMPUTED, *self._scores)))
         if is_offloaded:
             for chunk_range in micro_batches:
                 self._compute(
                     _offloaded(layer, chunk_range), OFFLOADED_JOIN, OFFLOADED_TARGET_WEIGHTS
                 )
-                self._run(_combine(layer, chunk_range, is_offloaded=True))
+                self._run(_combine(layer, chunk_range, (COMPUTED, COMPUTED_HERE, *self._scores)))
 
     def _compute(self, task: Task, join: Op, joined: Kind) -> None:
         """Experts, with their own weights or those that are joined from owners and replicas."""
@@ -372,8 +377,8 @@ def _handed_on(layer: int, chunk_range: ChunkRange) -> tuple[Value, ...]:
     return Value(HIDDEN, layer - 1, chunk_range), Value(RETURNED, layer - 1, chunk_range)
 
 
-def _dispatch(layer: int, chunk_range: ChunkRange) -> Task:
-    writes = (Value(ARRIVED, layer, chunk_range), Value(ROUTE, layer, chunk_range))
+def _dispatch(layer: int, chunk_range: ChunkRange, scores: Sequence[Kind]) -> Task:
+    writes = tuple(Value(kind, layer, chunk_range) for kind in (ARRIVED, *scores, ROUTE))
     return Task(DISPATCH, layer, chunk_range, (Value(ROWS, layer, chunk_range),), writes)
 
 
@@ -407,8 +412,7 @@ def _offloaded(layer: int, chunk_range: ChunkRange) -> Task:
     return Task(OFFLOADED, layer, chunk_range, reads, (Value(COMPUTED_HERE, layer, chunk_range),))
 
 
-def _combine(layer: int, chunk_range: ChunkRange, *, is_offloaded: bool) -> Task:
-    kinds = (COMPUTED, COMPUTED_HERE) if is_offloaded else (COMPUTED,)
+def _combine(layer: int, chunk_range: ChunkRange, kinds: Sequence[Kind]) -> Task:
     reads = tuple(Value(kind, layer, chunk_range) for kind in (*kinds, ROUTE))
     return Task(COMBINE, layer, chunk_range, reads, (Value(RETURNED, layer, chunk_range),))
 

@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from ds_moe_ext.core.layout import Roles, Striping
+from ds_moe_ext.core.layout import NODE_AXES, Roles, Striping
 from ds_moe_ext.core.placement import Placement
+from ds_moe_ext.planning.exchange_costs import Way
 from ds_moe_ext.planning.strategy import (
     CostGroup,
     Forecast,
@@ -178,6 +179,8 @@ class Zebra(Overlay):
 
     def uses(self) -> tuple[tuple[str, Stream], ...]:
         rows = (("ep", INTER), ("ep", A2E), ("ep", E2A))
+        if isinstance(self.placing, ExpertParallel) and self.placing.send_once:
+            return (*rows, *((axis, stream) for axis in NODE_AXES for stream in (A2E, E2A)))
         return (*rows, ("ep", PARAM)) if replicates(self.placing) else rows
 
     @property
@@ -257,7 +260,9 @@ class Zebra(Overlay):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         if not replicates(self.placing):
-            return self.placing.plan(job)
+            # Where a token's row goes once, it does to a node: the slow link is between roles.
+            plans = self.placing.plan(job)
+            return tuple(replace(p, way=Way.BY_PLACES) if p.sends_once else p for p in plans)
         return plans_by(self.placing.plan, job, self.roles.expert_ep_ranks)
 
     def describe(self, job: Job) -> str:

@@ -23,6 +23,8 @@ from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_striped import (
     CASES,
+    ONCE,
+    PADDED,
     WITH_REPLICAS,
     Case,
     Copied,
@@ -96,6 +98,8 @@ COPYING: Mapping[str, tuple[str, type[Strategy], torch.dtype]] = {
 
 
 STEPS = {**CASES, "forward alone": Case(1, 1, (0, 0, 0), 3, is_graded=False)}
+STEPS |= {f"padded, {name}": case for name, case in PADDED.items()}
+STEPS |= {f"once, {name}": case for name, case in ONCE.items()}
 QUICK = {"one stripe", "more expert ranks", "forward alone", "sums in 32 bits", "one stripe's own"}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -407,6 +408,22 @@ def test_with_other_ranks_and_micro_batches(attention: int, expert: int, num: in
 )
 def test_with_what_the_host_does(run: MegatronRun) -> None:
     assert_as_stock(2, 1, run)
+
+
+@pytest.mark.slow
+def test_rows_that_are_sent_once() -> None:
+    _assert_as_stock(3, 2, RUN, {**block(2, 1), "ep": {"send_once": True}})
+
+
+@pytest.mark.slow
+def test_a_static_capacity_as_megatron_pads() -> None:
+    """Its router drops what is above it, so that nothing waits for counts and nothing more is
+    dropped."""
+    run = replace(RUN, capacity_factor=0.8, pad_to_capacity=True)
+    num_choices = run.length * run.batch * run.topk
+    capacity = math.ceil(0.8 * num_choices / run.num_experts)
+    settings = {**block(2, 1), "ep": {"static_capacity": capacity}}
+    _assert_as_stock(3, 2, run, settings)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.attachment.replacement import Blueprint
 from ds_moe_ext.strategies.zebra import Zebra
-from tests.hosts.copied_runs import plain
+from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, document_of, model_of, train
 from tests.hosts.pipelines import forget_groups
 from tests.hosts.zebra_runs import zebra
@@ -78,6 +78,24 @@ def test_groups_of_ranks_that_are_no_neighbours(stage: int, devices: tuple[str, 
     assert ours.norms == pytest.approx(theirs.norms, rel=2e-4 if stage else 1e-9)
     if not stage:
         torch.testing.assert_close(ours.state, theirs.state, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_that_are_sent_once_equal_ep() -> None:
+    """Where blocks are computed again, too."""
+    job = job_of(4, micro_batches=4)
+    ours = replace(zebra(job, 2, 2, moved=[0, 1]), use_reentrant=False, balance="ep")
+    ours = result_of(4, replace(ours, balance_keys=(("send_once", True),)))
+    check_equal(ours, plain(4, job), job)
+
+
+def test_a_static_capacity_equals_ep_with_the_same() -> None:
+    """Which drops as many of a batch, of which a stripe is one."""
+    job = job_of(4, micro_batches=4)
+    keys = (("static_capacity", 14),)
+    theirs = result_of(4, replace(job, keys=keys))
+    ours = replace(zebra(job, 2, 2, moved=[0, 1]), balance="ep", balance_keys=keys)
+    check_equal(result_of(4, ours), theirs, job)
+    assert theirs.losses != pytest.approx(plain(4, job).losses, rel=1e-6)
 
 
 # Before anything is built.

@@ -24,6 +24,7 @@ from ds_moe_ext.core.rows import one_of_each
 from ds_moe_ext.hosts.zebra.stripe_pass import (
     AddGrad,
     Answer,
+    Grads,
     Question,
     RandomState,
     Seed,
@@ -92,9 +93,9 @@ class StripeAttention(Uncut):
         return (None, question), ()
 
     def backward(
-        self, chunk_range: ChunkRange, saved: Saved, _: Any, grad_TD: Tensor
+        self, chunk_range: ChunkRange, saved: Saved, _: Any, grads: Grads
     ) -> tuple[Any, ...]:
-        return None, self.stripes[chunk_range.start].backward(self.layer, grad_TD)
+        return None, self.stripes[chunk_range.start].backward(self.layer, grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,34 +128,48 @@ class StripeDispatch(Uncut):
     device: torch.device  # of the rows
     is_graded: bool  # gradients will come
     notify: Callable[[Tensor], None]  # what rows are like
+    sends_once: bool  # each token's row once to an EP rank or node, where its scores go, too
 
     def forward(self, chunk_range: ChunkRange, question: Question | None) -> Written:
         if question is None:
             nothing = torch.zeros(0, 1, dtype=torch.int64, device=self.device)
-            (route,), _ = self.order.forward(STRIPE, nothing)
-            x_TD = route.none_0D
+            own, x_TD = (nothing, nothing), None
         else:
-            x_TD = question.x_TD
-            (route,), _ = self.order.forward(STRIPE, question.expert_TK, x_TD)
+            own, x_TD = (question.expert_TK, question.score_TK), question.x_TD
+        asked = own if self.sends_once else own[:1]
+        (route, *scores), counted = self.order.forward(STRIPE, *asked, x_TD)
+        x_TD = route.none_0D if x_TD is None else x_TD
         self.notify(x_TD)
         (arrived_RD,), saved = self.dispatch.forward(STRIPE, x_TD, route)
         # Whether the other side wants gradients nobody knows here; it takes them in any case.
-        return (arrived_RD.requires_grad_(self.is_graded), route), saved
+        return (arrived_RD.requires_grad_(self.is_graded), *scores, route), (counted, saved)
 
     def backward(
-        self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor | None, route: LayerRoute
+        self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor | None, *rest: Any
     ) -> tuple[Any, ...]:
-        return self.dispatch.backward(STRIPE, saved, _or_none(grad_RD, route))
+        (*grad_scores, route), (counted, sent) = rest, saved
+        (grad_TD,) = self.dispatch.backward(STRIPE, sent, _or_none(grad_RD, route))
+        if not grad_scores:
+            return ((grad_TD, None),)
+        return ((grad_TD, *self.order.backward(STRIPE, counted, *grad_scores)),)
 
 
 @dataclass(frozen=True, eq=False)
 class StripeCombine(Uncut):
-    """Rows of experts back to their tokens, with how they were sent: an ``Answer``."""
+    """Rows of experts back to their tokens, with how they were sent: an ``Answer``. Rows that were
+    sent once are weighed at the experts, and added up."""
 
     combine: Stage
+    sends_once: bool
 
     def forward(self, chunk_range: ChunkRange, *reads: Any) -> Written:
         *computed, route = reads
+        if self.sends_once:
+            score_R = computed.pop()
+            own_RD = _or_none(next((rows for rows in computed if rows is not None), None), route)
+            (returned_UD,), saved = self.combine.forward(STRIPE, own_RD, score_R, route)
+            y_TD = route.on(STRIPE).sum_by_token(returned_UD)
+            return (Answer(y_TD, None),), (len(computed), *saved)
         own_RD = next((rows for rows in computed if rows is not None), None)
         (returned_ND,), saved = self.combine.forward(STRIPE, _or_none(own_RD, route), route)
         own = route.on(STRIPE)
@@ -165,8 +180,11 @@ class StripeCombine(Uncut):
     def backward(
         self, chunk_range: ChunkRange, saved: Saved, grad_ND: Tensor | None, route: LayerRoute
     ) -> tuple[Any, ...]:
-        grads = self.combine.backward(STRIPE, saved[1:], _or_none(grad_ND, route))
-        return grads * int(saved[0])
+        given: Any = _or_none(grad_ND, route)
+        if self.sends_once:
+            given = route.on(STRIPE).of_tokens(given)
+        grad_RD, *grad_scores = self.combine.backward(STRIPE, saved[1:], given)
+        return *(grad_RD,) * int(saved[0]), *grad_scores
 
 
 def _or_none(rows: Tensor | None, route: LayerRoute) -> Tensor | None:

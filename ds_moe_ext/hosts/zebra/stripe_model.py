@@ -300,6 +300,7 @@ class _Numbers(NamedTuple):
     copied: frozenset[int]
     revised: frozenset[int]
     freed: frozenset[int]
+    once: bool
 
 
 class Half(Enum):
@@ -468,8 +469,13 @@ class Stack:
             plan.has_replicas and plan.rematerialize and layer < last
             for layer, plan in enumerate(plans)
         ]
-        kinds = (offloaded, copied, revised, freed)
-        return _Numbers(*(frozenset(n for n, has in enumerate(kind) if has) for kind in kinds))
+        once = self.layers[0].layer_context.sends_once
+
+        def numbers(flags: Iterable[Any]) -> frozenset[int]:
+            return frozenset(layer for layer, has in enumerate(flags) if has)
+
+        kinds = numbers(offloaded), numbers(copied), numbers(revised), numbers(freed)
+        return _Numbers(*kinds, once)
 
     def _layer_stages(
         self,
@@ -485,16 +491,16 @@ class Stack:
         order, dispatch, expert, combine = (
             own.stages[op] for op in (ops.ORDER, ops.DISPATCH, ops.EXPERT, ops.COMBINE)
         )
-        has_replicas = layer.layer_context.plan.has_replicas
+        has_replicas, once = layer.layer_context.plan.has_replicas, layer.layer_context.sends_once
         serve_expert = StripeExpert(expert, add_grad, self.recomputes, has_replicas)
         stages: dict[Op, Stage] = {
             tasks.ATTENTION: StripeAttention(layer.layer_context.layer, stripes),
             tasks.DISPATCH: StripeDispatch(
-                order, dispatch, self.device, is_graded, layer.rows_are_like
+                order, dispatch, self.device, is_graded, layer.rows_are_like, once
             ),
             tasks.EXPERT: serve_expert,
             tasks.OFFLOADED: serve_expert,
-            tasks.COMBINE: StripeCombine(combine),
+            tasks.COMBINE: StripeCombine(combine, once),
         }
         if has_replicas:
             assert layer.replicas is not None, "its strategy uses what they travel by"

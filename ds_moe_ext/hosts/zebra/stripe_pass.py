@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
+from ds_moe_ext.core.rows import numbers
 from ds_moe_ext.hosts.zebra.graph_cut import Pending, Root, backward_of_part, next_number
 from ds_moe_ext.moe.route import Route, weighing_grads
 from ds_moe_ext.schedule.executor import Carried
@@ -45,13 +46,19 @@ class Question(NamedTuple):
     layer: int
     x_TD: Tensor  # hidden states, detached
     expert_TK: Tensor  # chosen experts, int64; -1 where a choice was dropped
+    score_TK: Tensor  # weight of each choice, detached
 
 
 class Answer(NamedTuple):
-    """What it gets: rows of the experts ``[N, D]`` in send order, and how they were sent."""
+    """What it gets: rows of the experts ``[N, D]`` in send order, and how they were sent; or their
+    weighed sums by token, ``[T, D]``, and None."""
 
     returned_ND: Tensor
-    route: Route
+    route: Route | None
+
+
+Grads = tuple[Tensor, Tensor | None]
+"""Of hidden states, and of scores if these weighed rows on other ranks."""
 
 
 Cut = tuple[Tensor, GradientEdge]
@@ -65,6 +72,7 @@ class _Block:
     first: int  # number of its first node
     entered: list[Cut] = field(default_factory=list)  # of what came in
     x: GradientEdge | None = None  # hidden states of the experts; None where they have no gradient
+    score: GradientEdge | None = None  # their weights; likewise
     answer: Answer | None = None  # of the experts; its rows are a leaf
     left: list[Cut] = field(default_factory=list)  # of what came out
     roots: list[Root] = field(default_factory=list)  # gradients of what came out
@@ -172,11 +180,13 @@ class StripePass:
         assert grad_ND is not None
         return grad_ND
 
-    def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
-        """Backward of a layer's block, from the gradient of the experts' inputs, and on to the
+    def backward(self, layer: int, grads: Grads) -> Tensor | None:
+        """Backward of a layer's block, from the gradients of the experts' inputs, and on to the
         outputs of the experts before; None at the first layer."""
         block = self._blocks[layer]
-        roots = block.roots if block.x is None else [*block.roots, (block.x, grad_TD)]
+        inputs = zip((block.x, block.score), grads)
+        found = [(edge, grad) for edge, grad in inputs if edge is not None and grad is not None]
+        roots = [*block.roots, *found]
         with self._here.backward_of(self):
             self._through(roots, block.first)
             entered = self._taken(block.entered)
@@ -223,12 +233,13 @@ class StripePass:
                 "use_reentrant=False"
             )
         assert self._ask is not None
-        answer = self._ask(Question(layer, x_TD.detach(), expert_TK))
+        answer = self._ask(Question(layer, x_TD.detach(), expert_TK, score_TK.detach()))
         if self._add_grad is not None:
             answer = answer._replace(returned_ND=answer.returned_ND.detach().requires_grad_())
             block = self._blocks[-1]
             block.answer = answer
             block.x = get_gradient_edge(x_TD) if x_TD.requires_grad else None
+            block.score = get_gradient_edge(score_TK) if score_TK.requires_grad else None
         return _Restored.of(answer, score_TK)
 
     def _body(self, ask: Ask) -> None:
@@ -303,6 +314,8 @@ class _Restored(torch.autograd.Function):
 
     @classmethod
     def of(cls, answer: Answer, score_TK: Tensor) -> Tensor:
+        if answer.route is None:
+            return _Same.apply(answer.returned_ND)
         y_TD: Tensor = cls.apply(answer.returned_ND, score_TK, answer.route)
         return y_TD
 
@@ -350,8 +363,8 @@ class Stripe:
         self._lengths[layer] = [question.x_TD.shape[0] for question in questions]
         if len(questions) == 1:
             return questions[0]
-        x_TD = torch.cat([question.x_TD for question in questions])
-        return Question(layer, x_TD, torch.cat([question.expert_TK for question in questions]))
+        _, *tensors = zip(*questions)
+        return Question(layer, *map(torch.cat, tensors))
 
     def finish(self, layer: int, returned: Answer) -> None:
         """On to the end, behind the experts of the last of so many layers."""
@@ -367,15 +380,14 @@ class Stripe:
         pairs = zip(self.stripe_passes, seeds)
         return self._joined(layer, [stripe_pass.turn_around(seed) for stripe_pass, seed in pairs])
 
-    def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
+    def backward(self, layer: int, grads: Grads) -> Tensor | None:
         """Backward of a layer's block, and on to what the experts before it returned."""
-        parts = grad_TD.split(self._lengths[layer])
-        found = [
-            stripe_pass.backward(layer, grad)
-            for stripe_pass, grad in zip(self.stripe_passes, parts)
-        ]
-        grads = [grad for grad in found if grad is not None]
-        return self._joined(layer - 1, grads) if grads else None
+        lengths, (grad_TD, grad_TK) = self._lengths[layer], grads
+        scores = [None] * len(lengths) if grad_TK is None else grad_TK.split(lengths)
+        parts = zip(self.stripe_passes, grad_TD.split(lengths), scores)
+        found = [stripe_pass.backward(layer, (x, score)) for stripe_pass, x, score in parts]
+        returned = [grad for grad in found if grad is not None]
+        return self._joined(layer - 1, returned) if returned else None
 
     def _resumed(self, layer: int, returned: Answer | None) -> list[Question | None]:
         answers: list[Answer | None] = [returned] * len(self.stripe_passes)
@@ -383,7 +395,7 @@ class Stripe:
             lengths, rows = self._lengths[layer - 1], []
             for n, stop in enumerate(np.cumsum(lengths).tolist()):
                 answers[n], own = _within(returned, stop - lengths[n], stop)
-                rows.append(own)
+                rows += own
             self._rows[layer - 1] = rows
         return [
             stripe_pass.forward(answer) for stripe_pass, answer in zip(self.stripe_passes, answers)
@@ -393,13 +405,21 @@ class Stripe:
         """Gradients of rows in the order in which those of all pieces returned."""
         if len(grads) == 1:
             return grads[0]
+        if not self._rows[layer]:
+            return torch.stack(list(grads)).sum(dim=0)
         together = torch.cat(list(grads))
         return torch.empty_like(together).index_copy_(0, torch.cat(self._rows[layer]), together)
 
 
-def _within(answer: Answer, start: int, stop: int) -> tuple[Answer, Tensor]:
-    """The answer for some tokens alone, and which rows are theirs. Waits for the device."""
+def _within(answer: Answer, start: int, stop: int) -> tuple[Answer, list[Tensor]]:
+    """The answer for some tokens alone, and which rows are theirs, if not all. Waits for the device
+    where it does not know them."""
     returned_ND, route = answer
+    if route is None:
+        rows = numbers(len(returned_ND), returned_ND.device)[start:stop]
+        return Answer(returned_ND[start:stop], None), [rows]
+    if route.padded_row_N is not None:
+        return _within_padded(returned_ND, route, start, stop), []
     rows = torch.nonzero((route.token_N >= start) & (route.token_N < stop)).flatten()
     own = replace(
         route,
@@ -407,7 +427,25 @@ def _within(answer: Answer, start: int, stop: int) -> tuple[Answer, Tensor]:
         token_N=route.token_N[rows] - start,
         num_tokens=stop - start,
     )
-    return Answer(returned_ND.index_select(0, rows), own), rows
+    return Answer(returned_ND.index_select(0, rows), own), [rows]
+
+
+def _within_padded(returned_ND: Tensor, route: Route, start: int, stop: int) -> Answer:
+    """The same where rows are padded: to each piece those of the others are padding, too, so that
+    nobody waits for how many are whose."""
+    num_tokens = stop - start
+    assert route.padded_row_N is not None
+    first, num_choices = start * route.top_k, num_tokens * route.top_k
+    choice_N = route.choice_N - first
+    choice_N = choice_N.where((choice_N >= 0) & (choice_N < num_choices), num_choices)
+    own = replace(
+        route,
+        choice_N=choice_N,
+        token_N=choice_N // route.top_k,
+        num_tokens=num_tokens,
+        padded_row_N=route.padded_row_N[first : first + num_choices],
+    )
+    return Answer(returned_ND, own)
 
 
 # Code that runs by turns with its caller, in a thread of its own.
