@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cases of a test are long runs, started by hand (``pytest -m slow``), and what some need.
 
-Where a test has many axes, CI has so many cases that every pair of values is in one (``cases``).
+Where a test has many axes, CI has so many cases that every pair of values is in one (``cases``), or
+those that a test's own table names.
 """
 
 from __future__ import annotations
@@ -47,16 +48,21 @@ def _pairs(case: Values) -> set[Any]:
 
 
 def cases(
-    possible: Callable[[Values], bool], rare: Sequence[Any] = (), **values: Iterable[Any]
+    possible: Callable[[Values], bool],
+    rare: Sequence[Any] = (),
+    quick: Callable[[Values], bool] | None = None,
+    **values: Iterable[Any],
 ) -> Any:
-    """For ``parametrize``: those that no pair needs are slow, and those with a rare value."""
+    """For ``parametrize``: those that are not ``quick`` are slow; without it, those that no pair
+    needs, and those with a rare value."""
     found = list(filter(possible, combinations(**values)))
-    quick = by_pairs([each for each in found if not {*each.values()} & {*rare}])
+    common = [each for each in found if not {*each.values()} & {*rare}]
+    chosen = by_pairs(common) if quick is None else list(filter(quick, found))
     return [
         pytest.param(
             each,
             id=" ".join(f"{name}={value}" for name, value in each.items()),
-            marks=[] if each in quick else [pytest.mark.slow],
+            marks=[] if each in chosen else [pytest.mark.slow],
         )
         for each in found
     ]

@@ -21,7 +21,7 @@ from ds_moe_ext.testing import Ranks
 _ON = os.environ.get("RANKS_ON", "cpu")
 ON_CUDA = _ON == "cuda"
 
-_PRELOADED = ["torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"]
+_PRELOADED = ["torch", "torch._dynamo", "numpy", "ds_moe_ext.testing", "pytest", "hypothesis"]
 _BY_ENGINES = "deepspeed.runtime.zero.muon.muon_optimizer"
 """Loaded by the first engine of a process, and with it all of torch's inductor: two seconds."""
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # which that would start, with threads, before forks

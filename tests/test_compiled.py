@@ -70,6 +70,7 @@ def _come(all_are_there: Barrier, extensions: Path) -> None:
     all_are_there.wait()
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_all_have_it(kept: Path) -> None:
     """As the ranks of a node do. One library is left, and nothing beside it."""
     context = forkserver()

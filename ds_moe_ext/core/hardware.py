@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,6 +295,7 @@ def read_hardware(path: str | Path) -> Hardware:
         raise ValueError(f"hardware file {str(path)!r}: {error}") from error
 
 
+@cache
 def shipped_for(device_name: str) -> Path | None:
     """The file of ``configs/hardware`` that stands for clusters of a device; None where none does.
 

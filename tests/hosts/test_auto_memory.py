@@ -8,6 +8,7 @@ from io import StringIO
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 import ds_moe_ext
@@ -80,6 +81,7 @@ def test_what_replicas_were_seen_to_take_on_one_rank_counts_at_the_next_choice()
     ) in ranks[0].printed
 
 
+@pytest.mark.slow
 def test_plenty_is_plenty() -> None:
     first, second = pool_of(2).run(reported, (PLENTY, PLENTY), (PLENTY, PLENTY // 2))
     assert first.choices == second.choices

@@ -103,6 +103,7 @@ def test_a_folder_of_our_name_is_in_the_way_of_an_editable_install(tmp_path: Pat
     assert printed.count(f"ds_moe_ext is off: {folder} has its name") == 1
 
 
+@pytest.mark.slow  # it is in the way of an editable one, quickly
 def test_a_folder_of_our_name_is_not_in_the_way_of_another(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "ds_moe_ext").mkdir()
     reported, printed = stated(tmp_path, SCRIPT + ASKS_FOR_IT, ON, installed)

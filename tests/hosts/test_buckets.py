@@ -33,7 +33,7 @@ def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage, overlap", [slow(1, True), (2, True), slow(2, False), slow(3, True)]
+    "stage, overlap", [slow(1, True), slow(2, True), slow(2, False), slow(3, True)]
 )
 def test_grids_reduce_in_step(stage: int, overlap: bool) -> None:
     """Each of two grids replicas by plans of its own; their gradients are summed."""

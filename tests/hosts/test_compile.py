@@ -123,7 +123,7 @@ WAYS = {
 }
 
 
-QUICK = (("ep", "engine"), ("experts that move", "model"), ("zebra", "blocks"))
+QUICK = (("experts that move", "model"), ("zebra", "blocks"))
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def test_one_ep_rank_has_nobody_to_copy_to() -> None:
     placed(2, PLACED)
 
 
+@pytest.mark.slow  # links' prices: tests/cost
 def test_replicas_between_ep_ranks_meet_the_links_between_nodes(tmp_path: Path) -> None:
     """An EP rank fills a node of this file, which says nothing of links within nodes."""
     hardware = Hardware(

@@ -150,14 +150,14 @@ def profiled(rank: int, world_size: int, case: Case) -> tuple[Learnt, list[tuple
 
     def watched(*given: Any, **named: Any) -> Any:
         dense = rehearse(*given, **named)
-        found.append((dense.num_trained, dense.blocks_bytes))
+        found.append((dense.parts.num_trained, dense.parts.blocks_bytes))
         return dense
 
     with mock.patch.object(profile, "rehearse_dense", watched):
         return train(rank, world_size, case), found
 
 
-@WAYS
+@pytest.mark.parametrize("way", [AUTOTP, slow(ULYSSES)], ids=str)
 def test_roles_measure_the_divided_model(way: Way) -> None:
     """The ranks that divide it run it together; and whatever moves, it learns what ``ep`` does."""
     job = replace(CURVE, stage=0, dtype="float64", steps=2, num_experts=12)
@@ -176,7 +176,7 @@ def test_roles_measure_the_divided_model(way: Way) -> None:
         assert 0.4 * bytes_of_whole < kept_bytes < 0.9 * bytes_of_whole
 
 
-@WAYS
+@pytest.mark.parametrize("way", [AUTOTP, slow(ULYSSES)], ids=str)
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [slow(0, ()), slow(1, ()), (2, ()), slow(1, ON_HOST), slow(2, ON_HOST)],
@@ -214,7 +214,7 @@ def test_roles_in_bfloat16(way: Way, stage: int, extra: tuple[Any, ...]) -> None
         assert own.norms[0] == pytest.approx(theirs.norms[0], rel=3e-2)
 
 
-@WAYS
+@pytest.mark.parametrize("way", [slow(AUTOTP), ULYSSES], ids=str)
 @pytest.mark.parametrize("stages", [(1, 2, 1), slow((2, 1, 0))], ids=str)
 def test_roles_go_on_from_ep_and_ep_from_roles(
     way: Way, stages: tuple[int, int, int], tmp_path: Path

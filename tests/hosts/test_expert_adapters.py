@@ -82,15 +82,15 @@ FLOAT64 = Job("mixtral", 0, dtype="float64", steps=4, num_experts=8, num_layers=
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (2, {"strategy": "ep"}),
+        slow(2, {"strategy": "ep"}),
         slow(2, {"strategy": "prophet"}),
         slow(2, {"strategy": "fssdp", "keys": MOVING}),
         (2, {"strategy": VARIED, "keys": DRAWN}),
-        slow(2, {"strategy": "esp", "etp_size": 2, "keys": WHOLE_STEPS}),
+        (2, {"strategy": "esp", "etp_size": 2, "keys": WHOLE_STEPS}),
         slow(4, {"strategy": VARIED, "keys": DRAWN}),
         slow(4, {"strategy": "ep", "ep_ranks": 2}),
         slow(4, {"strategy": "esp", "etp_size": 2, "keys": (("degree", 2),)}),
-        (
+        slow(
             4,
             {
                 "strategy": "esp",
@@ -158,7 +158,7 @@ GRADIENT: dict[str, Any] = {"steps": 1, "optimizer": "object", "sgd": True, "lea
 @pytest.mark.parametrize(
     ("ranks", "stage", "keys"),
     [
-        (2, 1, {"strategy": "ep"}),
+        slow(2, 1, {"strategy": "ep"}),
         slow(2, 2, {"strategy": VARIED, "keys": DRAWN}),
         slow(2, 3, {"strategy": "ep"}),
         (2, 3, {"strategy": VARIED, "keys": STAYING}),
@@ -416,6 +416,7 @@ def train_and_save(rank: int, world_size: int, job: Job, leaves_frozen_out: bool
         return train(rank, world_size, job)
 
 
+@pytest.mark.slow  # another does, above
 def test_the_same_layout_goes_on_exactly(tmp_path: Path) -> None:
     job = replace(FLOAT64, strategy="ep", folder=str(tmp_path), num_layers=2)
     whole, rest = run(2, replace(job, save_at=2)), run(2, replace(job, resume=True))

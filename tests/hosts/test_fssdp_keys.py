@@ -187,6 +187,7 @@ def test_a_link_within_nodes_is_enough_there(tmp_path: Path) -> None:
     assert ours.losses == pytest.approx(plain(2, job).losses, rel=1e-5)
 
 
+@pytest.mark.slow  # quick with the table of test_configurations.py
 def test_grids_of_some_ranks_where_owners_stay() -> None:
     job = Job("toy", 1, steps=6, ep_ranks=2)
     ours, steps = run(4, fssdp(job, overlap_degree=8, replicas_per_rank=8, reshard_interval=0))

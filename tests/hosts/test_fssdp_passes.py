@@ -343,7 +343,8 @@ def test_nothing_travels_when_experts_move(rematerialized: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rematerialized", "no_sync"), [(0.0, True), (1.0, False), slow(0.0, False), slow(1.0, True)]
+    ("rematerialized", "no_sync"),
+    [(0.0, True), slow(1.0, False), slow(0.0, False), slow(1.0, True)],
 )
 def test_collectives_of_a_step(rematerialized: float, no_sync: bool) -> None:
     """Copies live for all micro-batches of a step, and what they learn travels in the last; where

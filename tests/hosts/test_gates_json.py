@@ -101,8 +101,8 @@ def of_gates(result: Result) -> dict[str, Tensor]:
 
 
 QUICK = {
-    *(("mixtral", name) for name in ("softmax", "sigmoid", "expert choice", "a user's")),
-    *(("gpt_moe", name) for name in ("cosine", "soft")),
+    *(("mixtral", name) for name in ("expert choice", "a user's")),
+    ("gpt_moe", "cosine"),
 }
 
 

@@ -23,6 +23,7 @@ from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.families import tokens_of
 from tests.hosts.replaced import replace_experts, stacked
+from tests.marks import slow
 from tests.ranks import pool_of
 
 Errors = dict[str, float]
@@ -113,7 +114,9 @@ def check(world_size: int, case: Case, tolerance: float) -> list[Errors]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize(
+    "family", ["mixtral", *(slow(name) for name in families.NAMES if name != "mixtral")]
+)
 def test_equals_stock(family: str, world_size: int) -> None:
     errors = check(world_size, Case(family), 1e-5)[0]
     assert {"logits", "loss"} <= errors.keys()

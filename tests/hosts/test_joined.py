@@ -77,7 +77,7 @@ def evaluate_apart(rank: int, world_size: int, job: Job) -> None:
     assert after == pytest.approx(_train(other, rank, range(2, 4)), rel=1e-4)
 
 
-QUICK = ("ep", "fssdp")
+QUICK = ("fssdp",)
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,8 @@ def test_multi_token_prediction(name: str, hardware: str) -> None:
     assert any(name.startswith("mtp.") and "experts" in name for name in ours[0].trained.weights)
 
 
-@pytest.mark.parametrize("name", ["varied", slow("fssdp"), slow("prophet")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["varied", "fssdp", "prophet"])
 def test_a_stage_without_moe_layers(name: str, hardware: str) -> None:
     frequency = (("moe_layer_freq", [0, 0, 1, 1]),)
     steps = 2 if name == "varied" else 8

@@ -87,7 +87,7 @@ ROUNDED: dict[str, MegatronRun] = {
 }
 
 
-QUICK = ("grouped, distributed, overlapped", "moe_act", "DeepEP", "fp8 tensorwise")
+QUICK = ("grouped, distributed, overlapped", "DeepEP")
 
 
 def test_some_by_transformer_engine(tmp_path: Path) -> None:

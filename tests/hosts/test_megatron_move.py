@@ -170,6 +170,7 @@ def run_watched_gradients(rank: int, world_size: int) -> list[float]:
     return [float((found[name] - expected[name]).abs().max()) for name in expected]
 
 
+@pytest.mark.slow  # or moved experts would not train alike above
 def test_gradients_arrive_at_their_owner_too() -> None:
     assert max(max(errors) for errors in pool_of(2).run(run_watched_gradients)) < 1e-12
 

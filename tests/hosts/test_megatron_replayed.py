@@ -38,7 +38,7 @@ def _train(rank: int, world_size: int, run: MegatronRun, has_graphs: bool) -> Tr
         )
 
 
-@pytest.mark.parametrize("name", [*list(RUNS)[:2], slow("PP2"), "PP2 VPP2", slow("recompute full")])
+@pytest.mark.parametrize("name", [name if name.startswith("DP2") else slow(name) for name in RUNS])
 def test_learns_the_same(name: str) -> None:
     world_size, run = RUNS[name]
     ours = pool_of(world_size).run(_train, run, True)

@@ -107,6 +107,7 @@ def sealed(rank: int, world_size: int, folder: str) -> None:
             save(training, folder, FULLY)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
     pool_of(2).run(sealed, str(tmp_path))
     document = json.loads((tmp_path / SUMS_FILE).read_text())
@@ -140,6 +141,7 @@ def _reported(run: MegatronRun, folder: str) -> list[str]:
     return [text for each in seen if "routes tokens" in (text := str(each.message))]
 
 
+@pytest.mark.slow  # under DeepSpeed in test_saved_routing.py
 def test_a_model_that_routes_otherwise_is_reported(tmp_path: Path) -> None:
     first, second = pool_of(2).run(reported_of_routing, str(tmp_path))
     assert not any(second)

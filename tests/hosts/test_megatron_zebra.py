@@ -138,7 +138,7 @@ def freeze_all_experts(chunk: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("freeze", "run"),
     [
-        (freeze_experts, RUN),
+        slow(freeze_experts, RUN),
         slow(freeze_all_experts, RUN),
         slow(freeze_experts, OVERLAP),
         slow(freeze_all_experts, OVERLAP),
@@ -327,6 +327,7 @@ def test_roles_by_device() -> None:
         torch.testing.assert_close(losses, stock(1, RUN)[0].losses, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow  # micro-batches do in every other test
 def test_gradients_of_two_schedules_add_up() -> None:
     found, expected = (
         pool_of(3).run(two_schedules, block(2, 1)),
@@ -346,6 +347,7 @@ def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
     assert {event["pid"] for event in of(events, "X")} == {0, 1, 2}
 
 
+@pytest.mark.slow  # on expert ranks, quickly, below
 def test_replicas_on_either_role() -> None:
     options = {"attention_size": 1, "expert_size": 2, "on_attention": True, "revises": True}
     own = {"strategy": "tests.strategies_for_tests:TwoRoles", "options": options}
@@ -457,7 +459,7 @@ CP = replace(RUN, cp=2, steps=2)
         slow(2, TP),
         slow(1, replace(TP, optimizer="distributed")),
         slow(2, replace(TP, swiglu=True, shared_ffn=32, experts="te_grouped")),
-        (1, CP),
+        slow(1, CP),
         slow(2, CP),
         slow(1, replace(CP, optimizer="distributed")),
     ],
@@ -626,7 +628,8 @@ def scaled(
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["ddp", slow("distributed")])
+@pytest.mark.slow  # under DeepSpeed in test_zebra_checkpoint.py
+@pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
 def test_float16_scales_losses_of_both_roles_alike(optimizer: Any, tmp_path: Path) -> None:
     """The first step overflows and is skipped; when the scale has grown again, others are."""
     run = replace(HALF, optimizer=optimizer)

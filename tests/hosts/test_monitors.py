@@ -200,7 +200,8 @@ def test_a_monitor_that_fails_warns_once_and_changes_nothing(tmp_path: Path) -> 
         assert rank.losses == without.losses  # to the last bit
 
 
-@pytest.mark.parametrize("report", [{"monitor": False}, slow({"enabled": False})])
+@pytest.mark.slow
+@pytest.mark.parametrize("report", [{"monitor": False}, {"enabled": False}])
 def test_nothing_is_shown_where_it_is_not_wanted(tmp_path: Path, report: dict[str, Any]) -> None:
     where = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
     job = replace(FSSDP, steps=5, extra=(("csv_monitor", where), ("steps_per_print", 5)))
@@ -307,6 +308,7 @@ def looped(rank: int, world_size: int, **report: Any) -> Looped:
     return Looped(got, balances, recorder.record().to_json(), losses)
 
 
+@pytest.mark.slow
 def test_a_monitor_of_ones_own_in_a_training_loop() -> None:
     first, second = pool_of(2).run(looped)
     got, balances = first.got, first.balances

@@ -134,7 +134,7 @@ def equal(got: Result, expected: Result, tolerance: float) -> None:
     [
         slow("dbrx", "ep"),
         slow("dbrx", "fssdp"),
-        ("switch_transformers", "fssdp"),
+        slow("switch_transformers", "fssdp"),
         slow("switch_transformers", "ep"),
         slow("longcat_flash", "ep"),
         slow("longcat_flash", "fssdp"),

@@ -363,6 +363,7 @@ ENDED = {
 }
 
 
+@pytest.mark.slow
 def test_handlers_of_the_users_and_other_processes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OWN],

@@ -62,7 +62,9 @@ def planned(rank: int, world_size: int, host: Any) -> list[str]:
     return threads
 
 
-@pytest.mark.parametrize("host", [_plain, _deepspeed, _megatron])
+@pytest.mark.parametrize(
+    "host", [pytest.param(_plain, marks=pytest.mark.slow), _deepspeed, _megatron]
+)
 def test_plans_are_made_beside_the_step(host: Any) -> None:
     """But for the first, of which nobody knows how many rows it will have."""
     for threads in pool_of(2).run(planned, host):

@@ -198,6 +198,7 @@ def test_all_ranks_plan_alike(tmp_path: Path) -> None:
     assert any(num_copied(ranks[0]))
 
 
+@pytest.mark.slow  # varied rows of test_configurations.py carry some
 def test_carried_pieces_change_nothing() -> None:
     job = replace(JOB, dtype="float64", steps=4)
     for rematerialized in (0.0, 1.0):

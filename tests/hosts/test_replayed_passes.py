@@ -43,7 +43,7 @@ JOBS = {
 }
 
 
-QUICK = ("ZeRO 1", "two ranks, each with all experts", "padded", "checkpointed with reentrance")
+QUICK = ("two ranks, each with all experts",)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in JOBS])

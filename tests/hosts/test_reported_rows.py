@@ -136,7 +136,9 @@ def trained(rank: int, world_size: int, job: Job) -> Run:
     return Run(job, RunRecord.from_json(recorder.record().to_json()), steps)
 
 
-@pytest.fixture(scope="module", params=["ep", slow("fssdp"), "fssdp calibrated", "prophet priced"])
+@pytest.fixture(
+    scope="module", params=[slow("ep"), slow("fssdp"), "fssdp calibrated", slow("prophet priced")]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     strategy, keys = RUNS[request.param]
     path: Path = tmp_path_factory.mktemp("hardware") / "hardware.json"

@@ -7,6 +7,8 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 
+import pytest
+
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.ranks import pool_of
@@ -43,6 +45,7 @@ def _recorded(rank: int, world_size: int) -> RunRecord:
     return ds_moe_ext.recorder_of(engine).record()
 
 
+@pytest.mark.slow
 def test_tasks_of_ep_ranks_and_slices_are_in_the_timeline() -> None:
     record = pool_of(2).run(_recorded)[0]
     assert (record.strategy, record.num_ep_ranks) == ("esp over ep", 1)

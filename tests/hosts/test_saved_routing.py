@@ -75,7 +75,7 @@ def warned_by(
     [
         (NATIVE, replace(NATIVE, top_k=1), "k was 2 and is 1"),
         slow(NATIVE, replace(NATIVE, drop_tokens=True), "drop_tokens was False and is True"),
-        (
+        slow(
             MIXTRAL,
             replace(MIXTRAL, strategy="fssdp", capacity_factor=1.25),
             "ds_moe_ext.capacity_factor was None and is 1.25",
@@ -119,7 +119,7 @@ def test_what_no_attribute_says_is_seen_in_the_first_step() -> None:
     [
         (MIXTRAL, replace(MIXTRAL, strategy="fssdp", stage=2, ep_ranks=1)),
         slow(NATIVE, replace(NATIVE, ep_size=2)),
-        (TOY, TOY),
+        slow(TOY, TOY),
         slow(SIGMOID, SIGMOID),
     ],
 )

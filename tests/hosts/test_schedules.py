@@ -177,11 +177,9 @@ def check_equal(ours: list[Run], theirs: Run) -> None:
 QUICK = {
     "by group": ("zebra", 1, True),
     "one cycle": ("fssdp", 0, False),
-    "cosine": ("zebra", 2, False),
-    "sequential": ("ep", 1, False),
-    "plateau": ("fssdp", 2, True),
+    "plateau": ("ep", 2, True),
 }
-"""One way of most schedules, so that there is each strategy, stage, and manner of stepping."""
+"""One way of some schedules, so that there is each strategy, stage, and manner of stepping."""
 
 CASES = [
     pytest.param(schedule, *each) if each == QUICK.get(schedule) else slow(schedule, *each)
@@ -201,7 +199,7 @@ def test_rates_are_those_without_us(
 @pytest.mark.parametrize(
     ("schedule", "is_passed", "source", "goals"),
     [
-        ("sequential", True, ("zebra", 1), [("zebra", 1), ("ep", 2), ("fssdp", 0)]),
+        ("sequential", True, ("zebra", 1), [("zebra", 1), ("fssdp", 0)]),
         slow("one cycle", False, ("ep", 2), [("ep", 1), ("zebra", 2), ("zebra", 0)]),
         slow("plateau", True, ("fssdp", 0), [("fssdp", 0), ("zebra", 2), ("ep", 0)]),
         slow("by group", True, ("ep", 0), [("zebra", 0), ("zebra", 1), ("fssdp", 2)]),

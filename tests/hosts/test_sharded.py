@@ -124,6 +124,7 @@ def gathered_behind(rank: int, world_size: int, job: Job, number: int) -> list[i
     return found
 
 
+@pytest.mark.slow  # a cost, no result
 def test_what_measures_gathers_only_where_it_measures() -> None:
     keys = (("slice_gradients", False),)
     job = replace(JOB, strategy="esp", keys=keys, ep_ranks=2, etp_size=1)
@@ -136,6 +137,7 @@ def traced(rank: int, world_size: int, job: Job) -> bool:
     return bool(engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace())
 
 
+@pytest.mark.slow  # a cost, no result
 def test_other_plans_do_not_disturb_what_is_fetched_beforehand() -> None:
     """ZeRO looks ahead by the order of modules in the steps before."""
     assert all(pool_of(2).run(traced, REPLICAS))
@@ -212,7 +214,7 @@ def exported(rank: int, world_size: int, folder: str, gathers: bool) -> tuple[bo
     return is_saved, ds_moe_ext.full_state_dict(engine.module)
 
 
-@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("gathers", [True, slow(False)])
 def test_a_saved_model_is_whole_where_that_is_asked_for(gathers: bool, tmp_path: Path) -> None:
     (is_saved, state), _ = pool_of(2).run(exported, str(tmp_path), gathers)
     assert is_saved == gathers
@@ -242,7 +244,7 @@ def evaluated(rank: int, world_size: int, job: Job) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("job", [JOB, REPLICAS], ids=["ep", "fssdp"])
+@pytest.mark.parametrize("job", [slow(JOB), REPLICAS], ids=["ep", "fssdp"])
 def test_an_engine_without_an_optimizer_evaluates(job: Job) -> None:
     for bare, full in pool_of(2).run(evaluated, job):
         assert bare == full

@@ -204,6 +204,7 @@ def test_frozen_experts_may_be_left_out(layout: Layout, tmp_path: Path) -> None:
     assert_equal(after, before)
 
 
+@pytest.mark.slow  # whole ones do above
 def test_an_engine_of_split_experts_goes_on_from_format_2(tmp_path: Path) -> None:
     checkpoint = saved(2, ep(2, 1).job)
     shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)

@@ -95,7 +95,7 @@ def apart(rank: int, world_size: int, function: Any, *args: Any, **kwargs: Any) 
     ("name", "stage", "dtype"),
     [
         slow("ep", 0, "float32"),
-        ("ep", 1, "bfloat16"),
+        slow("ep", 1, "bfloat16"),
         slow("esp", 1, "float32"),
         slow("prophet", 2, "bfloat16"),
         ("fssdp", 2, "float32"),

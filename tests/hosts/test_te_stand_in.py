@@ -85,6 +85,7 @@ def test_modules_do_as_the_real_ones() -> None:
     run_script(FOLDER / "te_modules.py", path=(STAND_IN,))
 
 
+@pytest.mark.slow  # two ranks do in test_megatron_guests.py
 def test_one_rank_trains_as_with_local_layers(tmp_path: Path) -> None:
     fused = {"moe_permute_fusion": True, "moe_router_fusion": True}
     act = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}

@@ -191,6 +191,7 @@ def test_a_model_of_hugging_face(wrap: str, strategy: str) -> None:
     assert_equal(pool_of(2).run(train, loop), "mixtral", 5)
 
 
+@pytest.mark.slow  # every rank owns all in tests of ep_ranks
 @pytest.mark.parametrize("block", [slow({"strategy": "ep"}), {"strategy": "fssdp", **STAYING}])
 @pytest.mark.parametrize("family", [slow("toy"), "toy, shared experts"])
 def test_experts_with_several_owners(family: str, block: dict[str, Any]) -> None:

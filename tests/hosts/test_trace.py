@@ -17,6 +17,7 @@ from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.schedule.task import HAVE_AGAIN, JOIN, START
 from tests.hosts.copied_runs import varied
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
+from tests.marks import slow
 from tests.ranks import pool_of
 from tests.trace_rules import assert_sound, of
 
@@ -93,7 +94,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
     return run
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [slow("ep"), "replicas"])
 def test_all_ranks_are_in_one_trace(name: str, traced: Callable[[str], Traced]) -> None:
     job, (first, events) = JOBS[name], traced(name)
     assert_sound(events)
@@ -111,6 +112,7 @@ def test_all_ranks_are_in_one_trace(name: str, traced: Callable[[str], Traced]) 
     _assert_counts(events, first.record, job)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_loaded_within_the_traced_steps_traces_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     pool_of(RANKS).run(left, JOBS["ep"], path, STEPS)
@@ -119,6 +121,7 @@ def test_a_run_that_is_loaded_within_the_traced_steps_traces_the_rest(tmp_path: 
     assert {e["pid"] for e in of(events, "X")} == set(range(RANKS))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_the_traced_steps_leaves_those_of_the_first_rank(
     tmp_path: Path,
 ) -> None:

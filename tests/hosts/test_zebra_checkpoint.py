@@ -269,6 +269,7 @@ def without_optimizer(rank: int, world_size: int, job: Job, folder: str, saves: 
     return held_by(engine)
 
 
+@pytest.mark.slow
 def test_without_an_optimizer(tmp_path: Path) -> None:
     """Both roles save and load in one way."""
     ours, theirs = striped(2, 0), ep(2, 0)
