@@ -120,7 +120,7 @@ class _OfTables(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron."):  # of 0.15 the table itself, of others what lies beside
             return Metadata if name == "MCoreMetadata" else Unknown
-        if (module, name) == ("builtins", "getattr"):
+        if name == "getattr" and module in ("builtins", "__builtin__"):  # the latter in protocol 2
             return _member
         if name not in _IN_TABLES.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not run")

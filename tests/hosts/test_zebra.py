@@ -174,7 +174,7 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"attention_device": 40}, "attention_device is 40, but must be a string or null"),
         ({"recompute_experts": 1}, "recompute_experts is 1, but must be true or false"),
-        ({"profile": {}}, "profile needs the key 'sequence_length'; add it"),
+        ({"profile": {}}, "profile needs the key 'sequence_length' under DeepSpeed"),
         ({"profile": True}, "profile is True, but must be an object or null"),
         ({"profile": {"sequence_length": 0}}, "profile.sequence_length is 0; .* at least 1"),
         ({"profile": {"sequence_length": 8, "variant": "x"}}, "variant is 'x', but must be 'corr"),

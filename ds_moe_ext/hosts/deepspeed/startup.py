@@ -116,6 +116,12 @@ def checked(given: Given, settings: Settings, strategy: Strategy) -> Strategy:
     strategy = settle(OWNERS, strategy, (OWNERS_AT_STAGE_3,), given, log)
     if strategy.roles is not None:
         refuse(WITH_ROLES, given, context=f"{BLOCK}.strategy is {settings.strategy!r}")
+        profile = getattr(strategy, "profile", None)
+        if profile is not None and profile.sequence_length is None:
+            raise ValueError(
+                f"{BLOCK}.zebra.profile needs the key 'sequence_length' under DeepSpeed, which "
+                "knows the length only with the first batch; add it"
+            )
     if settings.sequence_parallel and TensorParallel.of(given.mpu).group is None:
         raise ValueError(
             f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
