@@ -65,7 +65,16 @@ class Mixed:
     @cached_property
     def zebra(self) -> ZebraPrice | str:
         """What zebra takes, or why it cannot be."""
-        return self.case.zebra(self.case.rows(self.loads), is_megatron=self.is_megatron)
+        asked = self._before.get("ep") or {}
+        both = (False,) if asked.get("static_capacity") else (False, True)
+        sends_once = (bool(asked["send_once"]),) if "send_once" in asked else both
+        rows = self.case.rows(self.loads)
+        return self.case.zebra(rows, is_megatron=self.is_megatron, sends_once=sends_once)
+
+    @property
+    def _before(self) -> Mapping[str, Any]:
+        """Keys of ``ds_moe_ext`` that the job's file has."""
+        return self.asked.document.get(BLOCK) or {}
 
     @property
     def sides(self) -> tuple[Hardware, Hardware]:
@@ -125,7 +134,6 @@ class Mixed:
 
     def block(self, zebra: ZebraPrice, device: str | None) -> Mapping[str, Any]:
         """Keys of ``ds_moe_ext``, over what the job's file has; roles by a device, if it is one."""
-        before = self.asked.document.get(BLOCK) or {}
         roles: dict[str, Any] = {
             "attention_size": zebra.shape.attention_ranks,
             "expert_size": zebra.shape.expert_ranks,
@@ -138,7 +146,9 @@ class Mixed:
             roles["moved"] = list(zebra.moved_L)
         else:  # measured at start, since what is priced rests on datasheets
             roles["profile"] = {"sequence_length": self.case.training.length}
-        kept = {key: value for key, value in before.items() if key not in NOT_WITH_ROLES}
+        kept = {key: value for key, value in self._before.items() if key not in NOT_WITH_ROLES}
+        if zebra.once_to:
+            kept["ep"] = {**(kept.get("ep") or {}), "send_once": True}
         return {**kept, "enabled": True, "strategy": "zebra", "zebra": roles}
 
     def document(self, block: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -182,7 +192,7 @@ class Mixed:
         if out is not None:
             added.append(f"--ds-moe-ext-config {out}")
         dropped = [f"--{kind}" for kind in self.no_longer]
-        if "expert_parallel_size" in (self.asked.document.get(BLOCK) or {}):
+        if "expert_parallel_size" in self._before:
             dropped.append("--expert-model-parallel-size")
         return " ".join(added) + (f"; leave out {', '.join(dropped)}" if dropped else "")
 
@@ -220,7 +230,8 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
         written += [(given.hostfile, order.hostfile)]
     lines += [
         "assumed: zebra and DistEP by zebra's simulator, where the host takes no time and a rank "
-        "sends everything by its network card; EP as ds-moe-ext price does",
+        "sends everything by its network card; EP as ds-moe-ext price does, a row for each expert "
+        "of a token",
         *assumed(Market(mixed.case, given.loads, "", (), ()))[:1],
     ]
     for path, text in written:
@@ -307,6 +318,12 @@ def _words(mixed: Mixed, zebra: ZebraPrice, out: Path | None) -> list[str]:
         "memory: attention rank "
         f"{_of(zebra.attention_bytes, new)}, expert rank {_of(zebra.expert_bytes, old)}",
     ]
+    if zebra.once_to:
+        target = "node" if zebra.once_to > 1 else "rank"
+        lines.append(
+            f"ep.send_once: a token's row travels once to each {target} with experts of its own, "
+            "so many as uniform routing has in the mean; adding up what comes back takes no time"
+        )
     if mixed.no_longer:
         lines.append(
             f"number type: {training.number_type}, since one of the devices has no "

@@ -145,6 +145,9 @@ class TwoClasses:
     # how many times as long as forward computing takes in backward: 3 where activations are
     # computed again, else 2
     backward: float = 3.0
+    # ranks, as those of a node, that one row of a token reaches together, however many of its
+    # experts they have (``ep.send_once``); 0: a row for each of its experts
+    once_to: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.backward < math.inf:
@@ -173,6 +176,12 @@ def all_to_all_s(bytes_CC: np.ndarray, link: Link) -> float:
     travels_CC = (bytes_CC > 0) & ~np.eye(len(bytes_CC), dtype=bool)
     seconds_CC = np.where(travels_CC, link.latency_s + bytes_CC / link.bytes_per_s, 0.0)
     return float(max(seconds_CC.sum(axis=0).max(), seconds_CC.sum(axis=1).max()))
+
+
+def once_to(ranks_per_node: int, attention: int, expert: int) -> int:
+    """Ranks that a row reaches together where it travels once: those of a node, if roles have
+    whole ones."""
+    return ranks_per_node if attention % ranks_per_node == expert % ranks_per_node == 0 else 1
 
 
 HEAD_BACKWARD = 2.0  # its activations are there still
@@ -267,15 +276,22 @@ def stripe_times(ranks: TwoClasses, shape: ZebraShape, num_samples: int) -> Laye
 
 def exchange_s(ranks: TwoClasses, shape: ZebraShape, num_samples: int, moved: int) -> float:
     """Dispatch, or combine, of a layer and a stripe, each expert rank having lost so many experts;
-    every expert has equally many rows."""
+    every expert has equally many rows, and with ``once_to`` all sets of a token's are as likely."""
     attention, expert = shape.attention_ranks, shape.expert_ranks
     num_experts = ranks.model.num_experts
     held_C = np.empty(attention + expert)
     held_C[:attention] = moved * expert / attention
     held_C[attention:] = num_experts / expert - moved
+    share_C = held_C / num_experts
+    if ranks.once_to:
+        near_C = np.repeat(np.minimum(ranks.once_to, (attention, expert)), (attention, expert))
+        drawn_K1 = np.arange(ranks.model.top_k)[:, None]
+        others_KC = (num_experts - near_C * held_C - drawn_K1).clip(0)
+        missed_C = (others_KC / (num_experts - drawn_K1)).prod(axis=0)
+        share_C = (1 - missed_C) / (near_C * ranks.model.top_k)
     sent_bytes = shape.stripe_samples(num_samples) * ranks.model.length * ranks.model.sent_bytes
     bytes_CC = np.zeros((len(held_C), len(held_C)))
-    bytes_CC[:attention] = sent_bytes * held_C / num_experts
+    bytes_CC[:attention] = sent_bytes * share_C
     return all_to_all_s(bytes_CC, ranks.link)
 
 

@@ -291,6 +291,7 @@ class Stripes:
     top_k: int  # rows of a token
     row_bytes: float  # of each on its way
     link: Link | None = None  # of a rank's network card; None: rows take no time
+    once_to: int = 0  # as of ``TwoClasses``
 
 
 @dataclass(frozen=True)
@@ -311,19 +312,34 @@ def choose_moved(
     stripes: Stripes,
     memory: Memory,
     squeeze: Squeeze = squeeze_seconds,
+    *,
+    is_megatron: bool = False,
 ) -> Choice:
-    """Algorithm 1 within the bounds of memory, if it pays.
+    """Algorithm 1 within the bounds of memory and of what a host runs, if it pays.
 
     It takes micro-batches to be many enough to hide what travels. Where they are few, experts on
-    attention ranks can make a step longer (spec G8): then none move, unless memory wants it.
+    attention ranks can make a step longer (spec G8): then none move, unless memory wants it. Of all
+    experts one chunk stays, since expert ranks without experts are refused; and under Megatron none
+    move where attention ranks do not divide those of a layer.
 
     All layers are alike; ``times`` are of one layer and stripe, forward and backward together. A
     model that does not fit is a ``ValueError``.
     """
     bounds = moved_bounds(group, memory, stripes.num_stripes)
-    plan = assign_experts(
-        group, times, min_moved=bounds.least, max_moved=bounds.most, squeeze=squeeze
-    )
+    num_experts = group.num_layers * group.num_experts
+    chunks = min(group.num_layers * group.layer_chunks, (num_experts - 1) // group.chunk_experts)
+    why = f"expert ranks must keep some, and give {group.chunk_experts} at a time"
+    if is_megatron and group.num_experts % group.attention_ranks:
+        chunks = 0
+        why = f"Megatron needs a layer's to divide by {group.attention_ranks} attention ranks"
+    if bounds.least > chunks * group.chunk_experts:
+        raise ValueError(
+            f"the model does not fit: {group.expert_ranks} expert ranks lack memory for "
+            f"{bounds.least} of {num_experts} experts beside the rows of a step, and at most "
+            f"{chunks * group.chunk_experts} may move, since {why}; take more expert ranks"
+        )
+    most = min(bounds.most, chunks * group.chunk.per_attention_rank)
+    plan = assign_experts(group, times, min_moved=bounds.least, max_moved=most, squeeze=squeeze)
     none_L = (0,) * group.num_layers
     before_s, after_s = (step_seconds(group, times, stripes, o_L) for o_L in (none_L, plan.moved_L))
     pays = bounds.least > 0 or after_s < before_s
@@ -361,6 +377,7 @@ def step_seconds(
         old=RankClass(attention_s=0.0, expert_s=times.expert_s * share / arriving),
         link=stripes.link or NO_TRAVEL,
         backward=BACKWARD,
+        once_to=stripes.once_to,
     )
     shape = ZebraShape(
         attention_ranks=attention, expert_ranks=expert, num_stripes=stripes.num_stripes

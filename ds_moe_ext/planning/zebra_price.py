@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from operator import attrgetter
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from ds_moe_ext.planning.model_shape import (
     OnItsWay,
     Training,
 )
-from ds_moe_ext.planning.zebra_costs import MOST_STRIPES, LayerTimes, ZebraShape, card_of
+from ds_moe_ext.planning.zebra_costs import MOST_STRIPES, LayerTimes, ZebraShape, card_of, once_to
 from ds_moe_ext.planning.zebra_planner import (
     USABLE,
     Memory,
@@ -37,7 +38,6 @@ from ds_moe_ext.planning.zebra_planner import (
     WeightBytes,
     ZebraGroup,
     choose_moved,
-    moved_bounds,
     step_seconds,
     used_bytes,
 )
@@ -112,6 +112,8 @@ class ZebraPrice:
     dist_s: float  # seconds by DistEP: the sides take turns, one stripe, no expert moved
     attention_bytes: float  # memory of an attention rank
     expert_bytes: float  # memory of an expert rank
+    # ranks that a token's row reaches together, where ``ep.send_once`` is faster; 0: it is not
+    once_to: int
 
 
 def price_zebra(
@@ -123,6 +125,7 @@ def price_zebra(
     passes: int,
     on_its_way: OnItsWay | None = None,
     is_megatron: bool = False,
+    sends_once: Sequence[bool] = (False,),
 ) -> ZebraPrice:
     """The fastest step, of all ways to divide the ranks into groups and samples into stripes.
 
@@ -138,6 +141,7 @@ def price_zebra(
         on_its_way: what rows weigh as they travel; None: what they do in memory.
         is_megatron: whether Megatron runs it. There experts move only where attention ranks divide
             those of a layer, and stripes, its micro-batches, are of equally many samples.
+        sends_once: values of ``ep.send_once`` to choose from; the first where both are as fast.
 
     Raises:
         ValueError: no groups fit the ranks, or the model does not fit into memory.
@@ -155,10 +159,15 @@ def price_zebra(
     window_s = (*new.window_s, *new.back_window_s)
     dense_s = sum(window_s) / len(new.window_s) / training.tokens
 
-    def price(attention: int, expert: int, num_groups: int, num_stripes: int) -> ZebraPrice:
+    def price(
+        attention: int, expert: int, num_groups: int, num_stripes: int, once: bool
+    ) -> ZebraPrice:
         _check_divided(training, attention, expert, num_stripes, is_megatron=is_megatron)
         old = run(slow, expert)  # with experts
         samples = training.micro_batch * (attention + expert)  # of a group, times sharers
+        # Codecs encode rows, not sums that nodes make of them.
+        sizes = {1 if on_its_way else each.ranks_per_node for each in clusters}
+        near = once_to(max(sizes), attention, expert) if len(sizes) == 1 else 1
         rows_LN = rows_LE.reshape(len(rows_LE), expert, -1).sum(axis=2)
         imbalance = float((rows_LN.max(axis=1) / rows_LN.mean(axis=1)).mean())
         # The busiest expert rank's card, over that of an attention rank where it is busier.
@@ -188,6 +197,7 @@ def price_zebra(
                 top_k=shape.top_k,
                 row_bytes=busiest * row_bytes,
                 link=link,
+                once_to=once * near,
             )
 
         times, stripes = cut(num_stripes)
@@ -200,22 +210,7 @@ def price_zebra(
                 f"besides experts and has {USABLE * memory.attention_free_bytes:,.0f}; take more "
                 "ranks, fewer samples, or recompute activations"
             )
-        homeless = moved_bounds(group, memory, num_stripes).least
-        moves = not is_megatron or shape.num_experts % attention == 0
-        if homeless and not moves:
-            raise ValueError(
-                f"the model does not fit: {expert} expert ranks lack memory for {homeless} of "
-                f"{group.num_layers * group.num_experts} experts beside the rows of a step, and "
-                f"none may move, since {attention} attention ranks do not divide "
-                f"{shape.num_experts}, as Megatron needs; take more expert ranks"
-            )
-        bounded = memory if moves else replace(memory, attention_free_bytes=0)
-        choice = choose_moved(group, times, stripes, bounded)
-        if sum(choice.moved_L) * expert == group.num_layers * group.num_experts:
-            raise ValueError(
-                f"{attention} attention ranks would compute all experts, since {expert} expert "
-                "ranks are much slower; train on the fast devices alone"
-            )
+        choice = choose_moved(group, times, stripes, memory, is_megatron=is_megatron)
         is_moved = choice.moved_L == choice.proposed_L
         none_L = (0,) * group.num_layers
         dist_s = step_seconds(group, *cut(1), none_L, overlaps=False)
@@ -233,13 +228,15 @@ def price_zebra(
             dist_s=training.micro_batches * dist_s + end_s,
             attention_bytes=RUNTIME + used[0],
             expert_bytes=RUNTIME + used[1],
+            once_to=stripes.once_to,
         )
 
     found, refused = [], []
     for attention, expert, num_groups in _groups(fast, slow, shape.num_experts):
-        for num_stripes in _stripes(attention, expert, training.micro_batch, new):
+        cuts = _stripes(attention, expert, training.micro_batch, new)
+        for num_stripes, once in product(cuts, sends_once):
             try:
-                found.append(price(attention, expert, num_groups, num_stripes))
+                found.append(price(attention, expert, num_groups, num_stripes, once))
             except ValueError as error:
                 refused.append(error)
     if not found:

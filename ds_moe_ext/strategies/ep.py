@@ -72,8 +72,9 @@ class ExpertParallel(Strategy):
             )
         elif self.send_once:
             stated.append(
-                "send once: each token is sent once to an EP rank, however many of its "
-                "experts are there, and one result comes back"
+                "send once: each token is sent once to an EP rank, or to a node where rows go by "
+                "nodes (2dh, without codecs), however many of its experts are there, and one "
+                "result comes back"
             )
         if self.cuda_graphs:
             from ds_moe_ext.schedule.graphs import WARM_UPS  # with torch

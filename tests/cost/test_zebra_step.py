@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -86,6 +87,36 @@ def test_what_is_sent(attention: int, expert: int, moved: int, tokens: float) ->
     ranks = ranks_of(model_of(), link=Link(bytes_per_s=model_of().sent_bytes))
     sent_s = exchange_s(ranks, shape_of(attention, expert, 1), attention, moved)
     assert sent_s == approx(tokens)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expert", "moved", "near"),
+    [(1, 4, 0, 1), (2, 4, 0, 2), (4, 2, 2, 1), (4, 4, 1, 2), (2, 4, 1, 4)],
+)
+def test_what_is_sent_once(attention: int, expert: int, moved: int, near: int) -> None:
+    """By all sets of a token's experts: a row to each rank, or node of several, that has some. It
+    comes to each rank of a node as often, and what a rank keeps is on no card."""
+    model = replace(model_of(num_experts=8), top_k=3)
+    link = Link(bytes_per_s=model.sent_bytes / model.top_k)
+    own, left = moved * expert // attention, 8 // expert - moved
+    ranks_E = np.repeat(np.arange(attention + expert), [own] * attention + [left] * expert)
+    sizes = [min(near, attention)] * attention + [min(near, expert)] * expert
+    nodes_C = [
+        *(rank // near for rank in range(attention)),
+        *(-1 - n // near for n in range(expert)),
+    ]
+    sets = list(combinations(range(8), 3))
+    rows_C = np.zeros(len(sizes))
+    for chosen in sets:
+        hit = {nodes_C[ranks_E[each]] for each in chosen}
+        rows_C += [node in hit for node in nodes_C] / np.array(sizes) / len(sets)
+    busiest = max(attention * rows_C[-1], (attention - 1) * rows_C[0], rows_C[1:].sum())
+    ranks = replace(ranks_of(model, link=link), once_to=near)
+    sent_s = exchange_s(ranks, shape_of(attention, expert, 1), attention, moved)
+    assert sent_s == approx(busiest)
+    assert sent_s <= exchange_s(
+        replace(ranks, once_to=0), shape_of(attention, expert, 1), attention, moved
+    )
 
 
 @PROPERTY

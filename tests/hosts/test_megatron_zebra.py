@@ -946,6 +946,23 @@ def test_defaults_of_a_script_are_settled(monkeypatch: pytest.MonkeyPatch) -> No
     assert "fusion is off" in fusion and "--async-save is off" in save
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_groups_by_device_are_as_large_as_asked(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is known when the names of devices are."""
+    sizes = {"attention_size": None, "expert_size": None, "attention_device": "A40"}
+    document = {**block(1, 2), "zebra": sizes, "expert_parallel_size": size}
+    asked = active_settings.read({"ds_moe_ext": document})
+    assert asked is not None
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr(active_settings, "device_names", lambda _: ["T4", "T4", "A40"])
+    monkeypatch.setattr(active_settings, "part", lambda roles, agree: roles)
+    if size != 3:
+        with pytest.raises(ValueError, match=r"expert_parallel_size is 4.* zebra's sizes say"):
+            active_settings.with_roles(asked)
+        return
+    assert active_settings.with_roles(asked).worlds == Roles((2,), (0, 1))
+
+
 def test_another_torch_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(default_pg=None, group_count=0)  # groups' ranks are kept elsewhere
     monkeypatch.setattr("torch.distributed.distributed_c10d._world", world)

@@ -127,27 +127,57 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 WHOLE = ("--expert-tensor-parallel-size", "1")
 
 
+UNSPLIT = ("--expert-model-parallel-size", "1")
+
+
+def with_roles(folder: Path, size: int, profile: dict[str, Any] | None = None) -> Path:
+    """A file by which half of the ranks have attention, half experts."""
+    config = folder / "zebra.json"
+    zebra = {"attention_size": size, "expert_size": size, "profile": profile}
+    config.write_text(
+        json.dumps({"ds_moe_ext": {"enabled": True, "strategy": "zebra", "zebra": zebra}})
+    )
+    return config
+
+
+def losses_of_roles(printed: str, iterations: int) -> list[list[float]]:
+    """Both log."""
+    reported = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
+    assert len(reported) == 2 * iterations
+    reported.sort(key=lambda line: int(line[0]))
+    return [[float(loss) for _, loss in reported[first::2]] for first in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("world_size", "flags", "profile"), [(2, (), None), (4, (), {}), (4, TENSOR, {})]
 )
 def test_zebra_follows_its_attention_ranks_alone(
     world_size: int, flags: tuple[str, ...], profile: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """Half of the ranks have attention, half experts, which draw them as expert parallel ranks do;
-    both roles log. A profile takes its sizes from the flags."""
-    size, unsplit = world_size // 2, ("--expert-model-parallel-size", "1")
-    config = tmp_path / "zebra.json"
-    zebra = {"attention_size": size, "expert_size": size, "profile": profile}
-    block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
-    config.write_text(json.dumps({"ds_moe_ext": block}))
-    printed = start(world_size, *unsplit, *flags, config=config, iterations=ITERATIONS)
+    """Expert ranks draw experts as expert parallel ranks do. A profile takes its sizes from the
+    flags."""
+    size = world_size // 2
+    config = with_roles(tmp_path, size, profile)
+    printed = start(world_size, *UNSPLIT, *flags, config=config, iterations=ITERATIONS)
     assert ("2 x 32 tokens through one layer" in printed) == (profile is not None)
     assert "ds_moe_ext: gradient accumulation fusion is off" in printed
-    reported = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
-    assert len(reported) == 2 * ITERATIONS
-    reported.sort(key=lambda line: int(line[0]))
-    for of_a_role in (reported[::2], reported[1::2]):
-        check_close([float(loss) for _, loss in of_a_role], stock(size, *flags, *WHOLE))
+    for losses in losses_of_roles(printed, ITERATIONS):
+        check_close(losses, stock(size, *flags, *WHOLE))
+
+
+def test_zebra_saves_and_goes_on_under_async_save(tmp_path: Path) -> None:
+    """The flag is off with roles, and a line says so. One checkpoint has what both need."""
+    config, flags = with_roles(tmp_path, 1), (*UNSPLIT, "--async-save")
+    folder = str(tmp_path / "saved")
+    printed = start(2, *flags, "--save", folder, config=config, iterations=HALF)
+    assert "ds_moe_ext: --async-save is off" in printed
+    for losses in losses_of_roles(printed, HALF):
+        check_close(losses, stock(1, *WHOLE)[:HALF])
+    printed = start(
+        2, *flags, "--load", folder, "--save", folder, config=config, iterations=ITERATIONS
+    )
+    for losses in losses_of_roles(printed, HALF):
+        check_close(losses, resumed_stock(1))
 
 
 def test_without_the_flag_a_run_is_as_without_the_package() -> None:

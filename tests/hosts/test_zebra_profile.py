@@ -46,6 +46,7 @@ class Case:
     free_bytes: tuple[int, int] | None = None
     bfloat16: bool = False
     hooks: tuple[str, ...] = ()
+    hardware: str | None = None  # its file; rows are sent once then
 
     @property
     def job_with_keys(self) -> Job:
@@ -116,6 +117,8 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
     model = jobs.model_of(job)
     document = jobs.document_of(job, world_size)
     document["ds_moe_ext"]["hooks"] = [*case.hooks]
+    if case.hardware is not None:
+        document["ds_moe_ext"] |= {"hardware": case.hardware, "ep": {"send_once": True}}
     settings, strategy = read_settings(document)
     assert strategy is not None
     blueprint = draw(settings, strategy, model, FINDERS, num_ranks or world_size)
@@ -208,19 +211,22 @@ def test_what_is_measured_is_reported_and_chosen_by() -> None:
     assert f"a step takes {after} in place of {before}, simulated (-" in chosen
 
 
-def _row_bytes(rank: int, world_size: int, case: Case) -> float:
+def _row_bytes(rank: int, world_size: int, case: Case) -> tuple[float, int]:
     from ds_moe_ext.hosts.zebra import profile
 
     with mock.patch.object(profile, "choose_moved", wraps=profile.choose_moved) as chosen:
         profiled_on(rank, world_size, case)
-    return float(chosen.call_args.args[2].row_bytes)
+    stripes = chosen.call_args.args[2]
+    return float(stripes.row_bytes), stripes.once_to
 
 
 def test_rows_weigh_what_they_travel_as() -> None:
-    """32 numbers in float32, or as int8."""
+    """32 numbers in float32, or as int8; once to each rank where they are sent once."""
     case = Case(seconds=((8.0, 10.0, 3.0), (9.0,)))
-    assert pool_of(2).run(_row_bytes, case) == [128, 128]
-    assert pool_of(2).run(_row_bytes, replace(case, hooks=("int8",))) == [36, 36]
+    assert pool_of(2).run(_row_bytes, case) == [(128, 0)] * 2
+    assert pool_of(2).run(_row_bytes, replace(case, hooks=("int8",))) == [(36, 0)] * 2
+    once = replace(case, hardware="hetermoe_c1_t4")
+    assert pool_of(2).run(_row_bytes, once) == [(128, 1)] * 2
 
 
 @pytest.mark.parametrize(("variant", "expected"), [("corrected", [0, 2]), ("printed", [2, 2])])
@@ -334,7 +340,7 @@ def test_models_stay_as_they_are(job: Job) -> None:
     ("expert_s", "free_bytes", "why"),
     [
         (9.0, (-(10**9), 10**9), "attention ranks have no memory for experts"),
-        (4.5, (10**9, 10**9), "experts are too large for the pipeline bubbles"),
+        (4.5, (10**9, 10**9), "experts are too large for the pipeline bubbles, or too few"),
     ],
 )
 def test_why_none_move(expert_s: float, free_bytes: tuple[int, int], why: str) -> None:

@@ -44,6 +44,7 @@ from ds_moe_ext.planning.zebra_planner import (
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import ATTENTION, EXPERT, HEAD, OFFLOADED, striped_step
 from ds_moe_ext.schedule.task import Task
+from ds_moe_ext.strategies.zebra import Zebra
 from tests.planners.plainly import PROPERTY
 
 GROUP = ZebraGroup(num_experts=6, num_layers=8, attention_ranks=1, expert_ranks=1)
@@ -164,6 +165,35 @@ def test_what_has_no_room_moves_whether_it_pays_or_not() -> None:
     assert choice.bounds.least == 4
     assert choice.moved_L == (0, 1, 0, 1, 0, 1, 0, 1)
     assert choice.after_s > choice.before_s
+
+
+def test_expert_ranks_keep_some() -> None:
+    """However slow, and however little memory they have: the last chunk stays."""
+    times = LayerTimes(attention_s=1, expert_s=1000, expert_on_attention_s=1)
+    pairs = ZebraGroup(num_experts=4, num_layers=2, attention_ranks=2, expert_ranks=2)
+    for group, moved_L in (
+        (pairs, (1, 2)),
+        (replace(pairs, expert_ranks=1), (2, 4)),  # of 4, two at a time
+        (replace(pairs, num_experts=3, expert_ranks=1), (2, 2)),  # as the third cannot be halved
+        (replace(pairs, num_experts=2, num_layers=1), (0,)),
+    ):
+        assert choose_moved(group, times, STRIPES, PLENTY).moved_L == moved_L
+        attention, expert = group.attention_ranks, group.expert_ranks
+        zebra = Zebra(attention_size=attention, expert_size=expert, moved=list(moved_L))
+        num_experts = [group.num_experts] * group.num_layers
+        assert zebra.first_owners(num_experts, (), attention + expert)  # which refuses none left
+    lacking = replace(PLENTY, expert_free_bytes=0)
+    with pytest.raises(ValueError, match=r"memory for 8 of 8 .* at most 6 may .*, and give 2 at"):
+        choose_moved(pairs, times, STRIPES, lacking)
+
+
+def test_megatron_divides_a_layer_s_experts_by_attention_ranks() -> None:
+    group = ZebraGroup(num_experts=3, num_layers=2, attention_ranks=2, expert_ranks=1)
+    times = LayerTimes(attention_s=1, expert_s=1000, expert_on_attention_s=1)
+    assert choose_moved(group, times, STRIPES, PLENTY, is_megatron=True).moved_L == (0, 0)
+    lacking = replace(PLENTY, expert_free_bytes=0)
+    with pytest.raises(ValueError, match=r"at most 0 may move, since Megatron needs .* by 2 att"):
+        choose_moved(group, times, STRIPES, lacking, is_megatron=True)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

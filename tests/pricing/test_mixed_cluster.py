@@ -19,6 +19,7 @@ from ds_moe_ext.planning.candidates import Reached
 from ds_moe_ext.planning.load_files import read_loads
 from ds_moe_ext.planning.model_shape import Training, of_config
 from ds_moe_ext.planning.zebra_price import ZebraPrice, price_zebra
+from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 from ds_moe_ext.strategies.zebra import Zebra
 from tests.commands import Done, done
@@ -82,7 +83,8 @@ def priced() -> ZebraPrice:
     sizes = {"ranks": 8, "experts": 4, "layers": 2, "tokens": training.tokens, "top_k": 2}
     rows = read_loads("balanced", **sizes, steps=4).rows_ILCE[-1].sum(axis=1)
     shape = of_config(MODEL, "model")
-    return price_zebra(clusters, shape, training, rows, passes=Reached().passes)
+    both = False, True
+    return price_zebra(clusters, shape, training, rows, passes=Reached().passes, sends_once=both)
 
 
 def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
@@ -110,10 +112,18 @@ def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
     assert f"{json.dumps({BLOCK: document[BLOCK]})}\n" in text
     _, strategy = read_settings(document)
     assert isinstance(strategy, Zebra)
+    placing = strategy.placing
+    assert isinstance(placing, ExpertParallel) and placing.send_once == (found.once_to > 0) is True
+    assert "travels once to each rank with experts of its own" in text
     strategy = strategy.settled(list, document["train_micro_batch_size_per_gpu"])
     assert strategy.roles == Roles.first(size, size)
     assert strategy.num_micro_batches == shape.num_stripes
     assert strategy.profile is not None and strategy.profile.sequence_length == LENGTH
+    for keys in ({"static_capacity": 99}, {"send_once": False}):
+        Path("job.json").write_text(json.dumps({**document, BLOCK: {"enabled": True, "ep": keys}}))
+        ended = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out keys.json")
+        assert ended.returncode == 0 and "travels once" not in ended.stdout
+        assert json.loads(Path("keys.json").read_text())[BLOCK]["ep"] == keys
     in_groups = [range(first, first + size) for first in range(1, 5, size)]
     hosts = [f"{name}{n} slots=1" for own in in_groups for name in ("new", "old") for n in own]
     assert Path("hosts").read_text().splitlines() == hosts

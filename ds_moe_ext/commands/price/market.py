@@ -99,8 +99,10 @@ class Case:
         """Whether it is two clusters of unlike devices, to which zebra would give roles."""
         return len(self.clusters) == len(self._device_names) == 2
 
-    def zebra(self, rows: Loads, *, is_megatron: bool = False) -> ZebraPrice | str:
-        """What zebra would take, or why it cannot be; ``is_megatron`` as of ``price_zebra``."""
+    def zebra(
+        self, rows: Loads, *, is_megatron: bool = False, sends_once: Sequence[bool] = (False,)
+    ) -> ZebraPrice | str:
+        """What zebra would take, or why it cannot be; the rest as of ``price_zebra``."""
         if self.hooks.transforms:
             return "roles exclude transforms of tokens"
         if self.training.zero_stage > 2:
@@ -114,6 +116,7 @@ class Case:
                 passes=self.reached.passes,
                 on_its_way=self._on_its_way(etp_size=1),
                 is_megatron=is_megatron,
+                sends_once=sends_once,
             )
         except ValueError as error:
             return str(error)

@@ -35,7 +35,7 @@ from ds_moe_ext.hosts.zebra.rehearsal import (
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.hooked import row_bytes
 from ds_moe_ext.planning.strategy import Strategy
-from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of
+from ds_moe_ext.planning.zebra_costs import LayerTimes, ZebraShape, card_of, once_to
 from ds_moe_ext.planning.zebra_planner import (
     VARIANTS,
     Choice,
@@ -48,6 +48,7 @@ from ds_moe_ext.planning.zebra_planner import (
 )
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.stripes import default_stripes
+from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
 
 HEAD_REPLICAS = 2  # what head and loss keep, and its gradient
@@ -282,6 +283,13 @@ class _Profiler:
             row_bytes=row_bytes(self.blueprint.settings.hooks, row_1D).between,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
         )
+        placing, sizes = (
+            self.strategy.placing,
+            (self.group.attention_ranks, self.group.expert_ranks),
+        )
+        if isinstance(placing, ExpertParallel) and placing.send_once and hardware is not None:
+            on_node = 1 if self.blueprint.settings.hooks.codecs else hardware.ranks_per_node
+            stripes = replace(stripes, once_to=once_to(on_node, *sizes))
         squeeze = VARIANTS[self.profile.variant]
         try:
             return choose_moved(self.group, self.times(seen), stripes, self._memory(seen), squeeze)
@@ -383,7 +391,7 @@ def _choice_text(profiler: _Profiler, seen: Seen, choice: Choice) -> str:
         elif choice.bounds.most < profiler.group.chunk.per_attention_rank:
             why = "attention ranks have no memory for experts"
         else:
-            why = "experts are too large for the pipeline bubbles"
+            why = "experts are too large for the pipeline bubbles, or too few"
         return f"zebra: no experts move: {why}; a step takes {before}, simulated"
     if not any(choice.moved_L):
         return (
