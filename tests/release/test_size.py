@@ -7,7 +7,7 @@ import pytest
 from size import sizes
 
 ARE_AT = {
-    "product: lines": 65_335,
+    "product: lines": 65_360,
     "product: files": 201,
     "launch: lines": 11_250,
     "launch: files": 38,
