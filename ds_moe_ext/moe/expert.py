@@ -85,7 +85,8 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """Reads rows ``[R, D]`` in slot order, the route and the weights; writes rows ``[R, D]``.
+    """Reads rows ``[R, D]`` in slot order, the route and the weights; writes rows ``[R, D]`` of the
+    same type.
 
     Where backward is cut otherwise than forward, rows are computed in pieces that the chunk ranges
     of both are made of: a graph of autograd can only be gone back through as a whole.
@@ -112,6 +113,7 @@ class Expert:
         computed = _whole(layer_route, chunk_range, own, [written for (written,), _ in runs])
         lengths = tuple((piece, len(saved)) for piece, (_, saved) in zip(own, runs))
         kept = _Kept(layer_route, arrangement.order, lengths)
+        computed = computed.to(rows_RD.dtype)  # as ranks without experts expect, under autocast too
         return (computed,), (kept, *chain.from_iterable(saved for _, saved in runs))
 
     def backward(self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:

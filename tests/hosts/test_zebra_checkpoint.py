@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime import torch_autocast
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OptimizerStates
@@ -114,12 +115,16 @@ class Counted(NamedTuple):
     client: dict[str, Any]
 
 
+# DeepSpeed remembers in a module that a process has once used autocast.
+@mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False)
 @trust_in_float16
 def counted(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> Counted:
     """Of a run that saved or loaded."""
     engine = jobs.engine_of(job, world_size)
     client = {"mine": [7]}
     if saves:
+        if not engine.fp16_enabled():  # autocast, whose first scale is no setting
+            engine.optimizer.loss_scale = 2.0**24
         run_steps(rank, world_size, engine, range(4))
         engine.save_checkpoint(folder, client_state=client)
     else:
@@ -135,16 +140,22 @@ def counted(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> C
     )
 
 
-@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
-def test_scale_schedule_and_counters_go_on(stage: int, tmp_path: Path) -> None:
+HALVES = ("fp16", {"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
+AUTOCAST = ("torch_autocast", {"enabled": True, "dtype": "float16"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "halves"),
+    [slow(0, HALVES), (1, HALVES), slow(2, HALVES), slow(1, AUTOCAST), slow(2, AUTOCAST)],
+)
+def test_scale_schedule_and_counters_go_on(stage: int, halves: Any, tmp_path: Path) -> None:
     """The first steps overflow, on all ranks."""
-    halves = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
-    job = Job("gpt_moe", stage, extra=(("fp16", halves), ("scheduler", schedule)))
+    job = Job("gpt_moe", stage, extra=(halves, ("scheduler", schedule)))
     by_zebra = zebra(job, moved=[0, 1], num_micro_batches=1)
     others = zebra(job, 2, 2, num_micro_batches=1)
     written = pool_of(2).run(counted, by_zebra, str(tmp_path / "zebra"), True)
-    assert written[0].skipped and written[0].scale < 2**20 and written[0] == written[1]
+    assert written[0].skipped and written[0].scale < 2**24 and written[0] == written[1]
     for world_size, goal in ((2, by_zebra), (2, job), (4, others)):
         got = pool_of(world_size).run(counted, goal, str(tmp_path / "zebra"), False)
         assert got == [written[0]] * world_size

@@ -143,6 +143,17 @@ def test_autocast_in_bfloat16(stage: int) -> None:
     assert ours.norms == pytest.approx(theirs.norms, rel=5e-2)
 
 
+def test_autocast_where_ranks_have_no_experts() -> None:
+    """Owners move, two of four ranks own none; the others' experts return other types."""
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    keys = (("overlap_degree", 2), ("replicas_per_rank", 2), ("reshard_interval", 1))
+    job = Job("gpt_moe", 0, clip=0.5, steps=4, num_experts=2, strategy="fssdp", keys=keys)
+    ours = pool_of(4).run(in_bfloat16, replace(job, extra=(("torch_autocast", autocast),)))[0]
+    theirs = pool_of(4).run(train, job)[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=5e-3)
+    assert ours.norms == pytest.approx(theirs.norms, rel=5e-2)
+
+
 def in_bfloat16(rank: int, world_size: int, job: Job) -> Result | None:
     with mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False):
         return train(rank, world_size, job)

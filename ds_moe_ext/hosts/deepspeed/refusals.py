@@ -19,7 +19,6 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
-from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.attachment import experts
 from ds_moe_ext.hosts.attachment.notices import Refusal
 from ds_moe_ext.hosts.deepspeed import native
@@ -490,13 +489,6 @@ WITH_ROLES = (
         "deepspeed.initialize",
         "each role runs parts of the model; call engine.compile() after deepspeed.initialize, "
         "or pass torch.compile(model)",
-    ),
-    _row(
-        "adapters of experts (peft's target_parameters)",
-        lambda given: next(huggingface.adapted(given.model), None),
-        "the experts of {found} have adapters of peft",
-        "roles use the stored weights, without adapters; leave experts out of "
-        "target_parameters, or choose another strategy",
     ),
     _key("optimizer.legacy_fusion", ON, OF_ONE),
     _key(

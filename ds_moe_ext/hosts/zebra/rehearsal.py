@@ -353,6 +353,6 @@ def first_expert(
         return _alone(first, function, LayerOptions())(function)
 
     hosted = first.adopt(torch.zeros(1, dtype=torch.int64), WHOLE, routed_of).hosted
-    weights = hosted.slots()[0].parameters
+    weights = hosted.weights()
     brought = (scene.brought(each).requires_grad_(each.requires_grad) for each in weights)
     return functions[0], tuple(brought)

@@ -47,33 +47,43 @@ Written = tuple[tuple[Any, ...], Saved]
 class GradientSums:
     """Gradients of parameters, summed over the stripes in their order."""
 
-    _sums: dict[int, Tensor] = field(default_factory=dict)
-    _own: set[int] = field(default_factory=set)  # whose sum is a buffer of ours
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict)
+    _own: set[Tensor] = field(default_factory=set)  # whose sum is a buffer of ours
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """One more."""
-        key = id(parameter)
-        if key not in self._sums:
-            self._sums[key] = grad
-        elif key in self._own:
-            self._sums[key] += grad
+        if parameter not in self._sums:
+            self._sums[parameter] = grad
+        elif parameter in self._own:
+            self._sums[parameter] += grad
         else:
-            first = self._sums[key]
+            first = self._sums[parameter]
             streams_for(first.device, overlaps=True).keep((first,))  # another may have made it
-            self._sums[key] = first + grad
-            self._own.add(key)
+            self._sums[parameter] = first + grad
+            self._own.add(parameter)
 
     def has(self, parameter: Tensor) -> bool:
         """Whether there is one."""
-        return id(parameter) in self._sums
+        return parameter in self._sums
+
+    def reach(self, parameters: Iterable[Tensor]) -> None:
+        """Turn those of weights that are computed from parameters, as with adapters, into
+        theirs."""
+        if computed := [weight for weight in self._sums if weight.grad_fn is not None]:
+            some = [parameter for parameter in parameters if parameter.requires_grad]
+            sums = [self._sums.pop(weight) for weight in computed]
+            grads = torch.autograd.grad(computed, some, sums, allow_unused=True)
+            for parameter, grad in zip(some, grads):
+                if grad is not None:
+                    self.add(parameter, grad)
 
     def take(self, parameter: Tensor, factor: Tensor) -> Tensor | None:
         """The sum times a scalar, rounded once; None where there is none. It is forgotten."""
-        total = self._sums.pop(id(parameter), None)
+        total = self._sums.pop(parameter, None)
         if total is None:
             return None
         wide = torch.promote_types(total.dtype, torch.float32)
-        if total.dtype == wide and id(parameter) in self._own:
+        if total.dtype == wide and parameter in self._own:
             return total.mul_(factor.to(wide))
         return (total.to(wide) * factor.to(wide)).to(total.dtype)
 
@@ -213,13 +223,11 @@ class StripeExpert(Uncut):
         weights: tuple[Tensor, ...],
     ) -> Written:
         if self.add_grad is None or not self.recomputes:
-            (computed_RD,), saved = self.expert.forward(STRIPE, rows_RD, route, weights)
-        else:
-            state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
-            (computed_RD,), _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
-            saved = rows_RD, route, state
-        # The type that the other side expects; autocast may have made another.
-        return (computed_RD.to(rows_RD.dtype),), (weights, *saved)
+            written, saved = self.expert.forward(STRIPE, rows_RD, route, weights)
+            return written, (weights, *saved)
+        state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
+        written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
+        return written, (weights, rows_RD, route, state)
 
     def backward(
         self, chunk_range: ChunkRange, saved: Saved, grad_RD: Tensor, *recalled: Any

@@ -213,6 +213,7 @@ class StripedStage(StripedModel):
         for stripe in passage.ahead.stripes:
             stripe.seeds = [tuple(next(left)) for _ in stripe.stripe_passes]
         self.stack.back(passage.ahead)
+        passage.sums.reach(self.model.parameters())
         arrived = self._moved(
             pieces,
             lambda piece: [_grad_of(piece, x) for x in piece.inputs if x.requires_grad],

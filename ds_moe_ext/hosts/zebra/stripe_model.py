@@ -159,6 +159,7 @@ class StripedModel:
         returned = self.batches.return_scalars(shared, outcomes)
         loss = returned.loss
         if is_graded:
+            sums.reach(self.model.parameters())
             # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
             wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
             loss.requires_grad_()  # though all weights of this rank may be frozen
@@ -521,7 +522,8 @@ class Stack:
         """What a pass begins with: weights of experts; the model has its own."""
         if value.kind not in (WEIGHTS, tasks.OFFLOADED_WEIGHTS):
             return None
-        weights = self.weights(value.layer)
+        with torch.set_grad_enabled(is_graded):  # of adapters
+            weights = self.weights(value.layer)
         return weights if is_graded else tuple(weight.detach() for weight in weights)
 
 
