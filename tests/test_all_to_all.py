@@ -29,6 +29,7 @@ from ds_moe_ext.core.all_to_all import (
 )
 from ds_moe_ext.core.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
 from ds_moe_ext.core.layout import Nodes, Reach
+from tests.marks import slow
 from tests.ranks import pool_of
 
 SIZES = [(1, 4), (2, 2), (3, 4), (4, 2), (4, 1)]  # nodes, ranks of each
@@ -295,7 +296,7 @@ def _exchange(
 CASES = [
     (4, [[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 3]], all_to_all_rows),
     (4, [[0, 0, 1, 1]], all_to_all_by_pairs),
-    (8, [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 3, 2, 1, 0]], all_to_all_by_pairs),
+    slow(8, [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 3, 2, 1, 0]], all_to_all_by_pairs),
 ]
 
 

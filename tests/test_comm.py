@@ -304,9 +304,9 @@ def _many(
 @pytest.mark.parametrize(
     ("world_size", "transfer_size"),
     [
-        *((1, SMALL), (4, SMALL), (8, IN_SEGMENTS)),
+        *((1, SMALL), (4, SMALL), (4, IN_SEGMENTS)),
         *(slow(2, SMALL), slow(8, SMALL)),
-        *(slow(3, IN_SEGMENTS), slow(4, IN_SEGMENTS), slow(7, IN_SEGMENTS)),
+        *(slow(3, IN_SEGMENTS), slow(7, IN_SEGMENTS), slow(8, IN_SEGMENTS)),
     ],
 )
 def test_random_placements(

@@ -26,6 +26,7 @@ from ds_moe_ext.report.markup import Html
 from ds_moe_ext.report.page import html_document, page_of
 from ds_moe_ext.report.record import RunRecord, TracedRecord
 from ds_moe_ext.report.two_runs import Shown, page_beside
+from tests.marks import slow
 from tests.pricing.test_price import ASKED, JOB, TINY, cluster
 from tests.test_rank_figures import with_ranks
 from tests.test_report import TERMS, added, looked_at, step_of_two_layers
@@ -176,7 +177,9 @@ def plain_pages() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "keys", [KEYS, *([word] for word in WORDS), [key for key in KEYS if key not in WORDS]], ids=str
+    "keys",
+    [KEYS, *(slow([word]) for word in WORDS), [key for key in KEYS if key not in WORDS]],
+    ids=str,
 )
 def test_marked_reports(keys: list[str]) -> None:
     """All strings at once, and some; each key has a mark of its own."""

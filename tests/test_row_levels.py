@@ -42,7 +42,6 @@ from ds_moe_ext.planning.priced_plans import Routed
 from ds_moe_ext.planning.prices import RowPrices
 from ds_moe_ext.planning.strategy import Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
-from tests.marks import slow
 from tests.planners.test_priced_share import FREE, Case, cases, joint_optimum, nearest_CC
 from tests.ranks import pool_of
 
@@ -563,7 +562,8 @@ def trained(
             return testing._train(rank, num_ranks, strategy, case), kinds
 
 
-@pytest.mark.parametrize("degrees", [slow(None), (2, 3)])
+@pytest.mark.slow  # what C finds is what the twin finds, above
+@pytest.mark.parametrize("degrees", [None, (2, 3)])
 def test_ranks_that_cannot_compile_train_as_others_do(degrees: tuple[int, int] | None) -> None:
     """To the last bit, also where one rank can compile and another cannot."""
     case = testing.Case(num_ranks=4, degrees=degrees)

@@ -26,9 +26,8 @@ from tests.ranks import pool_of
 
 ranks.preload("tests.gpu.way")
 
-QUICK = {"fssdp by time freed 2 ranks"}
 BOOKED = {
-    *QUICK,
+    "fssdp by time freed 2 ranks",
     "static capacity mixtral",
     "prophet by time kept 2 ranks",
     "varied sharded native",
@@ -45,14 +44,11 @@ def _train(rank: int, world_size: int, job: Job, books: bool) -> tuple[Result | 
         return copied_runs.train_watched(rank, world_size, job)
 
 
+@pytest.mark.slow  # test_stream_order.py has the same streams, quickly
 @pytest.mark.parametrize(
     ("row", "books"),
     [
-        pytest.param(
-            *(row, books),
-            id=f"{row.name}{', booked' * books}",
-            marks=[] if row.name in QUICK and not books else [pytest.mark.slow],
-        )
+        pytest.param(row, books, id=f"{row.name}{', booked' * books}")
         for row in test_configurations.ROWS
         for books in ((False, True) if row.name in BOOKED else (False,))
     ],

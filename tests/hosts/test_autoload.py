@@ -114,8 +114,9 @@ def test_a_folder_of_our_name_is_not_in_the_way_of_another(installed: Path, tmp_
 # What we import, and our own code.
 
 
+@pytest.mark.slow  # a module in the way is above
 @ON_AND_SLOWLY_OFF
-@pytest.mark.parametrize("first", ["", slow("import deepspeed")])
+@pytest.mark.parametrize("first", ["", "import deepspeed"])
 def test_a_module_rich_of_the_users(first: str, switch: dict[str, str], tmp_path: Path) -> None:
     """It is not looked at before a host is imported, which then goes on without us."""
     (tmp_path / "rich.py").write_text("mine = 7\n")

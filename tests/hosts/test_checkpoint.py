@@ -228,7 +228,7 @@ PARTS = replace(MOVING, stage=1, keys=(*MOVING.keys, ("share", "planned")))
         slow(of(Layout(2, PRICED), "mixtral", "bfloat16")),
         slow(of(moving(1), "gpt_moe", "float32")),
         *(slow(esp(4, stage, 1, 2)) for stage in (0, 1, 2)),
-        of(MOVED, "mixtral", "float32", clip=0.1),
+        slow(of(MOVED, "mixtral", "float32", clip=0.1)),
         slow(of(striped(4, 2, 2, 2, moved=[1, 0]), "gpt_moe", "bfloat16", clip=0.1)),
         slow(of(striped(2, 0, **LAST), "gpt_moe", "float32", clip=0.1)),
         slow(of(striped(4, 0), "mixtral", "bfloat16", clip=0.1)),
@@ -377,7 +377,7 @@ def test_frozen_weights_come_back(source: Layout, goal: Layout, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "layout", [fssdp(2, 1), SPLIT, MOVED, slow(striped(2, 1, **LAST))], ids=str
+    "layout", [fssdp(2, 1), SPLIT, *map(slow, (MOVED, striped(2, 1, **LAST)))], ids=str
 )
 def test_files_of_a_checkpoint(layout: Layout) -> None:
     """Those of any run: dense weights once, experts whole by names that reports nothing of

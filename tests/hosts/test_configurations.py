@@ -754,8 +754,8 @@ def zebra_at_zero_rows() -> Iterator[Row]:
         yield Row(f"zebra offloaded zero{stage}", 2, zebra(job, 1, 1, moved=[0, 2]), CURVES)
 
 
-# The table. CI has all strategies in each of a few settings, which have all values in turn and
-# share what stock learns; the slow ring has all that there can be.
+# The table. CI has all strategies in one setting and some in others, which have all values in
+# turn and share what stock learns; the slow ring has all that there can be.
 
 
 COPYING = {"overlap_degree": 2, "replicas_per_rank": 2}
@@ -778,12 +778,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32 zero3": {"stage": 3},
 }
 AXES = ("layout", "precision", "family", "reentrant")
-QUICK_SETTINGS = [
-    ("2 ranks", "float64 zero0", "mixtral", None),
-    ("4 ranks", "bfloat16 zero2", "gpt_moe", False),
-    ("2 grids", "float32 zero1 offloaded", "toy", True),
-    ("2 ranks", "float32 zero3", "mixtral", None),
-]
+QUICK_SETTINGS = {
+    ("2 ranks", "float64 zero0", "mixtral", None): set(STRATEGIES),
+    ("4 ranks", "bfloat16 zero2", "gpt_moe", False): {"varied", "zebra"},
+    ("2 grids", "float32 zero1 offloaded", "toy", True): {"prophet"},
+    ("2 ranks", "float32 zero3", "mixtral", None): {"auto", "fssdp"},
+}
 CLOSE = {"float32": replace(CURVES, norms=None), "bfloat16": replace(HALVES, norms=None)}
 
 
@@ -799,7 +799,7 @@ def is_possible(case: Mapping[str, Any]) -> bool:
     "case",
     cases(
         is_possible,
-        quick=lambda case: tuple(case[axis] for axis in AXES) in QUICK_SETTINGS,
+        quick=lambda case: case["strategy"] in QUICK_SETTINGS.get(tuple(map(case.get, AXES)), ()),
         layout=LAYOUTS,
         precision=PRECISIONS,
         strategy=STRATEGIES,
@@ -835,17 +835,11 @@ QUICK = {
     "static capacity mixtral",
     "send once mixtral",
     "varied toy, shared experts accumulates",
-    "varied toy, uneven layers with capacity",
-    "fssdp all everywhere 2 ranks",
-    "prophet noisy gate",
-    "zebra 2+2 x 1, moved [0, 1]",
     "zebra 1+1 x 2, moved [1, 0]",
-    "zebra 4 stripes",
     "zebra mixtral recomputes True, reentrant False",
     "zebra toy, experts alone",
     "zebra mixtral with capacity",
     "zebra evaluates",
-    "zebra 2+2 over prophet, planner, split",
 }
 """Of the rows that have more than the table; the others are slow."""
 

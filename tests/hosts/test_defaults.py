@@ -135,6 +135,10 @@ def started(job: Callable[..., Step], world_size: int, case: Any) -> Step:
     return step
 
 
+QUICK = ((2, True, "autotp", True), (3, False, "mpu", False))
+"""Stage, offload, division and checkpointing. Undivided they are in what is reported, below."""
+
+
 def is_possible(case: Values) -> bool:
     """DeepSpeed offloads what ZeRO has parted, for any strategy."""
     return case["stage"] > 0 or not case["offload"]
@@ -144,6 +148,7 @@ def is_possible(case: Values) -> bool:
     "case",
     cases(
         is_possible,
+        quick=lambda case: tuple(case.values())[1:] in QUICK,
         strategy=STRATEGIES,
         stage=range(4),
         offload=(False, True),
@@ -270,10 +275,14 @@ def on_megatron(rank: int, world_size: int, case: tuple[MegatronRun, str]) -> St
     return Step(trained.losses[0], printed.getvalue())
 
 
+QUICK_OF_MEGATRON = (("ddp", False, 2, "moe"), ("distributed", True, 1, "full"))
+
+
 @pytest.mark.parametrize(
     "case",
     cases(
         lambda _: True,
+        quick=lambda case: tuple(case.values())[1:] in QUICK_OF_MEGATRON,
         strategy=STRATEGIES,
         optimizer=("ddp", "distributed"),
         overlap_grad_reduce=(False, True),

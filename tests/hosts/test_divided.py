@@ -56,7 +56,7 @@ def stock(job: Job, way: Way, world_size: int) -> list[Learnt]:
 
 
 ROWS = [
-    (AUTOTP, 1, EP),
+    slow(AUTOTP, 1, EP),
     (ULYSSES, 1, BY_CHANCE),
     *(
         slow(way, stage, strategy)
@@ -176,10 +176,11 @@ def test_roles_measure_the_divided_model(way: Way) -> None:
         assert 0.4 * bytes_of_whole < kept_bytes < 0.9 * bytes_of_whole
 
 
-@pytest.mark.parametrize("way", [AUTOTP, slow(ULYSSES)], ids=str)
+@pytest.mark.slow  # quick: roles that measure the divided model; ZeRO 2 in test_configurations.py
+@WAYS
 @pytest.mark.parametrize(
     ("stage", "offload"),
-    [slow(0, ()), slow(1, ()), (2, ()), slow(1, ON_HOST), slow(2, ON_HOST)],
+    [(0, ()), (1, ()), (2, ()), (1, ON_HOST), (2, ON_HOST)],
     ids=str,
 )
 def test_roles_learn_by_zero_what_ep_learns(
@@ -214,8 +215,9 @@ def test_roles_in_bfloat16(way: Way, stage: int, extra: tuple[Any, ...]) -> None
         assert own.norms[0] == pytest.approx(theirs.norms[0], rel=3e-2)
 
 
-@pytest.mark.parametrize("way", [slow(AUTOTP), ULYSSES], ids=str)
-@pytest.mark.parametrize("stages", [(1, 2, 1), slow((2, 1, 0))], ids=str)
+@pytest.mark.slow  # undivided models do in test_checkpoint.py, quickly
+@WAYS
+@pytest.mark.parametrize("stages", [(1, 2, 1), (2, 1, 0)], ids=str)
 def test_roles_go_on_from_ep_and_ep_from_roles(
     way: Way, stages: tuple[int, int, int], tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ FLOAT64 = Job("mixtral", 0, dtype="float64", steps=4, num_experts=8, num_layers=
         slow(2, {"strategy": "ep"}),
         slow(2, {"strategy": "prophet"}),
         slow(2, {"strategy": "fssdp", "keys": MOVING}),
-        (2, {"strategy": VARIED, "keys": DRAWN}),
+        slow(2, {"strategy": VARIED, "keys": DRAWN}),
         (2, {"strategy": "esp", "etp_size": 2, "keys": WHOLE_STEPS}),
         slow(4, {"strategy": VARIED, "keys": DRAWN}),
         slow(4, {"strategy": "ep", "ep_ranks": 2}),
@@ -116,18 +116,19 @@ def test_learns_what_stock_learns(ranks: int, keys: dict[str, Any]) -> None:
     assert worst(ours.state, plain.state, FLOAT64) <= 1e-12
 
 
+@pytest.mark.slow  # test_huggingface.py has these families without adapters
 @pytest.mark.parametrize(
     ("family", "target", "keys"),
     [
         ("gpt_oss", "", {"strategy": VARIED, "keys": DRAWN}),  # transposed, with biases
-        slow("mixtral", DOWN, {"strategy": "ep"}),
-        slow("mixtral", UP, {"strategy": VARIED, "keys": DRAWN}),
-        slow("mixtral", DOWN, {"strategy": "fssdp", "keys": MOVING}),
-        slow("gpt_oss", "", {"strategy": "esp", "etp_size": 2}),
-        slow("gpt_oss", "", ROLES),
-        slow("mixtral", DOWN, ROLES),
-        slow("qwen3_moe", "", {"strategy": "ep"}),
-        slow("qwen3_moe", "", {"strategy": VARIED, "keys": DRAWN}),
+        ("mixtral", DOWN, {"strategy": "ep"}),
+        ("mixtral", UP, {"strategy": VARIED, "keys": DRAWN}),
+        ("mixtral", DOWN, {"strategy": "fssdp", "keys": MOVING}),
+        ("gpt_oss", "", {"strategy": "esp", "etp_size": 2}),
+        ("gpt_oss", "", ROLES),
+        ("mixtral", DOWN, ROLES),
+        ("qwen3_moe", "", {"strategy": "ep"}),
+        ("qwen3_moe", "", {"strategy": VARIED, "keys": DRAWN}),
     ],
     ids=str,
 )
@@ -139,12 +140,13 @@ def test_other_experts_and_one_target(family: str, target: str, keys: dict[str, 
     assert worst(ours.state, plain.state, job) <= 1e-12
 
 
-@pytest.mark.parametrize("use_reentrant", [slow(True), False])
+@pytest.mark.slow  # adapters are weights of experts: test_configurations.py computes those again
+@pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
     "keys",
     [
         {"strategy": VARIED, "keys": (*DRAWN[:2], ("carried", 1.0), ("layers", 1.0))},
-        slow({"strategy": "ep"}),
+        {"strategy": "ep"},
     ],
     ids=str,
 )

@@ -317,8 +317,9 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("name", [*map(slow, list(LATE)[:-1]), "of all kinds"])
-@pytest.mark.parametrize("world_size", [2, slow(4)])
+@pytest.mark.slow  # tests/gpu/test_stream_order.py sees who does not wait, quickly
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
     job = varied(JOB, **LATE[name])
     late, _ = run(world_size, job, late_s=0.004)
@@ -328,7 +329,8 @@ def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
     assert all(torch.equal(late.state[key], in_time.state[key]) for key in in_time.state)
 
 
-@pytest.mark.parametrize("rematerialized", [slow(0.0), 1.0])
+@pytest.mark.slow  # experts move in test_states.py, quickly
+@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
 def test_nothing_travels_when_experts_move(rematerialized: float) -> None:
     """Replicas and moves share a communicator. Only the last layer is trained: those below it need
     their replicas in forward alone, and another pass's would meet what moves."""
@@ -483,13 +485,10 @@ def _failing(module: nn.Module) -> Iterator[None]:
 MODULES = ["blocks.0.attention_norm", "blocks.1.router", "head"]
 
 
+@pytest.mark.slow  # test_failing.py has one that others learn of
 @pytest.mark.parametrize(
     ("name", "module"),
-    [
-        case if (case := (name, module)) == ("of all kinds", "blocks.1.router") else slow(*case)
-        for name in LATE
-        for module in MODULES
-    ],
+    [(name, module) for name in LATE for module in MODULES],
 )
 def test_a_pass_may_fail(name: str, module: str) -> None:
     """What it had launched is waited for, and what it left is not used."""

@@ -64,9 +64,10 @@ def test_switched_off_hosts_are_left_alone(switch: dict[str, str], tmp_path: Pat
     ]
 
 
+@pytest.mark.slow  # what the patches do is below; test_launch.py imports us in each rank
 @pytest.mark.parametrize(
     "code",
-    [slow("import ds_moe_ext, deepspeed"), "import torch, deepspeed, ds_moe_ext"],
+    ["import ds_moe_ext, deepspeed", "import torch, deepspeed, ds_moe_ext"],
     ids=["before", "after"],
 )
 def test_plain_import_attaches(code: str, tmp_path: Path) -> None:

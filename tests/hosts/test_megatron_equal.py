@@ -114,7 +114,6 @@ QUICK = (
     ("fssdp", "EP2, recompute full, distributed, overlapped"),
     ("fssdp, by our program", "EP2, recompute full, distributed, overlapped"),
     ("prophet, by time", "EP2"),
-    ("varied", "TP2 EP2"),
     ("varied", "PP2 VPP2 EP2"),
 )
 

@@ -125,11 +125,7 @@ FEATURES: dict[str, MegatronRun] = {
     "dense layers between": replace(config(moe_layer_freq=[0, 1, 0, 1]), num_layers=4),
     "allgather": replace(RUN, dispatcher="allgather"),
 }
-QUICK = (
-    "shared experts beside",
-    "expert bias",
-    "grouped experts",
-)
+QUICK = ("shared experts beside", "expert bias")
 SLOW = [(name, strategy) for name in FEATURES for strategy in SETTINGS]
 
 

@@ -90,6 +90,7 @@ ROUNDED: dict[str, MegatronRun] = {
 QUICK = ("grouped, distributed, overlapped", "DeepEP")
 
 
+@pytest.mark.slow  # test_megatron_memory.py has grouped experts, test_te_stand_in.py its modules
 def test_some_by_transformer_engine(tmp_path: Path) -> None:
     check_by_engine("varied", QUICK, 2, tmp_path)
 

@@ -263,14 +263,15 @@ def train_profiled(
 PROFILE = {"sequence_length": RUN.length, "samples": RUN.batch, "num_repeats": 2}
 
 
+@pytest.mark.slow  # experts on attention ranks are above; measured, in test_zebra_profile.py
 @pytest.mark.parametrize(
     ("num_groups", "run", "is_real", "gives"),
     [
         (1, RUN, False, [0, 1]),
-        slow(1, RUN, True, None),
-        slow(1, replace(RUN, tp=2, etp=1, swiglu=True, shared_ffn=32), False, [0, 1]),
-        slow(1, replace(RUN, cp=2, optimizer="distributed"), False, [0, 1]),
-        slow(2, PIPELINE, False, [0, 1]),
+        (1, RUN, True, None),
+        (1, replace(RUN, tp=2, etp=1, swiglu=True, shared_ffn=32), False, [0, 1]),
+        (1, replace(RUN, cp=2, optimizer="distributed"), False, [0, 1]),
+        (2, PIPELINE, False, [0, 1]),
     ],
 )
 def test_experts_that_move_by_what_is_measured(
@@ -337,7 +338,8 @@ def test_gradients_of_two_schedules_add_up() -> None:
         torch.testing.assert_close(rank, expected[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("first_step", [0, slow(1)])
+@pytest.mark.slow  # test_trace.py has all ranks in one, quickly
+@pytest.mark.parametrize("first_step", [0, 1])
 def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     asked = {"path": str(path), "first_step": first_step, "num_steps": 1}
@@ -668,7 +670,8 @@ def with_dropout(run: MegatronRun) -> MegatronRun:
     return replace(run, config=(*run.config, *more.items()))
 
 
-@pytest.mark.parametrize("run", [BLOCK, slow(UNIFORM), slow(BY_TWO), slow(MODULES)])
+@pytest.mark.slow  # that they are is below; test_configurations.py has stripes computed again
+@pytest.mark.parametrize("run", [BLOCK, UNIFORM, BY_TWO, MODULES])
 def test_recomputed_activations(run: MegatronRun) -> None:
     assert_as_stock(2, 1, run)
 

@@ -260,6 +260,7 @@ def test_tokens_of_ranks_that_do_not_exchange_rows(job: Job) -> None:
     assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
 
 
+@pytest.mark.slow  # as those of one role do
 def test_both_roles_tell_what_they_took() -> None:
     """Attention ranks have all the tokens; an exchange has as many ends as there are ranks."""
     job = zebra(replace(FSSDP, steps=10), 1, 1)

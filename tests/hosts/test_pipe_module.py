@@ -60,9 +60,9 @@ class Keys(dict[str, Any]):
 
 ESP = replace(GPT, strategy="esp", keys=(("slice_gradients", False),))
 NOT_REENTRANT = (("pipeline", Keys(activation_checkpoint_interval=2, use_reentrant=False)),)
-QUICK = {"varied", "zebra"}
+QUICK, QUICKLY = {"varied", "zebra"}, replace(GPT, steps=2)
 ROWS = {
-    "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), replicas=True),
+    "varied": Row(Pipeline(varied(QUICKLY, **RANDOM), checkpoint_interval=1), replicas=True),
     "ep": Row(Pipeline(GPT, evaluates=True)),
     "balance losses": Row(Pipeline(varied(GPT, **RANDOM), carries_aux=True), replicas=True),
     "untied": Row(Pipeline(GPT, is_tied=False)),
@@ -76,7 +76,7 @@ ROWS = {
     "grids": Row(Pipeline(varied(replace(GPT, ep_ranks=1), **RANDOM))),
     "one stage": Row(Pipeline(varied(GPT, **RANDOM), num_stages=1), ranks=2, replicas=True),
     "four stages": Row(Pipeline(GPT, num_stages=4)),
-    "zebra": Row(Pipeline(zebra(GPT), evaluates=True)),
+    "zebra": Row(Pipeline(zebra(QUICKLY), evaluates=True)),
     "zebra, moved": Row(Pipeline(zebra(GPT, moved=[1, 0, 2, 3]))),
     "zebra, 2 + 1, moved": Row(
         Pipeline(zebra(replace(GPT, micro_batches=6), 2, 1, moved=[0, 2, 0, 4])), ranks=6

@@ -63,7 +63,8 @@ def planned(rank: int, world_size: int, host: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "host", [pytest.param(_plain, marks=pytest.mark.slow), _deepspeed, _megatron]
+    "host",
+    [pytest.param(host, marks=pytest.mark.slow) for host in (_plain, _megatron)] + [_deepspeed],
 )
 def test_plans_are_made_beside_the_step(host: Any) -> None:
     """But for the first, of which nobody knows how many rows it will have."""

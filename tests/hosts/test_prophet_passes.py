@@ -186,6 +186,7 @@ def test_the_next_step_is_planned_while_rows_travel() -> None:
     assert pool_of(2).run(planned_ahead, job) == [NUM_LAYERS, NUM_LAYERS]
 
 
+@pytest.mark.slow  # ranks that plan otherwise do not equal stock in test_configurations.py
 def test_all_ranks_plan_alike(tmp_path: Path) -> None:
     """With debug they also compare all that they run by, and would raise."""
     path = tmp_path / "hardware.json"

@@ -54,7 +54,7 @@ def kept(rank: int, world_size: int, job: Job) -> tuple[set[float], set[float], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ep_ranks", "share", "is_copied"), [(2, None, 1.0, False), (4, 2, 0.5, True)]
+    ("ranks", "ep_ranks", "share", "is_copied"), [(2, None, 1.0, False), slow(4, 2, 0.5, True)]
 )
 def test_experts_are_sharded_over_those_that_have_them(
     ranks: int, ep_ranks: int | None, share: float, is_copied: bool

@@ -253,7 +253,7 @@ def check(case: Case, world_size: int, *, rel: float) -> list[Trained]:
     return sliced
 
 
-QUICK = ((0, False, 1), (1, True, 2), (2, False, 1))
+QUICK = ((1, True, 2), (2, False, 1))
 ENGINES = [
     case if (case := (stage, overlap, accumulate)) in QUICK else slow(*case)
     for stage in (0, 1, 2)
@@ -299,7 +299,7 @@ TYPES = [
     slow(replace(BFLOAT16, sums="fp32", accumulate=2)),
     replace(BFLOAT16, sums="fp32", travels="fp32", overlap=True),
     slow(replace(BFLOAT16, stage=1, travels="fp32")),
-    Case(stage=1, dtype="float64", clip=0.05, steps=4),
+    slow(Case(stage=1, dtype="float64", clip=0.05, steps=4)),
     Case(stage=2, travels="bf16", steps=4),
 ]
 
@@ -334,7 +334,7 @@ def test_settings_of_zero(stage: int, overlap: bool, key: str, value: Any) -> No
     check(Case(stage, overlap, steps=2, clip=0.05, zero=((key, value),)), 2, rel=0.0)
 
 
-@pytest.mark.slow  # two do quickly, and four to the last digits
+@pytest.mark.slow  # two do quickly
 @pytest.mark.parametrize("stage, overlap", [(1, False), (1, True), (2, False), (2, True)])
 def test_four_ranks_train_bit_equal(stage: int, overlap: bool) -> None:
     """In which order four summands are added depends on the cut; but in float32 a sum of four that
@@ -357,7 +357,8 @@ def test_three_ranks_train_bit_equal(stage: int) -> None:
     check(replace(BFLOAT16, stage=stage, travels="fp32", sizes="random"), 3, rel=0.0)
 
 
-@pytest.mark.parametrize("case", [Case(2, True), slow(Case(1)), slow(Case(1, True))])
+@pytest.mark.slow  # two do quickly
+@pytest.mark.parametrize("case", [Case(2, True), Case(1), Case(1, True)])
 def test_four_ranks_to_the_last_digits(case: Case) -> None:
     check(replace(case, clip=0.05, sizes="random", steps=2), 4, rel=1e-5)
 
@@ -507,11 +508,12 @@ def with_experts(rank: int, world_size: int, job: Job, is_sliced: bool) -> tuple
 UNEVEN = {"strategy": VARIED, "keys": (("replicas", 0.3), ("shard_every", 1))}
 
 
+@pytest.mark.slow  # sharded gradients are in test_configurations.py, quickly
 @pytest.mark.parametrize(
     "stage, overlap, strategy",
     [
-        *(slow(0, False, {}), slow(1, False, {}), slow(2, True, {})),
-        *((1, True, UNEVEN), slow(2, False, UNEVEN)),
+        *((0, False, {}), (1, False, {}), (2, True, {})),
+        *((1, True, UNEVEN), (2, False, UNEVEN)),
     ],
 )
 def test_experts_are_not_sliced(stage: int, overlap: bool, strategy: dict[str, Any]) -> None:

@@ -117,9 +117,9 @@ def stock(job: Job, frozen: str, rates: tuple[float, ...]) -> Result:
     [
         ("one by one", "ep", 0, "the first", ()),
         slow("one by one", "ep", 1, "the first", ()),
-        ("one by one", "ep", 0, "none", (1e4, 3e4)),
+        slow("one by one", "ep", 0, "none", (1e4, 3e4)),
         ("one by one", "varied", 1, "the first", ()),
-        ("one by one", "varied", 0, "all but the second", ()),
+        slow("one by one", "varied", 0, "all but the second", ()),
         slow("gpt_moe", "varied", 0, "the first", ()),
         slow("one by one", "ep", 0, "the first rank's", ()),
         ("one by one", "fssdp", 0, "the first", ()),  # by default owners would move

@@ -229,6 +229,7 @@ def test_a_closure_is_averaged_over_owners() -> None:
         assert max(relative_error(each[n], w) for n, w in one_owner[0].items()) < 1e-12
 
 
+@pytest.mark.slow  # test_defaults.py has esp in such a loop
 def test_experts_in_parts() -> None:
     block = {"strategy": "esp", "expert_sharding_size": 2}
     ranks = pool_of(4).run(train, Loop(wrap="fsdp", block=block))

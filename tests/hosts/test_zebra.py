@@ -80,6 +80,7 @@ def test_groups_of_ranks_that_are_no_neighbours(stage: int, devices: tuple[str, 
         torch.testing.assert_close(ours.state, theirs.state, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow  # test_striped.py has them without an engine
 def test_rows_that_are_sent_once_equal_ep() -> None:
     """Where blocks are computed again, too."""
     job = job_of(4, micro_batches=4)
@@ -88,6 +89,7 @@ def test_rows_that_are_sent_once_equal_ep() -> None:
     check_equal(ours, plain(4, job), job)
 
 
+@pytest.mark.slow  # likewise
 def test_a_static_capacity_equals_ep_with_the_same() -> None:
     """Which drops as many of a batch, of which a stripe is one."""
     job = job_of(4, micro_batches=4)

@@ -183,6 +183,7 @@ KNOWN_AHEAD = ("ep", "esp, degree 1", "esp, degree 4", "prophet, paper share")
 """Where rows are in send order before the ranks have exchanged reports how many they are."""
 
 
+@pytest.mark.slow  # how much the host does in all is above
 def test_nothing_stands_between_the_wait_and_the_exchange() -> None:
     """But the memory in which rows arrive: rows are packed while the host waits."""
     with ProcessPoolExecutor(1, forkserver()) as process:

@@ -20,6 +20,7 @@ from ds_moe_ext.planning.strategy import CostGroup, Job, Plan, Strategy
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.shares import rule_seconds
+from tests.marks import slow
 
 
 def random_job(seed: int) -> Job:
@@ -75,10 +76,10 @@ def seconds(plans: Sequence[Plan], job: Job) -> list[float]:
     ("default", "papers"),
     [
         (FullySharded(), FullySharded(share="paper")),
-        (FullySharded(overlap_degree=4, replicas_per_rank=2), None),
-        (FullySharded(rematerialize=True, repair=0), None),
+        slow(FullySharded(overlap_degree=4, replicas_per_rank=2), None),
+        slow(FullySharded(rematerialize=True, repair=0), None),
         (ProProphet(), ProProphet(share="paper")),
-        (ProProphet(balance=0.2, scheduler=False), None),
+        slow(ProProphet(balance=0.2, scheduler=False), None),
     ],
     ids=["fssdp", "fssdp, some", "fssdp, freed", "prophet", "prophet, not hidden"],
 )
