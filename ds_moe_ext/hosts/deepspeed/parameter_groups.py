@@ -354,7 +354,7 @@ def _scheduled(engine: Any) -> Any:
 def has_dense_weights(run: Run) -> bool:
     """Whether this rank has weights that are no expert's."""
     roles = run.blueprint.strategy.roles
-    return roles is None or roles.is_attention(run.rank)
+    return roles is None or roles.is_attention(dist.get_rank())
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
