@@ -576,7 +576,7 @@ def waits_of(rank: int, world_size: int, case: Case) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2])
+@pytest.mark.parametrize("num_pieces", [slow(1), 2])
 def test_a_static_capacity_leaves_no_wait_by_stripe_and_layer(num_pieces: int) -> None:
     """A layer more is no wait more, but for the first step, which asks what its rows are like."""
 

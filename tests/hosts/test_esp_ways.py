@@ -43,7 +43,8 @@ def esp(job: Job, **keys: Any) -> Job:
     return replace(job, strategy="esp", keys=tuple(given.items()))
 
 
-@pytest.mark.parametrize("way", [slow("1dh"), "2dh"])
+@pytest.mark.slow  # test_relay.py has each way of a layer, and the fastest is chosen below
+@pytest.mark.parametrize("way", ["1dh", "2dh"])
 def test_relayed_rows_train_alike(way: str, tmp_path: Path) -> None:
     job = on_nodes(esp(JOB, all_to_all=way), 2, tmp_path)
     ours: Result = pool_of(4).run(train, job)[0]

@@ -167,7 +167,7 @@ def test_lamb_is_stock_where_experts_are_modules() -> None:
 @pytest.mark.parametrize(
     ("kind", "block"),
     [
-        (Lamb, {"strategy": "fssdp", **test_torch.MOVING}),
+        slow(Lamb, {"strategy": "fssdp", **test_torch.MOVING}),
         (adafactor, {"strategy": "ep"}),
     ],
 )
