@@ -8,7 +8,7 @@ of one rank where it has the same weights.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ import torch
 from tests.hosts.divided_runs import Case, Learnt, Way, train
 from tests.hosts.jobs import LENGTH, Job
 from tests.hosts.varied import VARIED
-from tests.hosts.zebra_runs import zebra
+from tests.hosts.zebra_runs import by_device, zebra
 from tests.marks import slow
 from tests.ranks import pool_of, preload
 
@@ -113,7 +113,10 @@ BY_BOTH: tuple[tuple[int, dict[str, Any]], ...] = (
     (6, {"experts": 4, "num_micro_batches": 3}),
     (8, {"attention": 4, "experts": 4}),
     (8, {"moved": [2, 0]}),
+    (8, {"moved": [1, 0], "attention_device": "A40"}),
 )
+T4S_FIRST = ["T4"] * 4 + ["A40"] * 4
+"""Of eight ranks."""
 HALVED = (6, {"attention": 4, "num_micro_batches": 3})
 """A piece has half a batch's samples, but Ulysses is told at the start how many a batch has."""
 
@@ -129,10 +132,11 @@ HALVED = (6, {"attention": 4, "num_micro_batches": 3})
 def test_roles_learn_in_float64_what_ep_learns(
     way: Way, world_size: int, keys: dict[str, Any]
 ) -> None:
-    """Units of two ranks: other units, other places, and two ZP groups."""
+    """Units of two ranks: other units, other places, and two ZP groups, also of no neighbours."""
     job = replace(CURVE, stage=0, dtype="float64", steps=4, micro_batches=12, num_experts=12)
-    theirs = pool_of(world_size).run(train, Case(replace(job, **EP), way, 2))
-    ours = pool_of(world_size).run(train, Case(with_roles(job, **keys), way, 2))
+    work = partial(pool_of(world_size).run, by_device, T4S_FIRST, train)
+    theirs = work(Case(replace(job, **EP), way, 2))
+    ours = work(Case(with_roles(job, **keys), way, 2))
     for own, like in zip(ours, theirs):
         assert own.losses == pytest.approx(like.losses, rel=1e-12)
         assert own.norms == pytest.approx(like.norms, rel=1e-12)
@@ -157,21 +161,26 @@ def profiled(rank: int, world_size: int, case: Case) -> tuple[Learnt, list[tuple
         return train(rank, world_size, case), found
 
 
-@pytest.mark.parametrize("way", [AUTOTP, slow(ULYSSES)], ids=str)
-def test_roles_measure_the_divided_model(way: Way) -> None:
-    """The ranks that divide it run it together; and whatever moves, it learns what ``ep`` does."""
+@pytest.mark.parametrize(
+    ("way", "device"), [(AUTOTP, None), slow(ULYSSES, None), slow(AUTOTP, "A40")], ids=str
+)
+def test_roles_measure_the_divided_model(way: Way, device: str | None) -> None:
+    """The ranks that divide it run it together, in groups of no neighbours too; and whatever moves,
+    it learns what ``ep`` does."""
     job = replace(CURVE, stage=0, dtype="float64", steps=2, num_experts=12)
     measured = {"sequence_length": LENGTH, "num_repeats": 2}
     ((_, ((whole, bytes_of_whole),)), _) = pool_of(2).run(
         profiled, Case(with_roles(job, 1, 1, profile=measured))
     )
-    theirs = pool_of(4).run(train, Case(replace(job, **EP), way, 2))
-    ours = pool_of(4).run(profiled, Case(with_roles(job, profile=measured), way, 2))
-    assert [len(found) for _, found in ours] == [1, 1, 0, 0]
+    work = partial(pool_of(8 if device else 4).run, by_device, T4S_FIRST)
+    theirs = work(train, Case(replace(job, **EP), way, 2))
+    ours = work(profiled, Case(with_roles(job, profile=measured, attention_device=device), way, 2))
+    first = 4 if device else 0
+    assert [n for n, (_, found) in enumerate(ours) if found] == [first, first + 1]
     for own, like in zip(ours, theirs):
         assert own[0].losses == pytest.approx(like.losses, rel=1e-12)
         assert own[0].norms == pytest.approx(like.norms, rel=1e-12)
-    for num_trained, kept_bytes in (found for _, (found,) in ours[:2]):
+    for num_trained, kept_bytes in (found for _, (found,) in ours[first : first + 2]):
         assert num_trained == whole if way is ULYSSES else 0.4 * whole < num_trained < whole
         assert 0.4 * bytes_of_whole < kept_bytes < 0.9 * bytes_of_whole
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -200,20 +200,43 @@ def test_stages_of_a_pipeline_around_groups(
     assert_as_stock(attention, expert, run, num_groups=num_groups, **keys)
 
 
-def by_device_paired(rank: int, world_size: int, run: MegatronRun) -> Trained:
-    """Two groups, where ranks of one kind come first."""
-    settings = block(1, 1, attention_device="A40", moved=[0, 1] * (run.num_layers // 2))
-    with mock.patch.object(active_settings, "device_names", lambda _: ["A40"] * 2 + ["T4"] * 2):
-        return train(rank, world_size, run, settings)
+def by_device(
+    rank: int, world_size: int, devices: list[str], work: Callable[..., Any], *given: Any
+) -> Any:
+    """The work where ranks have these."""
+    with mock.patch.object(active_settings, "device_names", lambda _: devices):
+        return work(rank, world_size, *given)
+
+
+def by_a40(attention: int, expert: int, **zebra: Any) -> dict[str, Any]:
+    return block(attention, expert, attention_device="A40", **zebra)
+
+
+def ranks_with(num_attention: int, num_expert: int) -> list[str]:
+    """Devices, where groups are of no neighbours: those for attention come last."""
+    return ["T4"] * num_expert + ["A40"] * num_attention
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [RUN, PIPELINE])
-def test_groups_of_ranks_that_are_no_neighbours(run: MegatronRun) -> None:
-    expected = stock(2, run)[0]
-    for rank in pool_of(4).run(by_device_paired, run):
-        torch.testing.assert_close(rank.losses, expected.losses, rtol=1e-12, atol=0)
-        torch.testing.assert_close(rank.norms, expected.norms, rtol=1e-12, atol=0)
+@pytest.mark.parametrize(
+    ("attention", "expert", "run", "moved"),
+    [
+        (1, 1, RUN, [0, 1]),
+        (1, 1, PIPELINE, [0, 1, 0, 1]),
+        (1, 2, OVERLAP, None),
+        (2, 2, replace(RUN, tp=2, etp=1, steps=2), None),
+        (2, 2, replace(RUN, cp=2, steps=2, optimizer="distributed"), [1, 0]),
+    ],
+)
+def test_groups_of_ranks_that_are_no_neighbours(
+    attention: int, expert: int, run: MegatronRun, moved: list[int] | None
+) -> None:
+    devices, settings = (
+        ranks_with(2 * attention, 2 * expert),
+        by_a40(attention, expert, moved=moved),
+    )
+    found = pool_of(len(devices)).run(by_device, devices, train_whole, run, settings)
+    assert_stock(found, 2 * attention, run)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +308,16 @@ def test_experts_that_move_by_what_is_measured(
         assert gives is None or f"each expert rank leaves {gives} of the 2 experts" in chosen
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "run"), [(1, RUN), (2, replace(RUN, tp=2, etp=1))])
+def test_groups_of_ranks_that_are_no_neighbours_are_measured(size: int, run: MegatronRun) -> None:
+    settings, devices = by_a40(size, size, profile=PROFILE), ranks_with(2 * size, 2 * size)
+    found = pool_of(4 * size).run(by_device, devices, train_profiled, run, settings, True)
+    assert_stock([trained for trained, _ in found], 2 * size, run)
+    for _, (seen, _) in found:
+        assert ("of 2 ranks together" in seen) == (size > 1)
+
+
 DROPOUT = replace(
     RUN,
     aux_coefficient=0.0,
@@ -314,18 +347,13 @@ def test_a_profile_without_a_length_is_refused() -> None:
         assert "zebra.profile.sequence_length is null" in stated and "set it" in stated
 
 
-def by_device(rank: int, world_size: int) -> tuple[float, ...]:
-    """Losses where the last rank has the device for attention."""
-    sizes = {"attention_size": None, "expert_size": None, "attention_device": "A40"}
-    named = mock.patch.object(active_settings, "device_names", lambda _: ["T4", "T4", "A40"])
-    with named:
-        return train(rank, world_size, RUN, block(1, 2) | {"zebra": sizes}).losses
-
-
 @pytest.mark.slow
 def test_roles_by_device() -> None:
-    for losses in pool_of(3).run(by_device):
-        torch.testing.assert_close(losses, stock(1, RUN)[0].losses, rtol=1e-12, atol=0)
+    """The last rank has the device for attention."""
+    sizes = {"attention_size": None, "expert_size": None, "attention_device": "A40"}
+    settings = block(1, 2) | {"zebra": sizes}
+    for trained in pool_of(3).run(by_device, ranks_with(1, 2), train, RUN, settings):
+        torch.testing.assert_close(trained.losses, stock(1, RUN)[0].losses, rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow  # micro-batches do in every other test
@@ -358,21 +386,25 @@ def test_replicas_on_either_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("balance", "keys", "num_layers"),
+    ("balance", "keys", "num_layers", "num_groups"),
     [
-        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}, 2),
-        slow("prophet", {"planner": "shadow"}, 2),
-        slow("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2, "rematerialize": True}, 4),
-        slow("prophet", {"planner": "shadow", "rematerialize": True}, 3),
+        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}, 2, 1),
+        slow("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}, 2, 2),
+        slow("prophet", {"planner": "shadow"}, 2, 1),
+        slow("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2, "rematerialize": True}, 4, 1),
+        slow("prophet", {"planner": "shadow", "rematerialize": True}, 3, 1),
     ],
 )
-def test_replicas_of_busy_experts(balance: str, keys: dict[str, Any], num_layers: int) -> None:
-    """Until costs have been measured, and some steps more."""
+def test_replicas_of_busy_experts(
+    balance: str, keys: dict[str, Any], num_layers: int, num_groups: int
+) -> None:
+    """Until costs have been measured, and some steps more. Two groups are of no neighbours."""
     run = replace(RUN, steps=8, num_layers=num_layers)
     skew = (3.0, 2.0, *[0.0] * (RUN.num_experts - 2))
-    settings = {**block(1, 2), "balance": balance, balance: keys}
-    found = pool_of(3).run(train_skewed, run, settings, skew)
-    expected = pool_of(1).run(train_skewed, run, None, skew)
+    settings = {**(block if num_groups == 1 else by_a40)(1, 2), "balance": balance, balance: keys}
+    devices = ranks_with(num_groups, 2 * num_groups)
+    found = pool_of(len(devices)).run(by_device, devices, train_skewed, run, settings, skew)
+    expected = pool_of(num_groups).run(train_skewed, run, None, skew)
     assert any(num_copied(found[0].steps))
     for rank in found:
         torch.testing.assert_close(
@@ -416,7 +448,11 @@ def test_with_what_the_host_does(run: MegatronRun) -> None:
 
 @pytest.mark.slow
 def test_rows_that_are_sent_once() -> None:
-    _assert_as_stock(3, 2, RUN, {**block(2, 1), "ep": {"send_once": True}})
+    """In groups of no neighbours too."""
+    once = {"ep": {"send_once": True}}
+    _assert_as_stock(3, 2, RUN, {**block(2, 1), **once})
+    work = partial(pool_of(6).run, by_device, ranks_with(2, 4))
+    assert_stock(work(train_whole, RUN, {**by_a40(1, 2), **once}), 2, RUN)
 
 
 @pytest.mark.slow
@@ -807,6 +843,26 @@ def test_checkpoints_with_experts_on_attention_ranks(
     (saves, *first), (goes_on, *then) = (here, there) if goes else (there, here)
     saved = pool_of(saves).run(saving, *first, str(tmp_path))
     assert_goes_on(pool_of(goes_on).run(resuming, *then, str(tmp_path)), saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
+@pytest.mark.parametrize("goes", ["here", "to neighbours", "to stock"])
+def test_checkpoints_of_groups_of_ranks_that_are_no_neighbours(
+    goes: str, optimizer: Any, tmp_path: Path
+) -> None:
+    """There and back."""
+    run = replace(RUN, optimizer=optimizer)
+    here = (4, run, by_a40(1, 1, moved=[0, 1]))
+    others = {"to neighbours": (4, run, block(1, 1)), "to stock": (2, replace(run, ep=2), None)}
+    there = others.get(goes, here)
+    for number, ((saves, *first), (goes_on, *then)) in enumerate([(here, there), (there, here)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        devices = ranks_with(2, 2)
+        saved = pool_of(saves).run(by_device, devices, saving, *first, str(folder))
+        found = pool_of(goes_on).run(by_device, devices, resuming, *then, str(folder))
+        assert_goes_on(found, saved)
 
 
 WHOLE = replace(PIPELINE, pp=1, ep=2, num_microbatches=2)

@@ -16,7 +16,7 @@ from tests.hosts import pipelines
 from tests.hosts.copied_runs import fssdp, varied, worst
 from tests.hosts.jobs import Job
 from tests.hosts.pipelines import Pipeline, Result
-from tests.hosts.zebra_runs import zebra
+from tests.hosts.zebra_runs import by_device, zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -172,6 +172,16 @@ def test_a_stage_without_experts_is_refused_on_all_ranks() -> None:
     results = pool_of(2).run(pipelines.why_refused, Pipeline(replace(GPT, num_layers=1)))
     assert all("of this PipelineModule has no MoE layer" in text for text in results)
     assert all("partition_method" in text for text in results)
+
+
+@pytest.mark.slow
+def test_stages_want_groups_of_neighbours() -> None:
+    """All ranks of one kind come first, so that each stage has one kind."""
+    pipeline = Pipeline(zebra(GPT, attention_device="A40"))
+    devices = ("A40", "A40", "T4", "T4")
+    for text in pool_of(4).run(by_device, devices, pipelines.why_refused, pipeline):
+        assert "1 attention + 1 expert ranks by device" in text
+        assert "a pipeline stage has 2 of them; order the hostfile so that" in text
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ import torch
 from ds_moe_ext.core.layout import Roles
 from ds_moe_ext.hosts.attachment.replacement import Blueprint
 from ds_moe_ext.strategies.zebra import Zebra
-from tests.hosts.copied_runs import check_equal, plain
-from tests.hosts.jobs import Job, Result, document_of, model_of, train
-from tests.hosts.pipelines import forget_groups
-from tests.hosts.zebra_runs import zebra
+from tests.hosts.copied_runs import Step, check_equal, num_copied, plain, train_watched
+from tests.hosts.jobs import LENGTH, Job, Result, document_of, model_of, train
+from tests.hosts.zebra_runs import by_device, zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -55,29 +53,46 @@ def test_long_run(family: str) -> None:
     assert ours.losses[-1] < ours.losses[0]
 
 
-def by_device(rank: int, world_size: int, job: Job, devices: tuple[str, ...]) -> Result | None:
-    """The run where ranks have these, in a process that keeps no groups."""
-    from ds_moe_ext.hosts.deepspeed import startup
-
-    forget_groups()
-    with mock.patch.object(startup, "device_names", lambda _: list(devices)):
-        result = train(rank, world_size, job)
-    forget_groups()
-    return result
+def run_by_device(job: Job, devices: tuple[str, ...]) -> tuple[Result, list[Step]]:
+    """And the steps of rank 0."""
+    result, steps = pool_of(len(devices)).run(by_device, devices, train_watched, job)[0]
+    return result, steps
 
 
 @pytest.mark.parametrize("devices", [A40S_FIRST, slow(A40S_FIRST[::-1])])
-@pytest.mark.parametrize("stage", [0, slow(1)])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2)])
 def test_groups_of_ranks_that_are_no_neighbours(stage: int, devices: tuple[str, ...]) -> None:
     """All ranks of one kind come first, of which two groups take one each."""
     job = job_of(4, stage=stage, dtype="float32" if stage else "float64")
-    paired = zebra(job, 1, 1, attention_device="A40", moved=[0, 1])
-    ours: Result = pool_of(4).run(by_device, paired, devices)[0]
+    ours, _ = run_by_device(zebra(job, 1, 1, attention_device="A40", moved=[0, 1]), devices)
     theirs = plain(4, job)
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-5 if stage else 1e-11)
     assert ours.norms == pytest.approx(theirs.norms, rel=2e-4 if stage else 1e-9)
     if not stage:
         torch.testing.assert_close(ours.state, theirs.state, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("balance", "keys"),
+    [
+        (None, {"profile": {"sequence_length": LENGTH, "num_repeats": 2}}),
+        ("ep", {"send_once": True}),
+        ("ep", {"static_capacity": 14}),
+        ("fssdp", {"overlap_degree": 2, "replicas_per_rank": 2}),
+    ],
+    ids=str,
+)
+def test_so_do_they_with_more(balance: str | None, keys: dict[str, Any]) -> None:
+    """Of one attention and two expert ranks each."""
+    devices = ("NVIDIA A40",) * 2 + ("Tesla V100",) * 4
+    own, other = ({}, tuple(keys.items())) if balance else (keys, ())
+    job = job_of(6, micro_batches=6, steps=9 if balance == "fssdp" else 3)
+    ours = replace(zebra(job, 1, 2, attention_device="A40", **own), balance=balance)
+    stock = replace(job, keys=other) if "static_capacity" in keys else job
+    found, steps = run_by_device(replace(ours, balance_keys=other), devices)
+    check_equal(found, result_of(6, stock), job)
+    assert any(num_copied(steps)) == (balance == "fssdp")
 
 
 @pytest.mark.slow  # test_striped.py has them without an engine

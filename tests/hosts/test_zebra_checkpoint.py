@@ -38,7 +38,7 @@ from tests.hosts.checkpoints import (
 from tests.hosts.copied_runs import check_equal
 from tests.hosts.jobs import Job, Result, train
 from tests.hosts.test_states import trust_in_float16
-from tests.hosts.zebra_runs import zebra
+from tests.hosts.zebra_runs import by_device, zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -87,6 +87,29 @@ def test_a_run_with_replicas_resumes(tmp_path: Path) -> None:
     for goal in (job, plain):
         resumed = pool_of(4).run(train, replace(goal, folder=str(tmp_path), resume=True))[0]
         check_equal(resumed, rest, job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("goes", ["here", "to neighbours", "to ep"])
+def test_groups_of_ranks_that_are_no_neighbours(goes: str, stage: int, tmp_path: Path) -> None:
+    """There and back."""
+    job = Job("mixtral", stage, dtype="float32" if stage else "float64", clip=0.5, steps=4)
+    here = zebra(job, 1, 1, attention_device="A40", moved=[0, 1], num_micro_batches=1)
+    next_to = zebra(job, 1, 1, moved=[1, 0], num_micro_batches=1)
+    there = {"here": here, "to neighbours": next_to, "to ep": job}[goes]
+    work = partial(pool_of(4).run, by_device, ("A40", "A40", "T4", "T4"), train)
+    straight = work(here)[0]
+    rest = Result(straight.losses[2:], straight.norms[2:], straight.state)
+    for number, (source, goal) in enumerate([(here, there), (there, here)]):
+        folder = str(tmp_path / str(number))
+        work(replace(source, steps=2, save_at=2, folder=folder))
+        resumed = work(replace(goal, folder=folder, resume=True))[0]
+        if stage:
+            assert resumed.losses == pytest.approx(rest.losses, rel=2e-5)
+            assert resumed.norms == pytest.approx(rest.norms, rel=2e-4)
+        else:
+            check_equal(resumed, rest, job)
 
 
 @pytest.mark.slow
