@@ -14,7 +14,7 @@ ARE_AT = {
     "launch: benches": 16,
     "launch/papers: lines": 4_060,
     "launch/papers: files": 18,
-    "tests: lines": 68_460,
+    "tests: lines": 68_590,
     "tests/test_house.py: lines": 200,
 }
 """Where one has shrunk, lower it here. ``launch/size.py`` has the ceilings that are wanted."""
