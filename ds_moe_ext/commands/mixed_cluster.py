@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +37,7 @@ from ds_moe_ext.report.units import bytes_text, counted, say, wide_console
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
 
 NUMBER_TYPES = ("bf16", "fp16", "fp32")  # the first that both devices multiply in is taken
-NOT_WITH_ROLES = ("balance", "expert_parallel_size", "expert_sharding_size", "options")
+NOT_WITH_ROLES = ("expert_parallel_size", "expert_sharding_size", "options")
 
 
 class Rival(NamedTuple):
@@ -64,19 +65,23 @@ class Mixed:
 
     @cached_property
     def zebra(self) -> ZebraPrice | str:
-        """What zebra takes, a row for each expert of a token as its rivals, or why it cannot be."""
-        return self._zebra(False)
-
-    @cached_property
-    def proposed(self) -> ZebraPrice | str:
-        """The same, with ``ep.send_once`` as the job says, or where that is faster."""
-        asked = self._before.get("ep") or {}
-        both = (False,) if asked.get("static_capacity") else (False, True)
-        return self._zebra(*((bool(asked["send_once"]),) if "send_once" in asked else both))
-
-    def _zebra(self, *sends_once: bool) -> ZebraPrice | str:
+        """What zebra takes, or why it cannot be."""
+        ep = self._before.get("ep") or {}
+        needs_each = "static_capacity" in ep or self.balance is not None
+        once = (False,) if needs_each else self.may_send_once
         rows = self.case.rows(self.loads)
-        return self.case.zebra(rows, is_megatron=self.is_megatron, sends_once=sends_once)
+        return self.case.zebra(rows, is_megatron=self.is_megatron, sends_once=once)
+
+    @property
+    def may_send_once(self) -> tuple[bool, ...]:
+        """``ep.send_once`` as the job says, or both."""
+        ep = self._before.get("ep") or {}
+        return (bool(ep["send_once"]),) if "send_once" in ep else (False, True)
+
+    @property
+    def balance(self) -> str | None:
+        """The strategy whose replicas the job asks for, over another."""
+        return self._before.get("balance")
 
     @property
     def _before(self) -> Mapping[str, Any]:
@@ -86,8 +91,8 @@ class Mixed:
     @property
     def sides(self) -> tuple[Hardware, Hardware]:
         """The cluster with the attention ranks, and the other; by speed where there are none."""
-        if isinstance(self.proposed, ZebraPrice):
-            first = self.proposed.attention
+        if isinstance(self.zebra, ZebraPrice):
+            first = self.zebra.attention
         else:
             kind = self.case.training.number_type
             lines = [each.device.product(kind) for each in self.case.clusters]
@@ -114,18 +119,22 @@ class Mixed:
         training, num_ranks = self.case.training, sum(each.num_ranks for each in clusters)
         samples = training.num_ranks * training.micro_batches  # in micro-batches of a step
         own = replace(training, num_ranks=num_ranks, micro_batches=-(-samples // num_ranks))
-        try:
-            market = priced_market(
-                replace(self.case, clusters=clusters, training=own),
-                self.loads,
-                chosen_strategies({}, BASE),
-                every_grid=False,
-                is_quick=True,
-                to=Console(quiet=True),
-            )
-        except ValueError as error:
-            return Rival(name, None, 0, False, str(error))
-        return _rival(name, market, training)
+        found = []
+        for sends_once in self.may_send_once:
+            document = {BLOCK: {"enabled": True, "ep": {"send_once": sends_once}}}
+            try:
+                market = priced_market(
+                    replace(self.case, clusters=clusters, training=own),
+                    self.loads,
+                    chosen_strategies(document, BASE),
+                    every_grid=False,
+                    is_quick=True,
+                    to=Console(quiet=True),
+                )
+            except ValueError as error:
+                return Rival(name, None, 0, False, str(error))
+            found.append(_rival(name, market, training))
+        return min(found, key=lambda each: (not each.fits, each.step_s or math.inf))
 
     @property
     def verdict(self) -> str:
@@ -154,6 +163,8 @@ class Mixed:
         else:  # measured at start, since what is priced rests on datasheets
             roles["profile"] = {"sequence_length": self.case.training.length}
         kept = {key: value for key, value in self._before.items() if key not in NOT_WITH_ROLES}
+        if zebra.shape.expert_ranks == 1:
+            kept.pop("balance", None)
         if zebra.once_to:
             kept["ep"] = {**(kept.get("ep") or {}), "send_once": True}
         return {**kept, "enabled": True, "strategy": "zebra", "zebra": roles}
@@ -219,7 +230,7 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
     """Price, print and write. 0, or 1 if zebra cannot be."""
     mixed, to = _read(given), wide_console()
     hosts = _hosts(given.hosts, mixed)
-    zebra = mixed.proposed
+    zebra = mixed.zebra
     say(to, mixed.verdict)
     to.print(_table(mixed))
     lines = [f"{each.name}: not priced: {each.why}" for each in mixed.rivals if each.why]
@@ -237,8 +248,7 @@ def plan_mixed_cluster(given: argparse.Namespace) -> int:
         written += [(given.hostfile, order.hostfile)]
     lines += [
         "assumed: zebra and DistEP by zebra's simulator, where the host takes no time and a rank "
-        "sends everything by its network card; EP as ds-moe-ext price does; in the table all "
-        "send a row for each expert of a token",
+        "sends everything by its network card; EP as ds-moe-ext price does",
         *assumed(Market(mixed.case, given.loads, "", (), ()))[:1],
     ]
     for path, text in written:
@@ -329,8 +339,17 @@ def _words(mixed: Mixed, zebra: ZebraPrice, out: Path | None) -> list[str]:
         target = "node" if zebra.once_to > 1 else "rank"
         lines.append(
             f"ep.send_once: a token's row travels once to each {target} with experts of its own, "
-            "so many as uniform routing has in the mean; a step of zebra then takes "
-            f"{1e3 * zebra.step_s:,.1f} ms, if adding up what comes back takes no time"
+            "so many as uniform routing has in the mean; adding up what comes back is taken to "
+            "take no time"
+        )
+    if mixed.balance is not None:
+        lines.append(
+            f'balance "{mixed.balance}": '
+            + (
+                "one expert rank has nobody to send replicas to; left out"
+                if shape.expert_ranks == 1
+                else "kept; its replicas among expert ranks, which shorten a step, are not priced"
+            )
         )
     if mixed.no_longer:
         lines.append(

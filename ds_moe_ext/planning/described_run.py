@@ -340,6 +340,7 @@ class DescribedRun:
             copy_latency_s=copy.latency_s,
             replica_bytes=sent.copy,
             etp_row_bytes=sent.row.within,
+            top_k=self.shape.top_k,
         )
 
     def _row_s_C(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.core.placement import Placement
 from ds_moe_ext.planning.layer_costs import BACKWARD, FORWARD
 from ds_moe_ext.planning.layer_pipelines import HostSeconds
-from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes
+from ds_moe_ext.planning.prices import FREE, AllReduce, Line, between_nodes, met_share
 from ds_moe_ext.planning.strategy import CostGroup, Plan
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -263,13 +263,19 @@ class Flow:
 
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, cost_group: CostGroup) -> Flow:
-        """Of the rows that came, int64 ``[C, E]``, which may add replicas to the plan's."""
+        """Of the rows that came, int64 ``[C, E]``, which may add replicas to the plan's. Tokens
+        sent once count once for each EP rank, as if all sets of experts were as likely."""
         destination = plan.destination_of(rows_CE)
         (target, rule), all_stay = destination, destination.all_stay
         added_s = 0.0 if target is plan.target else cost_group.added_s(plan, target, node_C)
         sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]
         computed_C = sent_CC.sum(axis=0)
         row_bytes, prices = cost_group.prices.row_bytes, cost_group.prices
+        if plan.sends_once:
+            rows_C1 = rows_CE.sum(axis=1, keepdims=True)
+            share_CC = sent_CC / rows_C1.clip(1)
+            met_CC = met_share(share_CC, rows_CE.shape[1], cost_group.top_k)
+            sent_CC = rows_C1 / cost_group.top_k * met_CC
         if cost_group.links is not None:  # the last to come makes all wait
             busiest_s = cost_group.links.exchange_fit.factor * cost_group.links.link_s(
                 row_bytes * sent_CC, node_C

@@ -427,6 +427,15 @@ def _without_own(sent: np.ndarray) -> np.ndarray:
     return leaving
 
 
+def met_share(share: np.ndarray, num_experts: int, top_k: int) -> np.ndarray:
+    """Share of tokens with one or more of their ``top_k`` experts in a place that has ``share`` of
+    all ``num_experts``, where all sets of a token's experts are as likely; float64, as shaped."""
+    drawn_K = np.arange(top_k).reshape(-1, *[1] * share.ndim)
+    others = (num_experts * (1 - share) - drawn_K).clip(0)
+    met: np.ndarray = 1 - (others / (num_experts - drawn_K)).prod(axis=0)
+    return met
+
+
 def busiest(leaving: np.ndarray) -> float:
     """The most that leaves one place, or comes to it."""
     return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))

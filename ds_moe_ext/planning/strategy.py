@@ -73,6 +73,7 @@ class CostGroup:
     copy_bytes_per_s: float = 0.0  # likewise of replicas, in steps that had some
     # what both wait for, by who sends; None until it has been measured
     links: LinkPrices | None = None
+    top_k: int = 1  # rows of a token, of which ``Plan.sends_once`` sends fewer
 
     @property
     def travelling_bytes(self) -> float:

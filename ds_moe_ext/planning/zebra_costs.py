@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_moe_ext.core.hardware import Device, Hardware, Link
+from ds_moe_ext.planning.prices import met_share
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION,
@@ -285,10 +286,8 @@ def exchange_s(ranks: TwoClasses, shape: ZebraShape, num_samples: int, moved: in
     share_C = held_C / num_experts
     if ranks.once_to:
         near_C = np.repeat(np.minimum(ranks.once_to, (attention, expert)), (attention, expert))
-        drawn_K1 = np.arange(ranks.model.top_k)[:, None]
-        others_KC = (num_experts - near_C * held_C - drawn_K1).clip(0)
-        missed_C = (others_KC / (num_experts - drawn_K1)).prod(axis=0)
-        share_C = (1 - missed_C) / (near_C * ranks.model.top_k)
+        top_k = ranks.model.top_k
+        share_C = met_share(near_C * share_C, num_experts, top_k) / (near_C * top_k)
     sent_bytes = shape.stripe_samples(num_samples) * ranks.model.length * ranks.model.sent_bytes
     bytes_CC = np.zeros((len(held_C), len(held_C)))
     bytes_CC[:attention] = sent_bytes * share_C

@@ -75,6 +75,27 @@ def test_a_node_s_card_carries_what_leaves_the_node() -> None:
     assert price.exposed_s == pytest.approx(4 * 6 * ROW_BYTES / 1.0)
 
 
+@pytest.mark.parametrize(("num_experts", "top_k", "of_each"), [(64, 8, 5.43), (4, 2, 5 / 3)])
+def test_tokens_sent_once_are_fewer(num_experts: int, top_k: int, of_each: float) -> None:
+    """Rows of a token, over all EP ranks, one that stays included; balanced, so that all travel
+    alike. Of two among 4 experts on 2 ranks both are on one in a third of all cases."""
+    num_ep_ranks = num_experts // (8 if top_k == 8 else 2)
+    cost_group = CostGroup(layers=(0,), prices=PRICES, expert_bytes=100, top_k=top_k)
+    job = job_of(1, num_ep_ranks)
+    job = replace(
+        Job.at_start(even_owners([num_experts], num_ep_ranks), job.node_C, (cost_group,)),
+        window_s=(7.0,),
+        back_window_s=(14.0,),
+    )
+    rows_CE = np.full((num_ep_ranks, num_experts), 3 * top_k)
+    all_rows, once = (
+        priced(own, list(own.plan(job)), job, rows_CE)
+        for own in (ExpertParallel(), ExpertParallel(send_once=True))
+    )
+    assert top_k * once.exposed_s / all_rows.exposed_s == pytest.approx(of_each, rel=1e-3)
+    assert once.computed_s == all_rows.computed_s
+
+
 def copied(job: Job, layer: int) -> Plan:
     """Expert 0 on both EP ranks: each keeps its own rows."""
     owner = job.owners[layer]
