@@ -66,16 +66,16 @@ class Mixed:
     @cached_property
     def zebra(self) -> ZebraPrice | str:
         """What zebra takes, or why it cannot be."""
-        ep = self._before.get("ep") or {}
-        needs_each = "static_capacity" in ep or self.balance is not None
-        once = (False,) if needs_each else self.may_send_once
+        once = self.may_send_once if self.balance is None else (False,)
         rows = self.case.rows(self.loads)
         return self.case.zebra(rows, is_megatron=self.is_megatron, sends_once=once)
 
     @property
     def may_send_once(self) -> tuple[bool, ...]:
-        """``ep.send_once`` as the job says, or both."""
+        """``ep.send_once`` as the job says, or both; not with ``ep.static_capacity``."""
         ep = self._before.get("ep") or {}
+        if ep.get("static_capacity") is not None:
+            return (False,)
         return (bool(ep["send_once"]),) if "send_once" in ep else (False, True)
 
     @property
@@ -343,14 +343,10 @@ def _words(mixed: Mixed, zebra: ZebraPrice, out: Path | None) -> list[str]:
             "take no time"
         )
     if mixed.balance is not None:
-        lines.append(
-            f'balance "{mixed.balance}": '
-            + (
-                "one expert rank has nobody to send replicas to; left out"
-                if shape.expert_ranks == 1
-                else "kept; its replicas among expert ranks, which shorten a step, are not priced"
-            )
-        )
+        why = "kept; its replicas among expert ranks, which shorten a step, are not priced"
+        if shape.expert_ranks == 1:
+            why = "one expert rank has nobody to send replicas to; left out"
+        lines.append(f'balance "{mixed.balance}": {why}')
     if mixed.no_longer:
         lines.append(
             f"number type: {training.number_type}, since one of the devices has no "

@@ -265,15 +265,12 @@ def moved_bounds(group: ZebraGroup, memory: Memory, num_stripes: int) -> MovedBo
 def used_bytes(
     group: ZebraGroup, memory: Memory, num_stripes: int, moved_L: Sequence[int]
 ) -> tuple[float, float]:
-    """Bytes of an attention rank and of an expert rank, as ``moved_bounds`` counts them."""
+    """Bytes of an attention rank and of an expert rank, each expert with its share of the rows."""
     moved, rows_bytes = sum(moved_L), num_stripes * memory.rows_bytes
     held = group.num_layers * group.num_experts / group.expert_ranks - moved
     gained = moved * group.expert_ranks / group.attention_ranks
-    gained_rows_bytes = rows_bytes * group.expert_ranks / group.num_experts
-    return (
-        memory.dense_bytes + gained * (memory.expert_bytes + gained_rows_bytes),
-        held * memory.expert_bytes + group.num_layers * rows_bytes,
-    )
+    each = memory.expert_bytes + rows_bytes * group.expert_ranks / group.num_experts
+    return memory.dense_bytes + gained * each, held * each
 
 
 def _that_fit(free_bytes: int, taken_bytes: float, one_bytes: float) -> int:

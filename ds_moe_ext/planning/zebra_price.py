@@ -201,9 +201,8 @@ def price_zebra(
             )
 
         times, stripes = cut(num_stripes)
-        tokens = stripes.num_tokens
-        rows = tokens * shape.top_k * (attention / expert)
-        memory = _memory(new, old, num_groups, rows, tokens * num_stripes)
+        rows = stripes.num_tokens * shape.top_k * (attention / expert)
+        memory = _memory(new, old, num_groups, rows, stripes)
         if memory.dense_bytes > USABLE * memory.attention_free_bytes:
             raise ValueError(
                 f"the model does not fit: an attention rank wants {memory.dense_bytes:,.0f} bytes "
@@ -302,27 +301,29 @@ def _row_s(run: DescribedRun) -> float:
 
 
 def _memory(
-    new: DescribedRun, old: DescribedRun, num_groups: int, rows: float, tokens: int
+    new: DescribedRun, old: DescribedRun, num_groups: int, rows: float, stripes: Stripes
 ) -> Memory:
-    """Of a rank of each side: rows of a stripe on an expert rank, tokens of an attention rank."""
+    """Of a rank of each side; ``rows`` of a stripe come to an expert rank."""
     model, training = new.shape, new.training
-    of_row, kept = 2 * model.width, 1
+    num_stripes, of_row = stripes.num_stripes, 2 * model.width
+    kept = num_stripes * model.num_layers + KEPT_DENSE  # one layer runs again
     if not training.recomputes:
-        of_row, kept = of_row + model.products * model.expert_width, KEPT_DENSE
+        of_row += model.products * model.expert_width
+        kept = num_stripes * model.num_layers * KEPT_DENSE
     trained = WeightBytes(
         weight=training.element_bytes,
         gradient=training.gradient_bytes,
         optimizer=MASTER_AND_STATES,
         zero_stage=training.zero_stage,
     )
-    states = model.num_layers * kept * new.row_bytes + model.vocabulary.size * LOGIT_BYTES
+    states = kept * new.row_bytes + num_stripes * model.vocabulary.size * LOGIT_BYTES
     free_bytes = [
         max((run.hardware.device.memory_bytes or 2**62) - RUNTIME, 0) for run in (old, new)
     ]
     return Memory(
         expert_bytes=trained.of(model.expert_weights, 0, num_groups),
         rows_bytes=int(rows * of_row * training.element_bytes),
-        dense_bytes=tokens * states
+        dense_bytes=stripes.num_tokens * states
         + trained.of(
             model.held_dense_weights(training.parallel.tensor), 0, training.dense_replicas
         ),

@@ -120,11 +120,17 @@ def test_from_files_to_a_run(plan: Callable[..., Done]) -> None:
     assert strategy.roles == Roles.first(size, size)
     assert strategy.num_micro_batches == shape.num_stripes
     assert strategy.profile is not None and strategy.profile.sequence_length == LENGTH
+    tables: list[str] = []
     for keys in ({"static_capacity": 99}, {"send_once": False}):
         Path("job.json").write_text(json.dumps({**document, BLOCK: {"enabled": True, "ep": keys}}))
         ended = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out keys.json")
         assert ended.returncode == 0 and "travels once" not in ended.stdout
         assert json.loads(Path("keys.json").read_text())[BLOCK]["ep"] == keys
+        tables.append(ended.stdout.partition("└")[0])
+    assert tables[0] == tables[1]  # where rows must be of one expert each, none is sent once
+    unset = {**document, BLOCK: {"enabled": True, "ep": {"static_capacity": None}}}
+    Path("job.json").write_text(json.dumps(unset))
+    assert "travels once" in plan(f"mixed-cluster job.json {ASKED} {BOTH}").stdout
     balanced = {**document, BLOCK: {"enabled": True, "strategy": "esp", "balance": "fssdp"}}
     Path("job.json").write_text(json.dumps(balanced))
     ended = plan(f"mixed-cluster job.json {ASKED} {BOTH} --out keys.json")
