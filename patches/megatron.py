@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from ds_moe_ext.hosts.attachment.modules import during
 from ds_moe_ext.hosts.attachment.startup_check import Start, starting
 from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.patches.patch import Patch, PatchError, apply_all, by
@@ -25,17 +27,21 @@ def _arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _moe_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    from ds_moe_ext.hosts.megatron import engine
-
-    original(self, *args, **kwargs)
     asked = active_settings.chosen()
-    if asked is not None:
-        try:
-            given = _arguments(original, self, *args, **kwargs)
-            engine.constructed(self, given.get("pg_collection"))
-        except ValueError as error:
-            asked.report(error)
-            raise
+    if asked is None:
+        original(self, *args, **kwargs)
+        return
+    from ds_moe_ext.hosts.megatron import engine, roles
+
+    given = _arguments(original, self, *args, **kwargs)
+    try:
+        if asked.worlds is not None:
+            roles.settle_layer(asked.worlds, asked.strategy, given["config"])
+        original(self, *args, **kwargs)
+        engine.constructed(self, given.get("pg_collection"))
+    except ValueError as error:
+        asked.report(error)
+        raise
 
 
 def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +157,14 @@ def _checkpoint(original: Any, function: Any, distribute: Any, *args: Any) -> An
     return roles.checkpoint(function, distribute, *args)
 
 
+def _recompute(original: Any, self: Any, grad: Any) -> None:
+    if active_settings.worlds() is None:
+        original(self, grad)
+    elif self.ctx is not None:  # backward of a stripe comes twice, and goes to all leaves of a part
+        with during(torch.autograd, _is_checkpoint_valid=lambda: True):
+            original(self, grad)
+
+
 PATCHES = tuple(
     Patch(id, f"megatron.core.{target}", VERSIONS, reason, by(ours))
     for id, target, reason, ours in (
@@ -201,6 +215,12 @@ PATCHES = tuple(
             "tensor_parallel.random:checkpoint",
             "where ranks have roles, a stripe pauses within a checkpoint",
             _checkpoint,
+        ),
+        (
+            "recompute-alone",
+            "tensor_parallel.random:CheckpointWithoutOutput._recompute",
+            "where ranks have roles, backward comes twice through the end of a block",
+            _recompute,
         ),
     )
 )

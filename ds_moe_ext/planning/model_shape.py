@@ -413,10 +413,15 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
     attention = _grouped(width, heads, groups, head, bool(flags.get("qk-layernorm")))
     if flags.get("multi-latent-attention"):
         attention = _latent(read, width, heads, _LATENT_FLAGS)
+    moe_layers = _by_frequency(flags.get("moe-layer-freq", 1), num_layers, name)
+    if read("pipeline-model-parallel-size", default=1) == 1:
+        for _ in range(read("mtp-num-layers", default=0, most=MOST_LAYERS)):  # as the last one
+            moe_layers += [num_layers] if num_layers - 1 in moe_layers else []
+            num_layers += 1
     return ModelShape(
         name=name,
         num_layers=num_layers,
-        moe_layers=tuple(_by_frequency(flags.get("moe-layer-freq", 1), num_layers, name)),
+        moe_layers=tuple(moe_layers),
         width=width,
         dense_width=ffn,
         products=GATED if flags.get("swiglu") else PLAIN,

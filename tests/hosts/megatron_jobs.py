@@ -92,8 +92,10 @@ def megatron(run: MegatronRun, settings: dict[str, Any] | None = None) -> Iterat
         stack.callback(megatron_on_cpu.remove)
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         stack.callback(moe_utils.get_moe_layer_wise_logging_tracker().clear)  # sized by layers
+        stack.callback(MTPLossLoggingHelper.tracker.clear)
         if run.dtype == "float64":
             stack.enter_context(float_means_double())
         if settings is not None:

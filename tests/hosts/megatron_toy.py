@@ -181,20 +181,28 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
 
     chunks: list[Any] = []
     for number in range(run.vpp or 1):
         stage = number if run.vpp else None
         place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage}
+        spec = layer_spec(run, config, stage)
+        predicting = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=stage
+        )
         chunks.append(
             GPTModel(
                 config,
-                layer_spec(run, config, stage),
+                spec,
                 VOCABULARY,
                 run.length,
                 pre_process=parallel_state.is_pipeline_first_stage(**place),
                 post_process=parallel_state.is_pipeline_last_stage(**place),
+                # Megatron-LM asks for it where layers predict more tokens.
+                position_embedding_type="rope" if config.mtp_num_layers else "learned_absolute",
+                mtp_block_spec=predicting,
                 vp_stage=stage,
             )
         )

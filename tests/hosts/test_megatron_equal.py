@@ -279,27 +279,12 @@ def test_replicas_of_the_pass_that_goes_back_are_gathered_again() -> None:
 # Layers of other kinds.
 
 
-def predicting(rank: int, world_size: int, run: MegatronRun, *given: Any) -> Seen:
-    """Train with a layer that predicts one token more, behind the last of the model."""
-    from megatron.core.models import gpt
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    made = gpt.GPTModel
-
-    def model(config: Any, spec: Any, *rest: Any, vp_stage: int | None, **named: Any) -> Any:
-        more = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
-        return made(config, spec, *rest, mtp_block_spec=more, vp_stage=vp_stage, **named)
-
-    with mock.patch.object(gpt, "GPTModel", model):
-        return train_skewed(rank, world_size, run, *given)
-
-
 @pytest.mark.parametrize("name", ["varied", slow("fssdp"), slow("esp"), slow("prophet")])
 def test_multi_token_prediction(name: str, hardware: str) -> None:
     steps = 2 if name == "varied" else 8
     run = replace(EP2.run, steps=steps, config=(("mtp_num_layers", 1),))
-    ours = pool_of(2).run(predicting, run, block(name, hardware), SKEW)
-    assert_equal(ours, pool_of(2).run(predicting, run, None, SKEW))
+    ours = pool_of(2).run(train_skewed, run, block(name, hardware), SKEW)
+    assert_equal(ours, pool_of(2).run(train_skewed, run, None, SKEW))
     assert any(name.startswith("mtp.") and "experts" in name for name in ours[0].trained.weights)
 
 

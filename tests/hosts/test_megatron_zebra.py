@@ -256,6 +256,27 @@ def test_experts_on_attention_ranks(
     assert_as_stock(attention, expert, run, num_groups=num_groups, moved=moved)
 
 
+PREDICTING = replace(RUN, steps=2, config=(("mtp_num_layers", 2),))
+PREDICTING_STAGES = replace(PREDICTING, pp=2, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expert", "num_groups", "run", "moved"),
+    [
+        (2, 2, 1, PREDICTING, [1, 0, 1, 2]),
+        slow(1, 1, 2, PREDICTING_STAGES, [1, 0, 1, 2]),
+        slow(2, 2, 1, replace(OVERLAP, config=PREDICTING.config), None),
+        slow(2, 1, 1, replace(PREDICTING, tp=2, etp=1, recompute="full"), None),
+        slow(2, 1, 1, replace(PREDICTING, recompute="moe"), None),
+    ],
+)
+def test_layers_that_predict_more_tokens(
+    attention: int, expert: int, num_groups: int, run: MegatronRun, moved: list[int] | None
+) -> None:
+    """They are in blocks of their own, and come last."""
+    assert_as_stock(attention, expert, run, num_groups=num_groups, moved=moved)
+
+
 SECONDS = {True: (8.0, 9.0, 2.0), False: (6.0,)}
 """As if measured on attention ranks, of blocks, the whole model and experts; on expert ranks."""
 
@@ -295,6 +316,8 @@ PROFILE = {"sequence_length": RUN.length, "samples": RUN.batch, "num_repeats": 2
         (1, replace(RUN, tp=2, etp=1, swiglu=True, shared_ffn=32), False, [0, 1]),
         (1, replace(RUN, cp=2, optimizer="distributed"), False, [0, 1]),
         (2, PIPELINE, False, [0, 1]),
+        (1, PREDICTING, True, None),
+        (2, PREDICTING_STAGES, True, None),
     ],
 )
 def test_experts_that_move_by_what_is_measured(
@@ -446,6 +469,31 @@ def test_with_what_the_host_does(run: MegatronRun) -> None:
     assert_as_stock(2, 1, run)
 
 
+def settled(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]
+) -> tuple[Trained, list[str]]:
+    """And what was settled at start."""
+    lines: list[str] = []
+
+    def look(training: Training) -> float:
+        asked = active_settings.chosen()
+        assert asked is not None
+        lines.extend(asked.start.settled)
+        return evaluated(training)
+
+    return train(rank, world_size, run, settings, keep=True, look=look), lines
+
+
+def test_shared_experts_run_on_attention_ranks() -> None:
+    """--moe-shared-expert-overlap is off by itself."""
+    run = replace(RUN, shared_ffn=32)
+    overlapping = replace(run, config=(("moe_shared_expert_overlap", True),))
+    found = pool_of(3).run(settled, overlapping, block(2, 1))
+    assert_stock([trained for trained, _ in found], 2, run)
+    for _, (line,) in found:
+        assert "--moe-shared-expert-overlap is off" in line
+
+
 @pytest.mark.slow
 def test_rows_that_are_sent_once() -> None:
     """In groups of no neighbours too."""
@@ -458,12 +506,13 @@ def test_rows_that_are_sent_once() -> None:
 @pytest.mark.slow
 def test_a_static_capacity_as_megatron_pads() -> None:
     """Its router drops what is above it, so that nothing waits for counts and nothing more is
-    dropped."""
+    dropped. In groups of no neighbours too."""
     run = replace(RUN, capacity_factor=0.8, pad_to_capacity=True)
     num_choices = run.length * run.batch * run.topk
-    capacity = math.ceil(0.8 * num_choices / run.num_experts)
-    settings = {**block(2, 1), "ep": {"static_capacity": capacity}}
-    _assert_as_stock(3, 2, run, settings)
+    capacity = {"ep": {"static_capacity": math.ceil(0.8 * num_choices / run.num_experts)}}
+    _assert_as_stock(3, 2, run, {**block(2, 1), **capacity})
+    settings = {**by_a40(1, 2, moved=[1, 0]), **capacity}
+    assert_stock(pool_of(6).run(by_device, ranks_with(2, 4), train_whole, run, settings), 2, run)
 
 
 @pytest.mark.slow
@@ -722,6 +771,37 @@ def test_recomputed_activations_draw_the_same_random_numbers(run: MegatronRun) -
         torch.testing.assert_close(one.norms, other.norms, rtol=1e-12, atol=0)
 
 
+def train_alone(rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]) -> Trained:
+    """Megatron asks Transformer Engine about fp8 where it computes a module alone again."""
+    from megatron.core.tensor_parallel import random
+
+    engine = {
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "activation_recompute_forward": lambda **named: nullcontext(),
+        "fp8_autocast": lambda **named: nullcontext(),
+    }
+    with mock.patch.multiple(random, create=True, **engine):
+        return train_whole(rank, world_size, run, settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "moved"),
+    [
+        ({"shared_ffn": 32}, [2, 0]),
+        slow({"tp": 2, "etp": 1, "optimizer": "distributed"}, None),
+        slow({"config": (*LAYERS.items(), *PREDICTING.config), "num_layers": 3}, None),
+    ],
+)
+def test_norms_that_are_computed_alone_again(
+    fields: dict[str, Any], moved: list[int] | None
+) -> None:
+    """Each micro-batch its own, though the layer keeps one."""
+    run = replace(RUN, num_microbatches=3, steps=2, **fields)
+    alone = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    norms = replace(run, config=(*run.config, *alone.items()))
+    assert_stock(pool_of(3).run(train_alone, norms, block(2, 1, moved=moved)), 2, run)
+
+
 def kept(rank: int, world_size: int, run: MegatronRun) -> tuple[int, int]:
     """Bytes that autograd keeps of the model in a step of this rank, and how often its first
     attention runs."""
@@ -865,18 +945,17 @@ def test_checkpoints_of_groups_of_ranks_that_are_no_neighbours(
         assert_goes_on(found, saved)
 
 
-WHOLE = replace(PIPELINE, pp=1, ep=2, num_microbatches=2)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [PIPELINE, PREDICTING_STAGES])
 @pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
 @pytest.mark.parametrize("goes", [True, False])
 def test_checkpoints_of_stages_are_those_of_whole_models(
-    goes: bool, optimizer: Any, tmp_path: Path
+    goes: bool, optimizer: Any, run: MegatronRun, tmp_path: Path
 ) -> None:
     """Of stages with roles, and of stock Megatron without stages, whose experts two ranks share."""
-    there = (2, replace(WHOLE, optimizer=optimizer), None)
-    here = (4, replace(PIPELINE, optimizer=optimizer), block(1, 1))
+    run = replace(run, optimizer=optimizer)
+    there = (2, replace(run, pp=1, ep=2, num_microbatches=2), None)
+    here = (4, run, block(1, 1))
     (saves, *first), (goes_on, *then) = (here, there) if goes else (there, here)
     saved = pool_of(saves).run(saving, *first, str(tmp_path))
     assert_goes_on(pool_of(goes_on).run(resuming, *then, str(tmp_path)), saved)
@@ -932,14 +1011,8 @@ def built(
         (replace(RUN, tp=2, cp=2, etp=1), r"\(2 x 2, of 2 attention ranks\): .*; choose sizes"),
         (replace(RUN, etp=2), r"\(2\): .*whole experts.* --expert-tensor-parallel-size 1"),
         (
-            replace(
-                RUN,
-                config=(
-                    ("recompute_granularity", "selective"),
-                    ("recompute_modules", ["layernorm"]),
-                ),
-            ),
-            "--recompute-modules layernorm or mla_up_proj .*leave it out",
+            replace(RUN, tp=2, etp=1, config=(("use_te_rng_tracker", True),)),
+            "use_te_rng_tracker with sequence_parallel of your own config.*leave it out",
         ),
     ],
 )
@@ -949,24 +1022,38 @@ def test_refused_by_the_flag(run: MegatronRun, reported: str) -> None:
             raise ValueError(stated)
 
 
+@pytest.mark.parametrize(
+    ("attention", "expert", "moved", "reported"),
+    [
+        (2, 1, [2, 0], "2 attention ranks .* has 3; choose an attention_size .*, or leave moved"),
+        (1, 2, None, "2 expert ranks .* has 3; choose an expert_size that divides 3"),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused(
+    attention: int, expert: int, moved: list[int] | None, reported: str
+) -> None:
+    run = replace(RUN, num_experts=3)
+    for stated in pool_of(3).run(built, run, block(attention, expert, moved=moved)):
+        with pytest.raises(ValueError, match=reported):
+            raise ValueError(stated)
+
+
+@pytest.mark.slow  # no other layer is special
+def test_attention_ranks_without_experts_need_not_divide_them() -> None:
+    assert_as_stock(2, 1, replace(RUN, num_experts=3, steps=2), moved=[0, 0])
+
+
 def test_a_file_a_rank_is_refused() -> None:
     assert all("use --ckpt-format torch_dist" in stated for stated in pool_of(2).run(saved_by_rank))
 
 
-@pytest.mark.parametrize(
-    ("given", "reported"),
-    [
-        ({"log_straggler": True}, "--log-straggler: it keeps the state of one .*; leave it out"),
-        ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
-    ],
-)
-def test_arguments_of_the_script_are_refused(given: dict[str, Any], reported: str) -> None:
-    from ds_moe_ext.hosts.megatron.refusals import refuse_arguments
+def test_arguments_of_the_script_are_refused() -> None:
+    from ds_moe_ext.hosts.megatron import roles
 
-    script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**given))
-    loaded = mock.patch.dict(sys.modules, {"megatron.training.global_vars": script})
-    with loaded, pytest.raises(ValueError, match=reported):
-        refuse_arguments()
+    worlds: Any = SimpleNamespace(roles=Roles.first(1, 1), is_attention=True)
+    given = SimpleNamespace(save="here", ckpt_format="torch")
+    with pytest.raises(ValueError, match="use --ckpt-format torch_dist"):
+        roles.settle_arguments(worlds, given)
 
 
 @pytest.mark.parametrize("is_attention", [True, False])
@@ -996,13 +1083,14 @@ def test_defaults_of_a_script_are_settled(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(roles, "chosen", lambda: asked)
     worlds: Any = SimpleNamespace(roles=Roles.first(4, 1), is_attention=True)
     asks = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None}
-    args = SimpleNamespace(**asks, gradient_accumulation_fusion=True, async_save=True)
+    args = SimpleNamespace(**asks, **dict.fromkeys(roles.SETTLED, True))
     roles.settle_arguments(worlds, args)
     assert args.expert_tensor_parallel_size == 1
-    assert not args.gradient_accumulation_fusion and not args.async_save
-    whole, fusion, save = said
-    assert "--expert-tensor-parallel-size is 1" in whole
-    assert "fusion is off" in fusion and "--async-save is off" in save
+    assert not any(vars(args)[name] for name in roles.SETTLED)
+    whole, fusion, *others = said
+    assert "--expert-tensor-parallel-size is 1" in whole and "fusion is off" in fusion
+    for flag, line in zip(("--async-save", "--log-straggler", "--te-rng-tracker"), others):
+        assert f"{flag} is off" in line
 
 
 @pytest.mark.parametrize("size", [3, 4])

@@ -125,6 +125,7 @@ def test_every_strategy_follows_stock_megatron(strategy: str, world_size: int) -
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 WHOLE = ("--expert-tensor-parallel-size", "1")
+PREDICTING = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion")
 
 
 UNSPLIT = ("--expert-model-parallel-size", "1")
@@ -149,7 +150,8 @@ def losses_of_roles(printed: str, iterations: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags", "profile"), [(2, (), None), (4, (), {}), (4, TENSOR, {})]
+    ("world_size", "flags", "profile"),
+    [(2, (), None), (4, (), {}), (4, TENSOR, {}), (4, PREDICTING, {})],
 )
 def test_zebra_follows_its_attention_ranks_alone(
     world_size: int, flags: tuple[str, ...], profile: dict[str, Any] | None, tmp_path: Path

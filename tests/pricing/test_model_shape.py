@@ -80,6 +80,10 @@ def test_megatron_s_flags_say_the_same() -> None:
     by_flags, by_config = of_megatron(FLAGS, "it"), of_config(DEEPSEEK, "it")
     assert by_flags == by_config
     assert by_flags.moe_layers == tuple(range(3, 61))
+    predicting = of_megatron({**FLAGS, "mtp-num-layers": "2"}, "it")
+    assert (predicting.num_layers, predicting.moe_layers) == (63, tuple(range(3, 63)))
+    staged = {"mtp-num-layers": "1", "pipeline-model-parallel-size": "61"}
+    assert of_megatron({**FLAGS, **staged}, "it") == by_flags
 
 
 def shape(**given: Any) -> ModelShape:

@@ -331,14 +331,13 @@ _ONE = "it keeps the state of one micro-batch, but several run at once"
 WITH_ROLES = (
     *_alike(
         _ONE,
-        ("--moe-shared-expert-overlap", "moe_shared_expert_overlap"),
         ("--cuda-graph-impl", graphed),
         (
             "--cpu-offloading",
             _any_of("cpu_offloading", "fine_grained_activation_offloading"),
         ),
         (
-            "--te-rng-tracker with --sequence-parallel",
+            "use_te_rng_tracker with sequence_parallel of your own config",
             _all_of("use_te_rng_tracker", "sequence_parallel"),
         ),
         ("--hybrid-context-parallel", "hybrid_context_parallel"),
@@ -346,19 +345,6 @@ WITH_ROLES = (
     *_alike(
         "it counts on one backward pass through a layer, which comes in parts here",
         ("gradient_accumulation_fusion of your own config", "gradient_accumulation_fusion"),
-        (
-            "--recompute-modules layernorm or mla_up_proj",
-            lambda config: _recomputed(config, "layernorm", "mla_up_proj"),
-        ),
-        ("--distribute-saved-activations", "distribute_saved_activations"),
-    ),
-    *_refusals(
-        (
-            "--mtp-num-layers",
-            "mtp_num_layers",
-            "multi-token prediction layers run outside of the model's blocks",
-            _OUT,
-        ),
     ),
 )
 """Of a ``TransformerConfig``."""
@@ -438,28 +424,18 @@ def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
     refuse(BLOCKS, Block(settings, strategy), context=context)
 
 
-ARGUMENTS = (
-    *_alike(_ONE, ("--log-straggler", "log_straggler")),
-    *_refusals(
-        (
-            "--save without --ckpt-format torch_dist",
-            lambda given: (
-                getattr(given, "save", None)
-                and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
-            ),
-            "both roles write one checkpoint, together",
-            "use --ckpt-format torch_dist",
+ARGUMENTS = _refusals(
+    (
+        "--save without --ckpt-format torch_dist",
+        lambda given: (
+            getattr(given, "save", None)
+            and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
         ),
+        "both roles write one checkpoint, together",
+        "use --ckpt-format torch_dist",
     ),
 )
-"""Of the arguments of Megatron-LM's scripts."""
-
-
-def refuse_arguments() -> None:
-    """Raises ValueError where a script of Megatron-LM runs, with arguments that roles refuse."""
-    (parsed,) = script_variables("_GLOBAL_ARGS")
-    if parsed is not None:
-        refuse(ARGUMENTS, parsed)
+"""Of the arguments of Megatron-LM's scripts, not validated yet."""
 
 
 def script_variables(*names: str) -> list[Any]:

@@ -21,6 +21,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
 from ds_moe_ext.core.layout import Grid
@@ -38,7 +39,6 @@ from ds_moe_ext.hosts.megatron.refusals import script_variables
 from ds_moe_ext.hosts.zebra.profile import Rehearsal, Training, profiled_by
 from ds_moe_ext.hosts.zebra.rehearsal import Dense, PartCall, Scene, blocks_of, parts_of
 from ds_moe_ext.hosts.zebra.stage_model import moved_by
-from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.planning.zebra_planner import WeightBytes
 
 
@@ -85,15 +85,12 @@ def moved_of(
     )
     blueprint = replacement.on_grid(asked.settings, asked.strategy, found, grid)
     blocks = blocks_of(model, [each.name for each in found])
-    own = Rehearsal(
-        partial(_dense, model, layers, blocks, scene), partial(_first, layers[0]), together=True
-    )
+    experts = layers[0].experts
+    slots = form_of("a layer", experts).slots(experts, weight_names(config))
+    first = function_of(experts), tuple(slots[0].parameters)
+    dense = partial(_dense, model, layers, blocks, scene)
+    own = Rehearsal(dense, lambda: first, together=True)
     return moved_by(profiled_by(own, blueprint, model, training).strategy) or []
-
-
-def _first(layer: Any) -> tuple[ExpertFunction, tuple[Tensor, ...]]:
-    form, names = form_of("a layer", layer.experts), weight_names(layer.config)
-    return function_of(layer.experts), tuple(form.slots(layer.experts, names)[0].parameters)
 
 
 class _Through(nn.Module):
@@ -115,6 +112,7 @@ def _hollow(model: nn.Module, layers: Sequence[Any]) -> Iterator[_Through]:
     states, buffers = tracker.get_states(), [(each, each.clone()) for each in model.buffers()]
     with ExitStack() as stack:
         stack.enter_context(during(MoEAuxLossAutoScaler, main_loss_backward_scale=None))
+        stack.enter_context(during(MTPLossLoggingHelper, tracker={}))
         for layer in layers:
             own = Dispatcher(layer.token_dispatcher.shared_experts)
             stack.enter_context(during(layer, token_dispatcher=own))

@@ -52,10 +52,10 @@ from ds_moe_ext.hosts.megatron.engine import (
 )
 from ds_moe_ext.hosts.megatron.layers import leave_experts
 from ds_moe_ext.hosts.megatron.refusals import (
+    ARGUMENTS,
     DIVIDED,
     STEPPING,
     Divided,
-    refuse_arguments,
     script_variables,
 )
 from ds_moe_ext.hosts.megatron.rehearsal import moved_of
@@ -95,7 +95,6 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     with start_of(OPTIMIZER).together():
         check_wrapped(chunks)
         refuse(STEPPING, optimizer.config)
-        refuse_arguments()
     host = RolesHost(chunks, optimizer, asked.worlds)
     return run_on(host, host.model, asked.settings, asked.strategy)
 
@@ -118,9 +117,8 @@ class RolesHost(MegatronHost):
         asked = chosen()
         start_of(OPTIMIZER).settled.extend([] if asked is None else asked.start.settled)
         own = self._own_grids
-        layers = sum(isinstance(module, MoELayer) for module in self.model.modules())
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        strategy = of_its_stage(strategy, layers, stages)
+        num = sum(isinstance(module, MoELayer) for module in self.model.modules())
+        strategy = of_its_stage(strategy, num, parallel_state.get_pipeline_model_parallel_group())
         return of_stage(settings, own.stage) if own.beside else settings, strategy
 
     def sharing(self, layer: Any) -> dist.ProcessGroup:
@@ -167,9 +165,10 @@ class RolesHost(MegatronHost):
                 "through one layer of all micro-batches, then through the layer before"
             )
             config.recompute_num_layers = 1
-        for layer in self.model.modules():
+        for name, layer in self.model.named_modules():
             if isinstance(layer, MoELayer):
                 _count_once(layer.router, self._here)
+                _keep_through(layer, self.model.get_submodule(name.rpartition(".")[0]))
 
     def dense_gradients(
         self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
@@ -250,6 +249,14 @@ SETTLED = {
     "async_save": (
         "--async-save is off: both roles write one checkpoint, together, and wait until it is there"
     ),
+    "log_straggler": (
+        "--log-straggler is off: it times one micro-batch at a time, but several run at once; the "
+        "report has what each rank takes"
+    ),
+    "te_rng_tracker": (
+        "--te-rng-tracker is off: it is for CUDA graphs; Megatron's own, by the same seeds, keeps "
+        "random numbers of several micro-batches apart"
+    ),
 }
 """Arguments of Megatron-LM's scripts that are false with roles."""
 
@@ -257,6 +264,7 @@ SETTLED = {
 def settle_arguments(worlds: Worlds, given: Any) -> None:
     """Let a script's arguments, not validated yet, be those of the rank's role. Raises ValueError
     where they do not suit roles."""
+    refuse(ARGUMENTS, given)
     settle_sizes(worlds, vars(given))
     for name, line in SETTLED.items():
         if getattr(given, name, False):
@@ -266,10 +274,27 @@ def settle_arguments(worlds: Worlds, given: Any) -> None:
         vars(given).update(OF_EXPERT_RANKS, **UNDIVIDED)
 
 
+def settle_layer(worlds: Worlds, strategy: Strategy, config: Any) -> None:
+    """The same for the config of an MoE layer that is about to be built."""
+    if config.moe_shared_expert_overlap:
+        config.moe_shared_expert_overlap = False
+        _say("--moe-shared-expert-overlap is off: other micro-batches run beside what travels")
+    num_experts, holders = config.num_moe_experts, {"expert": worlds.roles.expert_ep_ranks}
+    if offloads(strategy):
+        holders["attention"] = worlds.roles.attention_ep_ranks
+    for role, ranks in holders.items():
+        if num_experts % len(ranks):
+            other = ", or leave moved and profile out" if role == "attention" else ""
+            raise ValueError(
+                f"{BLOCK}.strategy gives experts to {len(ranks)} {role} ranks of a ZP group, and "
+                f"Megatron builds equally many on each, but a layer has {num_experts}; choose an "
+                f"{role}_size that divides {num_experts}{other}"
+            )
+
+
 def _say(line: str) -> None:
     """Show a line when the run starts."""
-    asked = chosen()
-    if asked is not None:
+    if (asked := chosen()) is not None:
         asked.start.settled.append(line)
 
 
@@ -410,11 +435,7 @@ def _join_norm(optimizer: Any, worlds: Worlds, control: dist.ProcessGroup) -> No
         optimizer.prepare_grads = prepare_grads
         for scaler in scalers:
             if scaler is not None:
-                scaler.update = _later
-
-
-def _later(found_inf: bool) -> None:
-    """In the place of a scaler's update: whether a step is skipped is not known yet."""
+                scaler.update = lambda found_inf: None  # whether both skip is not known yet
 
 
 def _join_reruns(control: dist.ProcessGroup) -> None:
@@ -477,6 +498,20 @@ def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> An
             return function(*args)
 
     return checkpoint_by_torch(computed, *args, use_reentrant=False)
+
+
+def _keep_through(layer: Any, block: Any) -> None:
+    """Let a block know what it knew before its experts, while which other micro-batches ran."""
+    name, stock = "pre_mlp_norm_checkpoint", layer.forward
+
+    @wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = getattr(block, name, None)
+        found = stock(*args, **kwargs)
+        setattr(block, name, kept)
+        return found
+
+    layer.forward = forward
 
 
 def _count_once(router: Any, here: Here) -> None:

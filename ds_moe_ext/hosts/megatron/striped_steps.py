@@ -44,10 +44,6 @@ class _Ran(NamedTuple):
 _STOCK_FORWARD_STEP = schedules.forward_step
 
 
-def _hand_over(parameter: Tensor, grad: Tensor) -> None:
-    torch.autograd.backward(parameter, grad)
-
-
 @dataclass(frozen=True, eq=False)
 class StripedSteps:
     """Called as Megatron's ``forward_backward_func`` is. Collective over the ZP group."""
@@ -166,7 +162,7 @@ class _Passes:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=steps.stack.device)
         self._steps, self._num, self._forward_only = steps, num, forward_only
         self._collects, self._given = collect_non_loss_data, given
-        self._add_grad = None if forward_only else _hand_over
+        self._add_grad = None if forward_only else torch.autograd.backward
         self._counts = steps.chunk.training
         batches = given["data_iterator"]
         self._batches = batches[0] if isinstance(batches, list) else batches
