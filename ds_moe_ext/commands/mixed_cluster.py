@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,11 +26,17 @@ from ds_moe_ext.commands.price.inputs import (
     read_model,
     training_of,
 )
-from ds_moe_ext.commands.price.market import BASE, Case, Market, chosen_strategies, priced_market
+from ds_moe_ext.commands.price.market import (
+    BASE,
+    EVERY,
+    Case,
+    Market,
+    chosen_strategies,
+    priced_market,
+)
 from ds_moe_ext.commands.price.words import GIB, assumed, grid_text
 from ds_moe_ext.core.hardware import Hardware
 from ds_moe_ext.files.documents import names_of
-from ds_moe_ext.planning.model_shape import Training
 from ds_moe_ext.planning.zebra_price import ZebraPrice
 from ds_moe_ext.report.units import bytes_text, counted, say, wide_console
 from ds_moe_ext.strategies.settings import BLOCK, read_settings
@@ -102,7 +107,7 @@ class Mixed:
 
     @cached_property
     def rivals(self) -> list[Rival]:
-        """DistEP, expert parallelism on all GPUs, and on the new ones alone."""
+        """DistEP; plain expert parallelism and the fastest strategy, on all GPUs and on the new."""
         new, _ = self.sides
         clusters = self.case.clusters
         found = []
@@ -111,30 +116,47 @@ class Mixed:
             found = [Rival("DistEP, the same roles in turns", self.zebra.dist_s, fullest, True)]
         return [
             *found,
-            self._expert_parallel(f"EP on all {self.case.training.num_ranks} GPUs", clusters),
-            self._expert_parallel(f"EP on {new.num_ranks} {new.device.name} alone", (new,)),
+            *self._without_roles(f"on all {self.case.training.num_ranks} GPUs", clusters),
+            *self._without_roles(f"on {new.num_ranks} {new.device.name} alone", (new,)),
         ]
 
-    def _expert_parallel(self, name: str, clusters: tuple[Hardware, ...]) -> Rival:
+    def _without_roles(self, where: str, clusters: tuple[Hardware, ...]) -> list[Rival]:
         training, num_ranks = self.case.training, sum(each.num_ranks for each in clusters)
         samples = training.num_ranks * training.micro_batches  # in micro-batches of a step
         own = replace(training, num_ranks=num_ranks, micro_batches=-(-samples // num_ranks))
-        found = []
-        for sends_once in self.may_send_once:
+        markets = []
+        for sends_once, asked in zip(self.may_send_once, (EVERY, BASE)):
             document = {BLOCK: {"enabled": True, "ep": {"send_once": sends_once}}}
             try:
                 market = priced_market(
                     replace(self.case, clusters=clusters, training=own),
                     self.loads,
-                    chosen_strategies(document, BASE),
+                    chosen_strategies(document, asked),
                     every_grid=False,
                     is_quick=True,
                     to=Console(quiet=True),
                 )
             except ValueError as error:
-                return Rival(name, None, 0, False, str(error))
-            found.append(_rival(name, market, training))
-        return min(found, key=lambda each: (not each.fits, each.step_s or math.inf))
+                return [Rival(f"EP {where}", None, 0, False, str(error))]
+            markets.append(market)
+        fits, best = markets[0].fits, markets[0].best
+        bases = [market.base for market in markets if market.base is not None]
+        if not bases:
+            why = next((each.why for each in markets[0].refused), "no grid divides the experts")
+            return [Rival(f"EP {where}", None, 0, False, why)]
+        base = min(bases, key=lambda each: (not fits(each), each.step_s))
+        rows = [("EP", base)]
+        if best and best.way.name != BASE and (best.step_s < base.step_s or not fits(base)):
+            rows.append((best.way.name, best))
+        return [
+            Rival(
+                f"{name} {where}, {grid_text(each.way.grid)}",
+                training.tokens_of_step / each.tokens_per_s,
+                each.memory.total,
+                fits(each),
+            )
+            for name, each in rows
+        ]
 
     @property
     def verdict(self) -> str:
@@ -175,14 +197,13 @@ class Mixed:
             return {BLOCK: block}
         training = self.case.training
         written = {
+            "zero_optimization": {"stage": training.zero_stage},
             **self.asked.document,
             "train_micro_batch_size_per_gpu": training.micro_batch,
             "gradient_accumulation_steps": training.micro_batches,
             BLOCK: block,
         }
-        if not self.asked.document:
-            written |= {"zero_optimization": {"stage": training.zero_stage}}
-        if not self.asked.document or self.no_longer:
+        if "number_type" not in self.asked.sizes or self.no_longer:
             written |= {training.number_type: {"enabled": True}}
         return written | {kind: {"enabled": False} for kind in self.no_longer}
 
@@ -213,17 +234,6 @@ class Mixed:
         if "expert_parallel_size" in self._before:
             dropped.append("--expert-model-parallel-size")
         return " ".join(added) + (f"; leave out {', '.join(dropped)}" if dropped else "")
-
-
-def _rival(name: str, market: Market, training: Training) -> Rival:
-    """The best plain expert parallelism, for as many tokens as a step of ``training`` has."""
-    base = market.base
-    if base is None:
-        why = next((each.why for each in market.refused), "no grid divides the experts")
-        return Rival(name, None, 0, False, why)
-    step_s = training.tokens_of_step / base.tokens_per_s
-    named = f"{name}, {grid_text(base.way.grid)}"
-    return Rival(named, step_s, base.memory.total, market.fits(base))
 
 
 def plan_mixed_cluster(given: argparse.Namespace) -> int:
@@ -347,10 +357,10 @@ def _words(mixed: Mixed, zebra: ZebraPrice, out: Path | None) -> list[str]:
         if shape.expert_ranks == 1:
             why = "one expert rank has nobody to send replicas to; left out"
         lines.append(f'balance "{mixed.balance}": {why}')
-    if mixed.no_longer:
+    if training.number_type != (asked := mixed.asked.sizes.get("number_type", NUMBER_TYPES[0])):
         lines.append(
-            f"number type: {training.number_type}, since one of the devices has no "
-            f"{mixed.no_longer[0]} by its hardware file"
+            f"number type: {training.number_type}, since one of the devices has no {asked} by its "
+            "hardware file"
         )
     if mixed.is_megatron:
         lines.append(f"flags: {mixed.flags(zebra, out)}")

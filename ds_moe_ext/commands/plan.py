@@ -88,9 +88,8 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="plan a job, or many, given in JSON; or a run on new and old GPUs"
     )
-    parser.add_argument(
-        "algorithm", metavar="ALGORITHM", help=", ".join((*ALGORITHMS, MIXED_CLUSTER))
-    )
+    names = (*ALGORITHMS, MIXED_CLUSTER)
+    parser.add_argument("algorithm", metavar="ALGORITHM", choices=names, help=", ".join(names))
     parser.add_argument(
         "--in",
         dest="path",

@@ -326,6 +326,9 @@ def choose_moved(
     num_experts = group.num_layers * group.num_experts
     chunks = min(group.num_layers * group.layer_chunks, (num_experts - 1) // group.chunk_experts)
     why = f"expert ranks must keep some, and give {group.chunk_experts} at a time"
+    room = bounds.most // group.chunk.per_attention_rank
+    if room < chunks:
+        chunks, why = room, f"{group.attention_ranks} attention ranks have memory for no more"
     if is_megatron and group.num_experts % group.attention_ranks:
         chunks = 0
         why = f"Megatron needs a layer's to divide by {group.attention_ranks} attention ranks"
@@ -333,9 +336,10 @@ def choose_moved(
         raise ValueError(
             f"the model does not fit: {group.expert_ranks} expert ranks lack memory for "
             f"{bounds.least} of {num_experts} experts beside the rows of a step, and at most "
-            f"{chunks * group.chunk_experts} may move, since {why}; take more expert ranks"
+            f"{chunks * group.chunk_experts} may move, since {why}; take more ranks, fewer "
+            "samples, or recompute activations"
         )
-    most = min(bounds.most, chunks * group.chunk.per_attention_rank)
+    most = chunks * group.chunk.per_attention_rank
     plan = assign_experts(group, times, min_moved=bounds.least, max_moved=most, squeeze=squeeze)
     none_L = (0,) * group.num_layers
     before_s, after_s = (step_seconds(group, times, stripes, o_L) for o_L in (none_L, plan.moved_L))

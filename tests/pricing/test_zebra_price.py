@@ -142,6 +142,9 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"an attention rank wants .* bytes besides experts"):
         small = [one_rank(1.0), one_rank(2.0, 2**31 + 100)]
         price_zebra(small, tiny(), training, EVEN_LE, passes=0)
+    with pytest.raises(ValueError, match=r"since 1 attention ranks have memory for no more; take"):
+        small = [one_rank(1.0, 2**31), one_rank(2.0, 2**31 + 9000)]
+        price_zebra(small, tiny(), training, EVEN_LE, passes=0)
     with pytest.raises(
         ValueError, match=r"1 expert ranks lack memory for 8 of 8 experts.*at most 0 may"
     ):

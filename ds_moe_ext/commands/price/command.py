@@ -18,6 +18,7 @@ from rich.progress import Progress
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model, training_of
 from ds_moe_ext.commands.price.market import (
     EVERY,
+    OVER,
     SEVERAL,
     Case,
     Market,
@@ -56,6 +57,8 @@ def price(given: argparse.Namespace) -> int:
     settings, _ = read_settings(asked.document)
     case = Case(tuple(clusters), shape, training, hooks=settings.hooks)
     chosen = chosen_strategies(asked.document, given.strategies)
+    if given.quick:
+        chosen = [each for each in chosen if each.is_own or OVER not in each.name]
     to = wide_console()
     market = priced_market(
         case,

@@ -75,7 +75,8 @@ def read_job(path: Path) -> AskedJob:
 
 
 def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
-    kinds = [kind for kind in _KINDS if _section(document, kind).get("enabled") is True]
+    has = {kind: _section(document, kind).get("enabled", False) for kind in _KINDS}
+    kinds = [kind for kind in _KINDS if has[kind] is True]
     tensor = _number(_section(document, "tensor_parallel"), "autotp_size") or 1
     if tensor > 1:
         raise ValueError(
@@ -87,7 +88,8 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
     sizes = {
         "micro_batch": _number(document, "train_micro_batch_size_per_gpu"),
         "micro_batches": _number(document, "gradient_accumulation_steps"),
-        "number_type": kinds[0] if kinds else "fp32",
+        # The Trainer fills in "auto" by its own flags.
+        "number_type": kinds[0] if kinds else None if "auto" in has.values() else "fp32",
         "zero_stage": stage if isinstance(stage, int) else 0,
         "offloaded_states": _offloaded(_section(zero, "offload_optimizer"), stage),
         "hides_gradients": zero.get("overlap_comm") is True,

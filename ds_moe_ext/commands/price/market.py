@@ -400,8 +400,8 @@ def priced_market(
     is_quick: bool = False,
     to: Console,
 ) -> Market:
-    """Price every way; ``to`` shows progress. Quick: whole experts and no composed strategies, at
-    the job's own micro-batch and loads."""
+    """Price every way; ``to`` shows progress. Quick: whole experts, at the job's own micro-batch
+    and loads."""
     by_tokens = cache(lambda tokens, loads: case.with_tokens(tokens).rows(loads))
 
     def rows_of(training: Training | None, loads: str) -> Loads:
@@ -412,11 +412,7 @@ def priced_market(
     ways = list(ways_of(chosen, case.hardware, ranks, num_experts, every_grid=every_grid))
     own = next((each.name for each in chosen if each.is_own), "")
     if is_quick:
-        ways = [
-            (each, way)
-            for each, way in ways
-            if each.is_own or (OVER not in each.name and way.grid.etp_size == 1)
-        ]
+        ways = [(each, way) for each, way in ways if each.is_own or way.grid.etp_size == 1]
     zebra = case.zebra(rows) if case.has_two_kinds else None
     with Progress(console=to, transient=True) as progress:
 
