@@ -88,8 +88,9 @@ def add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="plan a job, or many, given in JSON; or a run on new and old GPUs"
     )
-    names = (*ALGORITHMS, MIXED_CLUSTER)
-    parser.add_argument("algorithm", metavar="ALGORITHM", choices=names, help=", ".join(names))
+    parser.add_argument(
+        "algorithm", metavar="ALGORITHM", help=", ".join((*ALGORITHMS, MIXED_CLUSTER))
+    )
     parser.add_argument(
         "--in",
         dest="path",
@@ -119,6 +120,7 @@ def _plan(given: argparse.Namespace, own: Mapping[str, Any]) -> int:
                 "price does; give --model and --hardware"
             )
         return plan_mixed_cluster(given)
+    _check_known(given.algorithm)
     for name, default in own.items():
         if vars(given)[name] != default:
             raise ValueError(
@@ -146,9 +148,7 @@ def print_plan(algorithm: str, path: str) -> int:
 def plan_text(name: str, text: bytes, source: str = "the input") -> str:
     """Plans in JSON of one job in JSON, or of a list of jobs; ``source`` says where from in
     errors."""
-    if name not in ALGORITHMS:
-        remedy = nearest(name, (*ALGORITHMS, MIXED_CLUSTER))
-        raise ValueError(f"there is no algorithm {name!r}; {remedy}")
+    _check_known(name)
     try:
         document = parsed(text, _no_constant)
     except ValueError as error:
@@ -156,6 +156,12 @@ def plan_text(name: str, text: bytes, source: str = "the input") -> str:
     if not isinstance(document, list):
         return json.dumps(_planned(name, document, "job"))
     return json.dumps([_planned(name, job, f"job {i}") for i, job in enumerate(document)])
+
+
+def _check_known(name: str) -> None:
+    if name not in ALGORITHMS:
+        remedy = nearest(name, (*ALGORITHMS, MIXED_CLUSTER))
+        raise ValueError(f"there is no algorithm {name!r}; {remedy}")
 
 
 def _no_constant(name: str) -> Any:

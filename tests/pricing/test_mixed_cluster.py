@@ -250,7 +250,7 @@ def test_other_algorithms_take_a_job(plan: Callable[..., Done]) -> None:
     assert ended.returncode == 2
     assert "model is 'model.json', which only mixed-cluster takes" in ended.stderr
     ended = plan("mixed-clusters --model model.json")
-    assert ended.returncode == 2 and "invalid choice: 'mixed-clusters'" in ended.stderr
+    assert ended.returncode == 2 and "did you mean 'mixed-cluster'?" in ended.stderr
     ended = plan("prophet")
     assert ended.returncode == 2 and "prophet has no job; give its file by --in" in ended.stderr
 

@@ -7,14 +7,14 @@ import pytest
 from size import sizes
 
 ARE_AT = {
-    "product: lines": 65_380,
+    "product: lines": 65_430,
     "product: files": 201,
     "launch: lines": 11_250,
     "launch: files": 38,
     "launch: benches": 16,
     "launch/papers: lines": 4_060,
     "launch/papers: files": 18,
-    "tests: lines": 68_680,
+    "tests: lines": 68_743,
     "tests/test_house.py: lines": 200,
 }
 """Where one has shrunk, lower it here. ``launch/size.py`` has the ceilings that are wanted."""
